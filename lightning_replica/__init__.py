@@ -1,0 +1,14 @@
+"""A PyTorch Lightning strategy with which a training job loses no step and no bit when ranks fail.
+
+Importing it registers the strategy name ``replica_zero`` and does nothing else.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
+from lightning_replica.strategy import ReplicaZeroStrategy
+
+__version__ = "0.1.0.dev0"
+__all__ = ["ConfigurationError", "RecoveryError", "ReplicaError", "ReplicaZeroStrategy", "__version__"]
+
+ReplicaZeroStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,99 @@
+"""Every private name of Lightning and torch that the package uses, and nothing else does.
+
+`tests/test_compat.py` imports them all and checks the places of Lightning whose course is followed line by line,
+so that an upgrade that moves one fails there and not in a recovery.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _set_num_threads_if_needed,
+    _sync_ddp_if_available,
+)
+from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "Closure",
+    "_AutomaticOptimization",
+    "_FitLoop",
+    "_Launcher",
+    "_Metadata",
+    "_ResultCollection",
+    "_ResultMetric",
+    "_StrategyRegistry",
+    "_Sync",
+    "_TrainingEpochLoop",
+    "_TunerExitException",
+    "_all_gather_ddp_if_available",
+    "_call_callback_hooks",
+    "_call_lightning_module_hook",
+    "_call_strategy_hook",
+    "_set_num_threads_if_needed",
+    "_set_sampler_epoch",
+    "_sync_ddp_if_available",
+    "data_version",
+    "load_loops",
+    "mark_stepped",
+    "rerun_command",
+    "walk_loops",
+]
+
+
+def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
+    """The command line that runs this very script again, and its working directory (None: this one)."""
+    if _HYDRA_AVAILABLE:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            return _hydra_subprocess_cmd(rank)
+    return _basic_subprocess_cmd(), None
+
+
+def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:
+    """The loop and the loops inside it, with the prefix that ``_Loop.state_dict`` gives each."""
+    yield prefix, loop
+    for name, value in vars(loop).items():
+        if isinstance(value, _Loop):
+            yield from walk_loops(value, f"{prefix}{name}.")
+
+
+def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
+    """Puts all counters back, without the "restarting" marks that ``_Loop.load_state_dict`` leaves.
+
+    Those make Lightning guess where it was stopped; we know.
+    """
+    for prefix, inner in walk_loops(loop):
+        inner._load_from_state_dict(state.copy(), prefix)
+        inner.on_iteration_done()
+
+
+def data_version(tensor: Tensor) -> int:
+    """Changes whenever the tensor is written to."""
+    return tensor._version
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Keeps schedulers from warning that they step before the optimizer: on a replacement it steps elsewhere."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

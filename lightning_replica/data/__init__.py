@@ -1,0 +1,1 @@
+"""Which batch comes next, exactly."""

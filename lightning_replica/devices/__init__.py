@@ -1,0 +1,1 @@
+"""What differs from device to device, behind one interface."""

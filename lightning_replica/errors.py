@@ -1,0 +1,38 @@
+"""Every exception that the package raises.
+
+ReplicaError
+├── ConfigurationError       what was asked for cannot be done; raised before any process group waits
+├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
+├── Interrupted              the world has moved to a new generation; this rank's step ends here
+├── TransferError            a shard or a snapshot arrived damaged or not at all
+├── ProtocolError            ranks report what the commit rule rules out: a bug here, never a fault of the machine
+└── RecoveryError            the run cannot go on; the message says why and what was lost
+"""
+
+
+class ReplicaError(Exception):
+    """Root of the package's exceptions."""
+
+
+class ConfigurationError(ReplicaError, ValueError):
+    """What was asked for cannot be done. The message says what, what was given and what to do."""
+
+
+class CollectiveError(ReplicaError):
+    """A collective did not finish: a peer is gone or the process group was aborted."""
+
+
+class Interrupted(ReplicaError):
+    """Another rank is lost and the world moves to a new generation."""
+
+
+class TransferError(ReplicaError):
+    """A shard or a snapshot arrived damaged or not at all."""
+
+
+class ProtocolError(ReplicaError):
+    """Reports contradict the commit rule. Always a bug in this package."""
+
+
+class RecoveryError(ReplicaError):
+    """The run cannot go on."""

@@ -1,0 +1,194 @@
+"""Lightning's loops, with a way back in.
+
+`ReplicaFitLoop.run` catches what a fault throws, has the strategy recover, and goes on from the snapshot that the
+ranks agreed on: at the start of a batch window, or in the tail of a step. The course of the loops is Lightning's
+own; where it is followed line by line (`_epochs`, `ReplicaEpochLoop.run`, `_tail`), tests/test_compat.py watches
+the original.
+"""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+
+from lightning_replica._compat import (
+    Closure,
+    _AutomaticOptimization,
+    _call_callback_hooks,
+    _call_lightning_module_hook,
+    _FitLoop,
+    _TrainingEpochLoop,
+    _TunerExitException,
+)
+from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
+from lightning_replica.points import reach
+from lightning_replica.snapshot import Snapshot, exact_loaders
+
+if TYPE_CHECKING:
+    from lightning_replica.strategy import ReplicaZeroStrategy
+
+# Not faults: Lightning steers by the first, and the others say that recovery is over.
+_PASS = (_TunerExitException, RecoveryError, ProtocolError, ConfigurationError)
+
+
+def adopt(trainer: pl.Trainer) -> None:
+    """Gives the trainer's loops, with all they hold, the classes of this module.
+
+    Raises:
+        ConfigurationError: If the trainer has loops of its own.
+    """
+    fit_loop = trainer.fit_loop
+    swaps = (
+        (fit_loop, _FitLoop, ReplicaFitLoop),
+        (fit_loop.epoch_loop, _TrainingEpochLoop, ReplicaEpochLoop),
+        (fit_loop.epoch_loop.automatic_optimization, _AutomaticOptimization, ReplicaOptimization),
+    )
+    for loop, original, ours in swaps:
+        if type(loop) not in (original, ours):
+            raise ConfigurationError(
+                f"`replica_zero` recovers inside Lightning's own training loop, but this Trainer's is a"
+                f" {type(loop).__name__}. Leave `trainer.fit_loop` as Lightning made it."
+            )
+        loop.__class__ = ours
+
+
+class ReplicaOptimization(_AutomaticOptimization):
+    """Remembers the closure under way, for what it returned."""
+
+    closure: Closure | None = None
+
+    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Any, batch_idx: int) -> Closure:
+        self.closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        return self.closure
+
+    def output(self) -> dict[str, Any]:
+        """What the closure has returned."""
+        if self.closure is None or self.closure._result is None:
+            raise ProtocolError("The commit was entered before the closure had run.")
+        return self.closure._result.asdict()
+
+
+class ReplicaFitLoop(_FitLoop):
+    """`_FitLoop` that recovers."""
+
+    @property
+    def _strategy(self) -> "ReplicaZeroStrategy":
+        return cast("ReplicaZeroStrategy", self.trainer.strategy)
+
+    def run(self) -> None:
+        """Trains to the end, through any number of faults."""
+        self.setup_data()
+        if self.skip:
+            return
+        self.reset()
+        self.on_run_start()
+        resume = self._strategy.begin_training()
+        while True:
+            try:
+                self._epochs(resume)
+                self._restarting = False
+                self.on_run_end()
+                self._strategy.end_training()
+                return
+            except _PASS:
+                raise
+            except Exception as error:
+                resume = self._strategy.recover_from(error)
+
+    def on_run_start(self) -> None:
+        """Sets validation data up on every rank now: a replacement cannot do it later, when nobody else does."""
+        trainer = self.trainer
+        if trainer.enable_validation and self.epoch_loop.val_loop._combined_loader is None:
+            trainer.validating = True
+            self.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        trainer.strategy.barrier("on_train_start")
+        super().on_run_start()
+
+    def on_advance_start(self) -> None:
+        """Begins an epoch."""
+        super().on_advance_start()
+        for loader in exact_loaders(self.trainer):
+            loader.begin_epoch(self.epoch_progress.current.processed)
+
+    def _epochs(self, resume: Snapshot | None) -> None:
+        """The loop of `_FitLoop.run`, begun inside an epoch where ``resume`` says so."""
+        if resume is not None and resume.fresh:
+            resume = None
+        while resume is not None or not self.done:
+            try:
+                if resume is None:
+                    self.on_advance_start()
+                self.epoch_loop.resume, resume = resume, None
+                self.advance()
+                self.on_advance_end()
+            except StopIteration:
+                break
+            finally:
+                self.on_iteration_done()
+
+
+class ReplicaEpochLoop(_TrainingEpochLoop):
+    """`_TrainingEpochLoop` that takes the snapshots and can begin in the middle."""
+
+    resume: Snapshot | None = None
+
+    def run(self, data_fetcher: Any) -> None:
+        """The loop of `_TrainingEpochLoop.run`, begun at `resume` where there is one."""
+        resume, self.resume = self.resume, None
+        if resume is None:
+            self.reset()
+            self.on_run_start(data_fetcher)
+        data_fetcher._start_profiler, data_fetcher._stop_profiler = self._on_before_fetch, self._on_after_fetch
+        in_tail = resume is not None and resume.kind == "tail"
+        while in_tail or not self.done:
+            try:
+                if in_tail and resume is not None:
+                    in_tail = False
+                    self._tail(resume)
+                else:
+                    self.advance(data_fetcher)
+                self.on_advance_end(data_fetcher)
+            except StopIteration:
+                break
+            finally:
+                self.on_iteration_done()
+
+    def advance(self, data_fetcher: Any) -> None:
+        """One batch; a snapshot first where a window of accumulated batches begins."""
+        reach("batch_start")
+        strategy = cast("ReplicaZeroStrategy", self.trainer.strategy)
+        strategy.begin_batch(self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0)
+        super().advance(data_fetcher)
+
+    def _tail(self, snapshot: Snapshot) -> None:
+        """What `advance` does after the update, once more: hooks, schedulers, logging.
+
+        The module's ``optimizer_step`` hook is called too, for what it does after ``optimizer.step``; the strategy
+        lets the step itself pass.
+        """
+        trainer, optimization = self.trainer, self.automatic_optimization
+        self._results.batch = snapshot.batch
+        strategy = cast("ReplicaZeroStrategy", trainer.strategy)
+        with strategy.step_is_done():
+            _call_lightning_module_hook(
+                trainer,
+                "optimizer_step",
+                trainer.current_epoch,
+                self.batch_idx,
+                strategy._lightning_optimizers[0],
+                lambda: snapshot.output.get("loss"),
+            )
+        optimization.optim_progress.optimizer.step.increment_completed()
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        _call_callback_hooks(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
+        _call_lightning_module_hook(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Lightning's broadcast before every batch would swallow a fault, and cost a round trip."""

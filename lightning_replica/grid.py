@@ -1,0 +1,60 @@
+"""The R x S table of ranks."""
+
+from dataclasses import dataclass
+
+from lightning_replica.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Who holds which shard: ``rank = replica * shards + shard``.
+
+    Replicas are contiguous runs of ranks, so the peers of a shard are ``shards`` ranks apart. With ranks numbered
+    node by node they stand on different nodes as soon as a replica spans one (half-split placement, see
+    docs/life_of_a_step.md).
+
+    Attributes:
+        world_size: Number of ranks, N >= 2.
+        replicas: Complete copies of the optimizer state, R. Divides N.
+
+    Raises:
+        ConfigurationError: If there are not enough ranks, or R does not divide N.
+    """
+
+    world_size: int
+    replicas: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2:
+            raise ConfigurationError(
+                f"`replica_zero` needs at least 2 ranks, got world_size={self.world_size}. A single rank has no peer"
+                " to give its state back. Set `Trainer(devices=2)` or more, or leave the strategy out."
+            )
+        if self.replicas < 1 or self.world_size % self.replicas:
+            choices = ", ".join(str(r) for r in range(1, self.world_size + 1) if self.world_size % r == 0)
+            raise ConfigurationError(
+                f"replicas={self.replicas} does not divide world_size={self.world_size}: every shard must be held by"
+                f" the same number of ranks. Choose one of {choices}."
+            )
+
+    @property
+    def shards(self) -> int:
+        """Number of shards, S = N / R."""
+        return self.world_size // self.replicas
+
+    def shard_of(self, rank: int) -> int:
+        """The shard that ``rank`` owns."""
+        return rank % self.shards
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that ``rank`` belongs to."""
+        return rank // self.shards
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The R ranks that own the shard of ``rank``, itself included, in order of replica."""
+        return tuple(range(self.shard_of(rank), self.world_size, self.shards))
+
+    def replica_ranks(self, rank: int) -> tuple[int, ...]:
+        """The S ranks of the replica of ``rank``, itself included, in order of shard."""
+        first = self.replica_of(rank) * self.shards
+        return tuple(range(first, first + self.shards))

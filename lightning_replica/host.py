@@ -1,0 +1,122 @@
+"""The host state of a rank as recovery sees it: snapshots taken, sent, adopted, restored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_replica import snapshot as snapshots
+from lightning_replica._compat import _call_strategy_hook, _set_sampler_epoch, mark_stepped
+from lightning_replica.data.position import ExactLoader
+from lightning_replica.devices import cpu
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.snapshot import Snapshot
+
+
+class LightningHost:
+    """`recovery.interface.Host` over a Trainer.
+
+    Args:
+        trainer: The trainer that fits.
+        trained: The parameters that shards hold; all others travel with the host state.
+    """
+
+    def __init__(self, trainer: pl.Trainer, trained: Sequence[nn.Parameter]) -> None:
+        self._trainer = trainer
+        self._trained = {id(parameter) for parameter in trained}
+        self._buffers = snapshots.Buffers()
+        self._held: dict[tuple[Kind, int], Snapshot] = {}
+        self.resume: Snapshot | None = None  # where the fit loop goes on; set by `restore`
+
+    # Taking
+
+    def begin(self) -> Snapshot:
+        """The tail before step 0: training has not begun."""
+        taken = snapshots.take(self._trainer, "tail", 0, self._buffers)
+        taken.fresh = True
+        return self._keep(taken)
+
+    def begin_window(self, step: int) -> Snapshot:
+        """A batch window begins; what came before it will not be needed again."""
+        for loader in snapshots.exact_loaders(self._trainer):
+            loader.mark()
+        self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
+        return self._keep(snapshots.take(self._trainer, "batch", step, self._buffers))
+
+    def enter_commit(self, step: int, output: dict[str, Any]) -> Snapshot:
+        """The commit that leads to ``step`` is about to begin; ``output`` is what the closure returned."""
+        taken = snapshots.take(self._trainer, "tail", step, self._buffers)
+        taken.batch = self._trainer.fit_loop.epoch_loop._results.batch
+        taken.output = output
+        loss = output.get("loss")
+        taken.loss = None if loss is None else float(loss)
+        return self._keep(taken)
+
+    def _keep(self, taken: Snapshot) -> Snapshot:
+        self._held[taken.kind, taken.step] = taken
+        return taken
+
+    # recovery.interface.Host
+
+    def held(self, kind: Kind) -> tuple[int, ...]:
+        """The steps of the snapshots of ``kind``."""
+        return tuple(step for of_kind, step in self._held if of_kind == kind)
+
+    def export(self, kind: Kind, step: int) -> bytes:
+        """The replicated part, with the parameters that no shard holds."""
+        taken = self._held[kind, step]
+        frozen = {
+            name: parameter.detach()
+            for name, parameter in self._trainer.lightning_module.named_parameters()
+            if id(parameter) not in self._trained
+        }
+        replicated = {**taken.replicated, "frozen": frozen}
+        return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
+
+    def private(self, kind: Kind, step: int) -> bytes:
+        """The part that is mirrored."""
+        return self._held[kind, step].private_bytes()
+
+    def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
+        """Takes what a peer sent as this rank's own."""
+        taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
+        parameters = dict(self._trainer.lightning_module.named_parameters())
+        with torch.no_grad():
+            for name, value in taken.replicated.pop("frozen").items():
+                parameters[name].copy_(value)
+        for optimizer in self._trainer.optimizers:
+            mark_stepped(optimizer)
+
+    def restore(self, kind: Kind, step: int) -> None:
+        """Puts everything back; `resume` tells the fit loop where to go on."""
+        taken = self._held[kind, step]
+        self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
+        snapshots.restore(self._trainer, taken)
+        self._rewind(taken)
+        cpu.set_rng_state(taken.rng)
+        self.resume = taken
+
+    def _rewind(self, taken: Snapshot) -> None:
+        """Puts the data back; a replacement in a tail fetches the batch that its hooks want to see."""
+        fit_loop = self._trainer.fit_loop
+        missing = taken.kind == "tail" and not taken.fresh and taken.batch is None
+        epoch = fit_loop.epoch_progress.current.processed
+        loaders: list[ExactLoader] = snapshots.exact_loaders(self._trainer)
+        for loader, position in zip(loaders, taken.replicated["positions"], strict=True):
+            _set_sampler_epoch(loader, epoch)
+            loader.rewind(epoch, position - missing)
+        fetcher = fit_loop._data_fetcher
+        iter(fetcher)
+        fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready - missing
+        if missing:
+            taken.batch = self._transfer(next(fetcher)[0])
+            taken.output = {"loss": torch.tensor(taken.loss)}
+        fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+
+    def _transfer(self, batch: Any) -> Any:
+        """What Lightning's training loop does with a batch before its hooks see it."""
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return _call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)

@@ -1,0 +1,146 @@
+"""The process that starts the ranks, sees them die and replaces them. It never trains."""
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.recovery.generation import Generations
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+PHASE = "phase"  # store key: "fit" between `armed` and `finished`, when a death can be recovered from
+
+
+@dataclass
+class _Child:
+    rank: int
+    process: "subprocess.Popen[bytes]"
+
+
+class Supervisor:
+    """Runs N ranks as children and ends when they end.
+
+    Args:
+        command: Given a rank, the command line and working directory that run the user's script again.
+        world_size: Number of ranks.
+        max_restarts: Processes that may be replaced before the run is given up.
+        say: Tells the user something, in one line.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[int], tuple[Sequence[str], str | None]],
+        world_size: int,
+        max_restarts: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._command, self._world_size, self._max_restarts, self._say = command, world_size, max_restarts, say
+        self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
+        self._children: dict[int, _Child] = {}
+        self._restarts = 0
+        self._code = 0
+
+    def run(self) -> int:
+        """Starts all ranks and returns the exit code that this process should end with.
+
+        0 if every rank ended with 0, else the code of the rank that failed first (128 + n for signal n).
+        """
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._generations = Generations(self._store)
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for rank in range(self._world_size):
+                self._start(rank, generation=0)
+            while self._children:
+                self._on_end(self._ended.get())
+        finally:
+            self._terminate(signal.SIGKILL)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+        return self._code
+
+    def _start(self, rank: int, generation: int) -> None:
+        command, cwd = self._command(rank)
+        environment = RankEnvironment("127.0.0.1", self._store.port, os.getpid(), generation)
+        variables = environment.variables(rank, self._world_size, os.environ)
+        child = _Child(rank, subprocess.Popen(command, env=variables, cwd=cwd))
+        self._children[rank] = child
+        # One thread a child, blocked in waitpid: a death is known at once, on any platform.
+        threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
+
+    def _wait(self, child: _Child) -> None:
+        child.process.wait()
+        self._ended.put(child)
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        self._ended.put(signal.Signals(signum))
+
+    def _on_end(self, event: "_Child | signal.Signals") -> None:
+        if isinstance(event, signal.Signals):
+            self._fail(f"The run was stopped by {event.name}.", 128 + event, forward=event)
+            return
+        del self._children[event.rank]
+        code = event.process.returncode
+        in_fit = self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
+        if code == 0 and not in_fit:
+            return
+        how = f"Rank {event.rank} {_how(code)}"
+        code = 128 - code if code < 0 else code or 1
+        if not in_fit:
+            self._fail(f"{how} outside of training, where a rank cannot be replaced.", code)
+        elif self._code or self._generations.verdict() is not None:
+            self._fail(how, code)
+        elif self._restarts >= self._max_restarts:
+            used = f"{self._restarts} of max_restarts={self._max_restarts} are used"
+            self._fail(f"{how}, and no replacement can be had: {used}.", code)
+        else:
+            self._replace(event.rank, how)
+
+    def _replace(self, rank: int, how: str) -> None:
+        self._restarts += 1
+        generation = self._generations.begin_next(0, how)
+        self._say(f"{how}; a new process takes its place ({self._restarts} of {self._max_restarts}).")
+        self._start(rank, generation)
+
+    def _fail(self, why: str, code: int, forward: signal.Signals | None = None) -> None:
+        """Ends the run: ranks are told why and given some time to end by themselves."""
+        if not self._code:
+            self._code = code
+            if self._generations.verdict() is None:
+                self._say(why)
+        self._generations.give_up(why)
+        self._generations.begin_next(0, why)  # wakes whoever is blocked
+        if forward is not None:
+            for child in self._children.values():
+                child.process.send_signal(forward)
+        self._terminate(signal.SIGTERM, after_s=GRACE_S)
+
+    def _terminate(self, signum: signal.Signals, after_s: float = 0.0) -> None:
+        """Ends all children; those that are still there after ``after_s`` are sent ``signum``, then SIGKILL."""
+        deadline = time.monotonic() + after_s
+        for last in (signum, signal.SIGKILL):
+            while any(child.process.poll() is None for child in self._children.values()):
+                if time.monotonic() > deadline:
+                    for child in self._children.values():
+                        child.process.send_signal(last)
+                    deadline = time.monotonic() + GRACE_S
+                    break
+                time.sleep(0.01)
+        for child in self._children.values():
+            child.process.wait()
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"died ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"

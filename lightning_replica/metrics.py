@@ -1,0 +1,97 @@
+"""Metrics under way: what `self.log` and torchmetrics have accumulated in this epoch on this rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_replica._compat import _Metadata, _ResultCollection, _ResultMetric, _Sync
+
+_TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_META_OPTIONAL = ("dataloader_idx", "metric_attribute")
+_REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
+
+
+def export_results(results: _ResultCollection) -> list[dict[str, Any]]:
+    """Every tensor-valued result; those that are torchmetrics objects keep their state in the module."""
+    return [_export(key, metric) for key, metric in results.items() if metric.is_tensor]
+
+
+def import_results(results: _ResultCollection, plain: list[dict[str, Any]], sync: Callable[..., Any]) -> None:
+    """Makes ``results`` what `export_results` saw; ``sync`` reduces over ranks where a result asks for it."""
+    known = {entry["key"] for entry in plain}
+    for key in [key for key, metric in results.items() if metric.is_tensor and key not in known]:
+        del results[key]
+    for entry in plain:
+        if entry["key"] not in results:
+            results[entry["key"]] = _new(entry, sync)
+        _import(results[entry["key"]], entry)
+    results.batch = results.batch_size = None
+
+
+def copy_states(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The states of all torchmetrics objects in ``module``."""
+    names = ("_update_count", "_computed")
+    return [
+        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in _metrics(module)
+    ]
+
+
+def put_states(module: torch.nn.Module, states: list[dict[str, Any]]) -> None:
+    """The inverse of `copy_states`."""
+    for metric, state in zip(_metrics(module), states, strict=True):
+        for name, value in state.items():
+            setattr(metric, name, _clone(value))
+
+
+def _metrics(module: torch.nn.Module) -> list[Metric]:
+    return [submodule for submodule in module.modules() if isinstance(submodule, Metric)]
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [_clone(item) for item in value] if isinstance(value, list) else value
+
+
+def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
+    meta = metric.meta
+    tensors = {name: _to_plain(getattr(metric, name, None)) for name in _TENSORS}
+    return {
+        "key": key,
+        "tensors": tensors,
+        "has_reset": metric.has_reset,
+        "updates": metric._update_count,
+        "meta": {name: getattr(meta, name) for name in (*_META, *_META_OPTIONAL)},
+        "reduction": next((name for name, fn in _REDUCTIONS.items() if meta.reduce_fx in (fn, name)), "mean"),
+        "sync": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+    }
+
+
+def _import(metric: _ResultMetric, entry: dict[str, Any]) -> None:
+    for name, value in entry["tensors"].items():
+        if value is not None or hasattr(metric, name):
+            setattr(metric, name, _from_plain(value))
+    metric.has_reset = entry["has_reset"]
+    metric._update_count = entry["updates"]
+
+
+def _new(entry: dict[str, Any], sync: Callable[..., Any]) -> _ResultMetric:
+    meta = _Metadata(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduction"]])
+    meta.sync = _Sync(_should=entry["sync"], fn=sync, rank_zero_only=entry["rank_zero_only"])
+    return _ResultMetric(meta, is_tensor=True)
+
+
+def _to_plain(value: Any) -> list[Any] | None:
+    """Dtype and contents of a tensor; JSON keeps every bit of a float."""
+    if not isinstance(value, Tensor):
+        return None
+    return [str(value.dtype).removeprefix("torch."), value.tolist()]
+
+
+def _from_plain(plain: list[Any] | None) -> Tensor | None:
+    return None if plain is None else torch.tensor(plain[1], dtype=getattr(torch, plain[0]))

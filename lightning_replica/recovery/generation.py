@@ -1,0 +1,133 @@
+"""How ranks agree that the world moves on: a log of generations in the store.
+
+``generation/<k>`` exists from the moment in which generation k - 1 is over; its value says why. Keys are only ever
+added, with compare-and-set, so that whoever loses the race to begin k simply joins it. Whoever sees a fault begins
+the next generation: the rank that raised, a rank whose peer has gone, and always the supervisor when a process
+dies, so that a dead process can have no part in the newest generation and nothing that it left behind is mistaken
+for a report of its successor.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning_replica.errors import Interrupted, RecoveryError
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+class Generations:
+    """The log of generations, as one process sees it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def begun(self, generation: int) -> bool:
+        """Whether ``generation`` has begun."""
+        return generation == 0 or self.store.check([_key(generation)])
+
+    def newest(self, known: int) -> int:
+        """The newest generation, not before ``known``."""
+        while self.begun(known + 1):
+            known += 1
+        return known
+
+    def begin(self, generation: int, why: str) -> None:
+        """Begins ``generation``, unless someone has."""
+        self.store.compare_set(_key(generation), "", why)
+
+    def begin_next(self, known: int, why: str) -> int:
+        """Begins one that nobody has begun yet; returns it."""
+        while True:
+            candidate = self.newest(known) + 1
+            # A value nobody else writes tells the winner of the race from the losers.
+            token = f"{why} [{time.monotonic_ns()}]"
+            if self.store.compare_set(_key(candidate), "", token) == token.encode():
+                return candidate
+            known = candidate
+
+    def why(self, generation: int) -> str:
+        """Why ``generation`` began."""
+        return self.store.get(_key(generation)).decode()
+
+    def give_up(self, why: str) -> None:
+        """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
+        self.store.compare_set("verdict", "", why)
+
+    def verdict(self) -> str | None:
+        """Why the run has ended; None while it goes on."""
+        return self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
+
+    def wait_for(self, ready: Callable[[], bool], generation: int, timeout_s: float, what: str) -> None:
+        """Polls until ``ready()``.
+
+        Raises:
+            Interrupted: If a generation after ``generation`` begins first.
+            RecoveryError: If the run is given up, or ``timeout_s`` passes.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.001
+        while not ready():
+            verdict = self.verdict()
+            if verdict is not None:
+                raise RecoveryError(verdict)
+            if self.begun(generation + 1):
+                raise Interrupted(self.why(generation + 1))
+            if time.monotonic() > deadline:
+                raise RecoveryError(f"Waited {timeout_s:.0f} s for {what} in generation {generation}.")
+            time.sleep(pause_s)
+            pause_s = min(0.02, 1.5 * pause_s)
+
+    def post(self, generation: int, rank: int, report: dict[str, Any]) -> None:
+        """Leaves ``report`` for everyone in ``generation``."""
+        self.store.set(f"report/{generation}/{rank}", json.dumps(report))
+
+    def collect(self, generation: int, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Every rank's report, in order of rank.
+
+        Raises:
+            Interrupted: If the world moves on meanwhile.
+            RecoveryError: If a rank does not report in time.
+        """
+        keys = [f"report/{generation}/{rank}" for rank in range(world_size)]
+
+        def complete() -> bool:
+            return self.store.check(keys)
+
+        try:
+            self.wait_for(complete, generation, timeout_s, "every rank's report")
+        except RecoveryError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise RecoveryError(f"{error} Missing: ranks {missing}.") from error
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def meet(self, name: str, generation: int, world_size: int, timeout_s: float) -> None:
+        """A barrier that outlives its members: once all have come, it is passed for good.
+
+        Unlike a barrier of a process group it cannot succeed on one rank and fail on another because a third has
+        already gone home.
+        """
+        key = f"meet/{name}/{generation}"
+        self.store.add(key, 1)
+
+        def complete() -> bool:
+            return self.store.add(key, 0) >= world_size
+
+        try:
+            self.wait_for(complete, generation, timeout_s, f"every rank at {name!r}")
+        except Interrupted:
+            if not complete():
+                raise
+
+
+def _key(generation: int) -> str:
+    return f"generation/{generation}"

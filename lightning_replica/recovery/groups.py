@@ -1,0 +1,76 @@
+"""The process groups of one generation: opened, aborted from another thread, closed."""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_replica.errors import CollectiveError
+
+
+class ProcessGroups:
+    """Owns the default group and whatever was made inside it.
+
+    Args:
+        store: Where ranks find each other; every generation has a prefix of its own.
+        rank: This rank.
+        world_size: Number of ranks.
+        backend: torch.distributed backend.
+        timeout_s: After which a collective fails on its own.
+        abort: Fails every collective of one group on this rank, from any thread.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        abort: Callable[[dist.ProcessGroup], None],
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._backend, self._timeout, self._abort = backend, timedelta(seconds=timeout_s), abort
+        self._groups: list[dist.ProcessGroup] = []
+        self._excepthook = sys.excepthook
+        self._lock = threading.Lock()
+
+    def open(self, generation: int, make: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
+        """Opens the default group of ``generation``, then lets ``make`` make the others. Collective."""
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(f"groups/{generation}", self._store),
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=self._timeout,
+            )
+            self._own(dist.group.WORLD)
+            for group in make():
+                self._own(group)
+        except RuntimeError as error:
+            raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
+
+    def abort(self) -> None:
+        """Wakes this rank from any collective. Safe from any thread, any number of times."""
+        with self._lock:
+            for group in self._groups:
+                self._abort(group)
+
+    def close(self) -> None:
+        """Aborts and destroys all groups; peers see their connections close."""
+        self.abort()
+        with self._lock:
+            self._groups = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.excepthook = self._excepthook  # every init_process_group wraps the one before
+        gc.collect()  # a group lives as long as an exception's traceback that holds one
+
+    def _own(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            with self._lock:
+                self._groups.append(group)

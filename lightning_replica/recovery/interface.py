@@ -1,0 +1,66 @@
+"""What recovery asks of the training that it saves."""
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch import Tensor
+
+Kind: TypeAlias = Literal["batch", "tail"]
+"""Where training goes on: at the start of a batch window, or in the tail of the step before it.
+
+See docs/life_of_a_step.md, "The two snapshots".
+"""
+
+
+class Recoverable(Protocol):
+    """The sharded state of one rank. `sharding.state.ShardedState` is one."""
+
+    @property
+    def step(self) -> int:
+        """Updates applied to the own shard."""
+
+    @property
+    def entered(self) -> bool:
+        """Whether the next update could be made without any other rank."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether the shard's memory cannot be trusted."""
+
+    @property
+    def commit_vector(self) -> tuple[float, ...] | None:
+        """The commit of ``step -> step + 1``, if this rank saw it succeed."""
+
+    def roll_forward(self, vector: tuple[float, ...]) -> None:
+        """Makes the committed update. Called only where ``entered``."""
+
+    def roll_back(self) -> None:
+        """Forgets the step under way. Called on every rank, after any rolling forward."""
+
+    def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """Describes the shard in plain data and lists the flat tensors that hold it."""
+
+    def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
+        """Takes a peer's shard. If it raises half-way, ``torn`` is true."""
+
+    def rebuild(self) -> None:
+        """Rebuilds the parameters from the shards. Collective."""
+
+
+class Host(Protocol):
+    """The state of one rank that is not the shard: loops, schedulers, metrics, random numbers, data position."""
+
+    def held(self, kind: Kind) -> tuple[int, ...]:
+        """The steps of the snapshots of ``kind`` that this rank holds."""
+
+    def export(self, kind: Kind, step: int) -> bytes:
+        """The part of a snapshot that is the same on all ranks."""
+
+    def private(self, kind: Kind, step: int) -> bytes:
+        """The part that belongs to this rank alone, as it is mirrored to the peers."""
+
+    def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
+        """Takes another rank's snapshot as its own. Called on a replacement."""
+
+    def restore(self, kind: Kind, step: int) -> None:
+        """Puts this rank back to a snapshot; training goes on from there. Later snapshots are dropped."""

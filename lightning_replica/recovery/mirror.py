@@ -1,0 +1,102 @@
+"""Every rank's private state, kept by its peers: what a replacement needs to draw the same random numbers.
+
+[Note: mirrored when]
+Twice a step, in one all-gather among the R peers: when a batch window begins (awaited only at the next one, so it
+costs no time) and before the commit (awaited before this rank enters it). So whenever a commit has succeeded
+anywhere, every peer holds the private state that the tail of that step begins with. A message that a fault cut
+short is told by its checksum; the planner then goes back to the tail.
+"""
+
+import struct
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.recovery.planner import Mirror
+
+_HEADER = struct.Struct("<qqq")  # step, length of the payload, CRC-32 of the payload
+_START_BYTES = 16 * 1024
+
+
+class Mirrors:
+    """Exchanges private states with the peers and remembers the newest of each kind.
+
+    Args:
+        rank: This rank.
+        wait: Waits for a collective; raises if a peer is gone.
+    """
+
+    def __init__(self, rank: int, wait: "Callable[[dist.Work | None], None]") -> None:
+        self._rank, self._wait = rank, wait
+        self._capacity = _START_BYTES
+        self._rows: dict[tuple[Kind, int], Tensor] = {}
+        self._pending: tuple[dist.Work | None, Kind, int, bytes] | None = None
+
+    def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
+        """Uses ``group``, whose members are ``peers``, from now on. Rows received so far are kept."""
+        self._group, self._peers = group, peers
+        self._pending = None
+        self._capacity = _START_BYTES  # the same on a replacement as on everyone else
+
+    def begin(self, kind: Kind, step: int, payload: bytes) -> None:
+        """Starts to send ``payload`` to the peers and to receive theirs. Collective among peers."""
+        self.settle()
+        if len(self._peers) == 1:
+            return
+        if kind == "batch":  # the steps before this window are done with on every rank
+            self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= step}
+        self._pending = (self._launch(kind, step, payload), kind, step, payload)
+
+    def settle(self) -> None:
+        """Waits for what `begin` started; a payload that did not fit is sent again with more room."""
+        if self._pending is None:
+            return
+        work, kind, step, payload = self._pending
+        self._wait(work)
+        needed = max(_HEADER.unpack_from(row.numpy())[1] for row in self._rows[kind, step]) + _HEADER.size
+        if needed > self._capacity:
+            self._capacity = 1 << needed.bit_length()
+            self._wait(self._launch(kind, step, payload))
+        self._pending = None
+
+    def keep(self, kind: Kind, step: int) -> None:
+        """Forgets everything but ``kind`` at ``step``: what the world has just gone back to."""
+        self._rows = {key: rows for key, rows in self._rows.items() if key == (kind, step)}
+
+    def held(self) -> tuple[Mirror, ...]:
+        """Which private states of peers are here and whole."""
+        return tuple(
+            Mirror(peer, kind, step)
+            for (kind, step), rows in self._rows.items()
+            for peer, row in zip(self._peers, rows, strict=True)
+            if peer != self._rank and _read(row, step) is not None
+        )
+
+    def payload(self, mirror: Mirror) -> bytes:
+        """The private state that ``mirror``, one of `held`, stands for."""
+        payload = _read(self._rows[mirror.kind, mirror.step][self._peers.index(mirror.rank)], mirror.step)
+        if payload is None:
+            raise KeyError(f"{mirror} is not whole")
+        return payload
+
+    def _launch(self, kind: Kind, step: int, payload: bytes) -> "dist.Work | None":
+        message = torch.zeros(self._capacity, dtype=torch.uint8)
+        header = _HEADER.pack(step, len(payload), zlib.crc32(payload))
+        data = (header + payload)[: self._capacity]
+        message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8)
+        self._rows[kind, step] = rows
+        return dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True)
+
+
+def _read(row: Tensor, step: int) -> bytes | None:
+    """The payload of a message of ``step``, or None if it is not whole."""
+    data = row.numpy().tobytes()
+    sent, length, crc = _HEADER.unpack_from(data)
+    payload = data[_HEADER.size : _HEADER.size + length]
+    whole = length and sent == step and len(payload) == length and zlib.crc32(payload) == crc
+    return payload if whole else None

@@ -1,0 +1,67 @@
+"""The phases of a recovery, and how long each took."""
+
+import enum
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightning_replica.points import reach
+
+if TYPE_CHECKING:
+    from lightning_replica.points import Point
+
+log = logging.getLogger(__name__)
+
+
+class Phase(enum.Enum):
+    """stop -> clean -> regroup -> repair -> rollback -> resume; a fault in any of them goes back to stop."""
+
+    STOP = "stop"  # the generation is declared over; every rank will come out of its collectives
+    CLEAN = "clean"  # process groups are torn down
+    REGROUP = "regroup"  # every rank reports, the plan is made, new groups are opened
+    REPAIR = "repair"  # the committed step is applied where it was missed, shards move
+    ROLLBACK = "rollback"  # parameters are rebuilt, host state goes back to the snapshot
+    RESUME = "resume"  # peers mirror each other again; then training goes on
+
+
+_NEXT = dict(zip([None, *Phase], [*Phase, None], strict=True))
+
+
+@dataclass
+class Timeline:
+    """When each phase of one recovery began. A phase that was begun twice counts from its last beginning.
+
+    Attributes:
+        seconds: Duration of each finished phase.
+        total_s: From the fault to the end of the last phase, failed attempts included.
+    """
+
+    seconds: dict[Phase, float] = field(default_factory=dict)
+    total_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._began = self._phase_began = time.monotonic()
+        self._phase: Phase | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Ends the phase under way and begins ``phase``: the next one, or STOP after a fault."""
+        if phase is not Phase.STOP and phase is not _NEXT[self._phase]:
+            raise RuntimeError(f"recovery goes from {self._phase} to {_NEXT[self._phase]}, not to {phase}")
+        self._finish()
+        self._phase = phase
+        point: Point = phase.value
+        reach(point)
+
+    def end(self) -> None:
+        """Ends the last phase."""
+        self._finish()
+        self._phase = None
+
+    def _finish(self) -> None:
+        now = time.monotonic()
+        if self._phase is not None:
+            self.seconds[self._phase] = now - self._phase_began
+            log.debug("recovery: %s took %.3f s", self._phase.value, now - self._phase_began)
+        self._phase_began = now
+        self.total_s = now - self._began

@@ -1,0 +1,194 @@
+"""What to do, from what the ranks report. A pure function: no I/O, no clock, the same answer on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_replica.errors import ProtocolError, RecoveryError
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.grid import Grid
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A peer's private state that a rank holds."""
+
+    rank: int
+    kind: Kind
+    step: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of itself when the world has stopped.
+
+    Attributes:
+        rank: Who says it.
+        step: Updates applied to its shard; -1 for a replacement, which has nothing.
+        intact: Whether its shard is whole at ``step``.
+        entered: Whether its gradient of the next step is complete.
+        committed: The newest step that it knows to be committed, and its vector in ``commit``.
+        commit: The commit vector of that step; empty if there is none.
+        batch: Steps of its snapshots at the start of a batch window.
+        tail: Steps of its snapshots in the tail.
+        mirrors: Private states of peers that it holds.
+        tries: Recoveries at this step so far.
+        raised: The exception of its own that stopped it; empty if it was stopped by others.
+    """
+
+    rank: int
+    step: int
+    intact: bool
+    entered: bool
+    committed: int
+    commit: tuple[float, ...]
+    batch: tuple[int, ...]
+    tail: tuple[int, ...]
+    mirrors: tuple[Mirror, ...] = ()
+    tries: int = 0
+    raised: str = ""
+
+    @property
+    def newborn(self) -> bool:
+        """Whether this is a replacement that has nothing yet."""
+        return self.step < 0
+
+    def holds(self, kind: Kind, step: int) -> bool:
+        """Whether it can put itself back to the snapshot of ``kind`` at ``step``."""
+        return step in (self.batch if kind == "batch" else self.tail)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data for JSON, which keeps every bit of a float."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Report":
+        """The inverse of `to_plain`."""
+        mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
+        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail")}
+        return cls(**{**plain, **steps, "mirrors": mirrors})
+
+
+@dataclass(frozen=True)
+class Move:
+    """``source`` sends its shard to ``target``, and its host state too where ``host`` says so."""
+
+    source: int
+    target: int
+    host: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does.
+
+    Attributes:
+        step: The step that all ranks end at.
+        kind: Which snapshot training goes on from.
+        commit: Vector for those who roll forward.
+        forward: Ranks that make the update of ``step - 1 -> step`` now.
+        moves: Shards that are sent, after any rolling forward.
+    """
+
+    step: int
+    kind: Kind
+    commit: tuple[float, ...]
+    forward: tuple[int, ...]
+    moves: tuple[Move, ...]
+
+
+def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
+    """Decides the step, who rolls forward, who sends what to whom and where training goes on.
+
+    The commit rule (docs/life_of_a_step.md): if any live rank saw a commit succeed, everyone ends behind it, because
+    whoever was part of it has a complete gradient; otherwise everyone stays before it, because nobody alive has
+    changed anything.
+
+    Args:
+        reports: One of every rank, in order of rank.
+        grid: The table of ranks.
+        max_tries: Recoveries at the same step before giving up.
+
+    Raises:
+        RecoveryError: If the run cannot go on: all holders of a shard are lost, every rank raised, or the same step
+            has failed too often.
+        ProtocolError: If the reports contradict the commit rule.
+    """
+    _check_hope(reports, max_tries)
+    newest = max(reports, key=lambda report: report.committed)
+    step = newest.committed
+    holders = [report for report in reports if report.intact]
+    forward = []
+    for report in holders:
+        if report.step == step - 1 and report.entered:
+            forward.append(report.rank)
+        elif report.step != step:
+            raise ProtocolError(f"Step {step} is committed, but {report} is neither there nor one step before it.")
+    kind = _kind(reports, grid, step)
+    stuck = [report.rank for report in reports if not report.newborn and not report.holds(kind, step)]
+    if stuck:
+        raise RecoveryError(
+            f"Ranks {stuck} hold no snapshot of the tail of step {step}, and some lost rank's state at the start of the"
+            " batch after it had not been mirrored yet: a second fault came before the first was repaired."
+        )
+    moves = _moves(reports, grid, kind, step)
+    return Plan(step, kind, newest.commit, tuple(forward), moves)
+
+
+def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
+    if all(report.newborn for report in reports):
+        raise RecoveryError("Every rank is lost; there is nobody to take the state from.")
+    if all(report.raised for report in reports):
+        raise RecoveryError(
+            f"Every rank raised an exception in the same step, so trying again would not help. Rank 0: {reports[0].raised}"
+        )
+    tries = max(report.tries for report in reports)
+    if tries >= max_tries:
+        said = "; ".join(f"rank {report.rank}: {report.raised}" for report in reports if report.raised)
+        raise RecoveryError(
+            f"The same step has failed {tries + 1} times (max_tries={max_tries}). {said or 'No rank raised.'}"
+            " Look for a batch that cannot be trained on, or raise `max_tries`."
+        )
+
+
+def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
+    """A batch if every rank can start its window again; otherwise the tail of the step before."""
+    able = all(
+        _holds_mirror(reports, grid, report.rank, "batch", step) if report.newborn else report.holds("batch", step)
+        for report in reports
+    )
+    return "batch" if able else "tail"
+
+
+def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
+    return any(_can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
+
+
+def _can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
+    return source.intact and source.holds(kind, step) and Mirror(target, kind, step) in source.mirrors
+
+
+def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tuple[Move, ...]:
+    load = dict.fromkeys(range(grid.world_size), 0)
+    moves = []
+    for report in reports:
+        if report.intact:
+            continue
+        peers = grid.peers(report.rank)
+        sources = [peer for peer in peers if reports[peer].intact]
+        if not sources:
+            raise RecoveryError(
+                f"Every holder of shard {grid.shard_of(report.rank)} is lost (ranks {', '.join(map(str, peers))})."
+                f" With replicas={grid.replicas}, {grid.replicas - 1} of them may be lost at a time."
+            )
+        if report.newborn:
+            sources = [peer for peer in sources if _can_send(reports[peer], report.rank, kind, step)]
+        if not sources:
+            raise RecoveryError(
+                f"No peer of rank {report.rank} holds its random state at step {step}: it was lost before it could be"
+                " mirrored again."
+            )
+        source = min(sources, key=lambda rank: load[rank])
+        load[source] += 1
+        moves.append(Move(source, report.rank, report.newborn))
+    return tuple(moves)

@@ -1,0 +1,215 @@
+"""Recovery of one rank: from a fault to the point where training goes on."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError, TransferError
+from lightning_replica.grid import Grid
+from lightning_replica.recovery.generation import Generations
+from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.recovery.interface import Host, Recoverable
+from lightning_replica.recovery.mirror import Mirrors
+from lightning_replica.recovery.monitor import Monitor
+from lightning_replica.recovery.phases import Phase, Timeline
+from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
+from lightning_replica.recovery.transfer import Channel
+
+log = logging.getLogger(__name__)
+
+# A fault while recovering: the next generation begins and recovery starts again. Anything else is a bug or final.
+_AGAIN = (CollectiveError, Interrupted, TransferError)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how often recovery tries.
+
+    Attributes:
+        max_tries: Recoveries at the same step before the run ends.
+        rendezvous_s: How long ranks wait for each other and for a replacement.
+    """
+
+    max_tries: int = 3
+    rendezvous_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a recovery came to.
+
+    Attributes:
+        plan: What was decided.
+        why: What began the generation.
+        replaced: Ranks that are new processes.
+        timeline: How long each phase took on this rank.
+    """
+
+    plan: Plan
+    why: str
+    replaced: tuple[int, ...]
+    timeline: Timeline
+
+
+class Recovery:
+    """Takes one rank through the phases, as often as it takes.
+
+    Args:
+        grid: The table of ranks.
+        rank: This rank.
+        generations: The log of generations, on the main thread's store connection.
+        groups: This rank's process groups.
+        monitor: Watches for the next generation.
+        mirrors: Private states of the peers.
+        connect: Makes the groups inside the default one and gives them to whoever uses them.
+        limits: When to give up.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        generations: Generations,
+        groups: ProcessGroups,
+        monitor: Monitor,
+        mirrors: Mirrors,
+        connect: Callable[[], Iterable[dist.ProcessGroup]],
+        limits: Limits,
+    ) -> None:
+        self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
+        self._monitor, self._mirrors, self._connect, self._limits = monitor, mirrors, connect, limits
+        self.generation = 0
+        self._committed: tuple[int, tuple[float, ...]] = (0, ())
+        self._tries = (0, 0)  # at which step, how many
+
+    def committed(self, step: int, vector: tuple[float, ...]) -> None:
+        """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
+        self._committed = (step, vector)
+
+    def recover(self, state: Recoverable, host: Host, newborn: bool, raised: str) -> Outcome:
+        """Brings this rank, with all others, to one step.
+
+        Args:
+            state: The sharded state. On a replacement its contents do not matter.
+            host: The rest of the state.
+            newborn: Whether this rank is a replacement.
+            raised: The exception of this rank's own that made it stop; empty if it was stopped by others.
+
+        Raises:
+            RecoveryError: If the run cannot go on.
+        """
+        timeline = Timeline()
+        why = None if newborn else raised or "a peer is gone"
+        while True:
+            try:
+                return self._attempt(state, host, newborn, raised, why, timeline)
+            except _AGAIN as error:
+                log.info("rank %d: recovery starts again: %s", self._rank, error)
+                why = str(error)
+
+    def _attempt(
+        self, state: Recoverable, host: Host, newborn: bool, raised: str, why: str | None, timeline: Timeline
+    ) -> Outcome:
+        timeline.enter(Phase.STOP)
+        if why is not None:
+            self._generations.begin(self.generation + 1, f"rank {self._rank}: {why}")
+        timeline.enter(Phase.CLEAN)
+        self._groups.close()
+        timeline.enter(Phase.REGROUP)
+        self.generation = self._generations.newest(self.generation)
+        self._monitor.moved_to(self.generation)
+        reports = self._exchange_reports(self._report(state, host, newborn, raised))
+        plan = make_plan(reports, self._grid, self._limits.max_tries)
+        self._groups.open(self.generation, self._connect)
+        timeline.enter(Phase.REPAIR)
+        if self._rank in plan.forward:
+            state.roll_forward(plan.commit)
+        self._committed = (plan.step, plan.commit)
+        for move in plan.moves:
+            self._move(move, plan, state, host)
+        timeline.enter(Phase.ROLLBACK)
+        state.roll_back()
+        state.rebuild()
+        host.restore(plan.kind, plan.step)
+        timeline.enter(Phase.RESUME)
+        # A replacement holds no private state of its peers yet: give it theirs, and them its own.
+        self._mirrors.keep(plan.kind, plan.step)
+        self._mirrors.begin(plan.kind, plan.step, host.private(plan.kind, plan.step))
+        self._mirrors.settle()
+        self._count_try(plan.step, max(report.tries for report in reports))
+        timeline.end()
+        replaced = tuple(report.rank for report in reports if report.newborn)
+        return Outcome(plan, self._generations.why(self.generation), replaced, timeline)
+
+    def _report(self, state: Recoverable, host: Host, newborn: bool, raised: str) -> Report:
+        if newborn:
+            return Report(self._rank, -1, False, False, -1, (), (), ())
+        committed, vector = self._committed
+        if state.commit_vector is not None and state.step + 1 > committed:
+            committed, vector = state.step + 1, state.commit_vector
+        step, tries = self._tries
+        return Report(
+            rank=self._rank,
+            step=state.step,
+            intact=not state.torn,
+            entered=state.entered,
+            committed=committed,
+            commit=vector,
+            batch=host.held("batch"),
+            tail=host.held("tail"),
+            mirrors=self._mirrors.held(),
+            tries=tries if step == state.step else 0,
+            raised=raised,
+        )
+
+    def _exchange_reports(self, own: Report) -> list[Report]:
+        self._generations.post(self.generation, self._rank, own.to_plain())
+        plain = self._generations.collect(self.generation, self._grid.world_size, self._limits.rendezvous_s)
+        return [Report.from_plain(report) for report in plain]
+
+    def _move(self, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+        world = dist.group.WORLD
+        if world is None:
+            raise CollectiveError("The default process group is gone.")
+        if self._rank == move.source:
+            self._give(Channel(world, move.target), move, plan, state, host)
+        elif self._rank == move.target:
+            self._take(Channel(world, move.source), move, plan, state, host)
+
+    def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+        manifest, tensors = state.export_shard()
+        channel.send_plain(manifest)
+        for tensor in tensors:
+            channel.send(tensor)
+        if not move.host:
+            return
+        channel.send_bytes(host.export(plan.kind, plan.step))
+        channel.send_bytes(self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)))
+
+    def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+        state.import_shard(channel.receive_plain(), channel.receive)
+        if state.step != plan.step:
+            raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")
+        if not move.host:
+            return
+        host.adopt(plan.kind, plan.step, channel.receive_bytes(), channel.receive_bytes())
+
+    def _count_try(self, step: int, tries: int) -> None:
+        self._tries = (step, tries + 1)
+
+
+def describe(outcome: Outcome) -> str:
+    """One line that says what happened and how long it took."""
+    who = ", ".join(map(str, outcome.replaced))
+    what = f"rank {who} was replaced" if outcome.replaced else "no process was lost"
+    seconds = ", ".join(f"{phase.value} {s:.2f}" for phase, s in outcome.timeline.seconds.items())
+    again = "batch is done again" if outcome.plan.kind == "batch" else "tail of the step is done again"
+    return (
+        f"recovered at step {outcome.plan.step} in {outcome.timeline.total_s:.2f} s: {what}, the {again}"
+        f" ({seconds} s; {outcome.why})"
+    )
+
+
+__all__ = ["Limits", "Outcome", "Recovery", "RecoveryError", "describe"]

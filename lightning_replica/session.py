@@ -1,0 +1,127 @@
+"""One process's part in the world: its connections, its groups, its way in and out."""
+
+import atexit
+import os
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_replica.devices import cpu
+from lightning_replica.errors import CollectiveError
+from lightning_replica.grid import Grid
+from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.journal import Journal
+from lightning_replica.launch.launcher import ORPHANED
+from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.recovery.generation import Generations
+from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.recovery.mirror import Mirrors
+from lightning_replica.recovery.monitor import Monitor
+from lightning_replica.recovery.recovery import Limits, Recovery
+from lightning_replica.sharding import collectives
+from lightning_replica.sharding.collectives import Groups, make_groups
+from lightning_replica.sharding.state import ShardedState
+
+
+class Session:
+    """What lasts from the start of a rank to its end.
+
+    Args:
+        grid: The table of ranks.
+        rank: This rank.
+        environment: What the supervisor told this process.
+        backend: torch.distributed backend.
+        timeout_s: After which a collective fails on its own.
+        limits: When recovery gives up.
+
+    Attributes:
+        newborn: Whether this process is a replacement that has not joined the others yet.
+        journal: Set-up collectives, written down or read back.
+    """
+
+    def __init__(
+        self, grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+    ) -> None:
+        self.grid, self.rank = grid, rank
+        self.newborn = environment.generation > 0
+        self._timeout_s, self._limits = timeout_s, limits
+        store = _connect(environment)
+        self.generations = Generations(store)
+        self.journal = Journal(store, rank, reading=self.newborn)
+        self._process_groups = ProcessGroups(store, rank, grid.world_size, backend, timeout_s, cpu.abort_group)
+        watched = Generations(_connect(environment))
+        self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan)
+        self._monitor.start(environment.generation)
+        self.mirrors = Mirrors(rank, lambda work: collectives.wait(work, self._monitor.check))
+        self.recovery = Recovery(
+            grid, rank, self.generations, self._process_groups, self._monitor, self.mirrors, self._make_groups, limits
+        )
+        self.recovery.generation = environment.generation
+        self._state: ShardedState | None = None
+        self._groups: Groups | None = None
+        if not self.newborn:
+            self._process_groups.open(0, self._make_groups)
+        atexit.register(self.close)  # gloo's threads must end before the interpreter does
+
+    def attach(self, state: ShardedState) -> None:
+        """``state`` uses this session's groups, now and after every regroup."""
+        self._state = state
+        if self._groups is not None:
+            state.connect(self._groups, self.check)
+
+    def check(self) -> None:
+        """Raises `Interrupted` if the world has moved on."""
+        self._monitor.check()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the world has moved on without this rank."""
+        return self._monitor.over
+
+    def wait(self, work: "dist.Work | None") -> None:
+        """Waits for a collective, in slices."""
+        collectives.wait(work, self.check)
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of this generation."""
+        if self._groups is None:
+            raise CollectiveError("This replacement has not joined the others yet; no collective is possible.")
+        return self._groups
+
+    def arm(self) -> None:
+        """From here on a lost rank can be replaced. Every rank of the first generation comes here once."""
+        self.journal.close()
+        self.generations.meet("armed", 0, self.grid.world_size, self._limits.rendezvous_s)
+        self.generations.store.set(PHASE, "fit")
+
+    def disarm(self) -> None:
+        """Training is over on every rank; nobody needs to be replaced any more."""
+        self.generations.meet("finished", self.recovery.generation, self.grid.world_size, self._limits.rendezvous_s)
+        self.generations.store.set(PHASE, "done")
+
+    def close(self) -> None:
+        """Leaves the world."""
+        atexit.unregister(self.close)
+        self._monitor.stop()
+        self._process_groups.close()
+
+    def _make_groups(self) -> Iterable[dist.ProcessGroup]:
+        self._groups = make_groups(self.grid, self.rank, self._timeout_s)
+        self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
+        if self._state is not None:
+            self._state.connect(self._groups, self.check)
+        return self._groups.all()
+
+
+def _connect(environment: RankEnvironment) -> dist.TCPStore:
+    timeout = timedelta(seconds=60)
+    return dist.TCPStore(environment.host, environment.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _end_as_orphan() -> None:
+    """The supervisor is gone and with it every way to go on; ends at once, from the monitor's thread."""
+    if threading.main_thread().is_alive():
+        os._exit(ORPHANED)

@@ -1,0 +1,188 @@
+"""The host state of a rank: what it is, how it is taken and how it is put back.
+
+[Note: replicated and private]
+Loops' counters, schedulers, hyperparameters of param groups, callbacks, module buffers and the values that loggers
+last saw are the same on every rank; a replacement takes them from a peer. Random numbers, metrics under way and the
+closure's loss belong to one rank; its peers keep a copy (recovery.mirror).
+"""
+
+import copy
+import io
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_replica._compat import data_version, load_loops
+from lightning_replica.data.position import ExactLoader
+from lightning_replica.devices import cpu
+from lightning_replica.metrics import copy_states, export_results, import_results, put_states
+from lightning_replica.recovery.interface import Kind
+
+_LENGTH = struct.Struct("<q")
+# Attributes beside its `state_dict` that decide whether ModelCheckpoint saves, and so whether ranks meet there.
+_CHECKPOINT_EXTRAS = ("_last_global_step_saved", "_last_checkpoint_saved")
+
+
+@dataclass
+class Snapshot:
+    """The host state of one rank at one point.
+
+    Attributes:
+        kind: "batch": before the first batch of a window is fetched. "tail": at the entry of the commit.
+        step: Updates that are applied once training goes on from here.
+        replicated: Plain data and tensors, the same on all ranks.
+        rng: State of all generators.
+        results: Metrics under way, as `metrics.export_results` gives them.
+        loss: The closure's loss; only in a tail.
+        fresh: Whether training has yet to begin: the tail before step 0.
+        batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
+        output: What the closure returned; likewise.
+        metric_states: States of torchmetrics objects; likewise. Empty on a replacement.
+    """
+
+    kind: Kind
+    step: int
+    replicated: dict[str, Any]
+    rng: bytes
+    results: list[dict[str, Any]]
+    loss: float | None = None
+    fresh: bool = False
+    batch: Any = None
+    output: dict[str, Any] = field(default_factory=dict)
+    metric_states: list[dict[str, Any]] = field(default_factory=list)
+
+    def private_bytes(self) -> bytes:
+        """The private part, as it is mirrored."""
+        plain = json.dumps({"results": self.results, "loss": self.loss, "fresh": self.fresh}).encode()
+        return _LENGTH.pack(len(plain)) + plain + self.rng
+
+    def replicated_bytes(self) -> bytes:
+        """The replicated part, loadable with ``weights_only=True``."""
+        buffer = io.BytesIO()
+        torch.save(self.replicated, buffer)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
+        """A replacement's snapshot, from what a peer sent."""
+        start = _LENGTH.size + _LENGTH.unpack_from(private)[0]
+        plain = json.loads(private[_LENGTH.size : start])
+        state = torch.load(io.BytesIO(replicated), weights_only=True)
+        return cls(kind, step, state, private[start:], plain["results"], plain["loss"], plain["fresh"])
+
+
+class Buffers:
+    """Copies module buffers, but only those that were written to since the last copy (masks never are)."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, tuple[int, int, Tensor]] = {}
+
+    def copy(self, module: torch.nn.Module) -> dict[str, Tensor]:
+        """A copy of every buffer by name."""
+        for name, buffer in module.named_buffers():
+            known = self._copies.get(name)
+            mark = (id(buffer), data_version(buffer))
+            if known is None or known[:2] != mark:
+                self._copies[name] = (*mark, buffer.detach().clone())
+        return {name: self._copies[name][2] for name, _ in module.named_buffers()}
+
+
+def _capture(trainer: pl.Trainer, buffers: Buffers) -> dict[str, Any]:
+    """The replicated host state, detached from the trainer."""
+    module = trainer.lightning_module
+    connector = trainer._logger_connector
+    fit_loop = trainer.fit_loop
+    return {
+        "loops": {k: v for k, v in fit_loop.state_dict().items() if "combined_loader" not in k},
+        "val_seen": dict(fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader),
+        "val_has_run": fit_loop.epoch_loop.val_loop._has_run,
+        "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        "groups": [
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ],
+        "callbacks": {callback.state_key: _callback_state(callback) for callback in trainer.callbacks},
+        "logged": [
+            dict(connector._logged_metrics),
+            dict(connector._callback_metrics),
+            dict(connector._progress_bar_metrics),
+        ],
+        "logger_fx": [connector._first_loop_iter, connector._current_fx],
+        "should_stop": trainer.should_stop,
+        "buffers": buffers.copy(module),
+        "training": [m.training for m in module.modules()],
+        "positions": [loader.position for loader in exact_loaders(trainer)],
+    }
+
+
+def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
+    """Puts the trainer back to ``snapshot``; generators come last, for whatever the rest draws."""
+    state = snapshot.replicated
+    module, connector, fit_loop = trainer.lightning_module, trainer._logger_connector, trainer.fit_loop
+    torch.set_grad_enabled(True)
+    trainer.training = True
+    module._current_fx_name = None
+    load_loops(fit_loop, copy.deepcopy(state["loops"]))
+    val_loop = fit_loop.epoch_loop.val_loop
+    val_loop._seen_batches_per_dataloader.clear()
+    val_loop._seen_batches_per_dataloader.update(state["val_seen"])
+    val_loop._has_run = state["val_has_run"]
+    for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(saved))
+    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(copy.deepcopy(saved))
+    for callback in trainer.callbacks:
+        if callback.state_key in state["callbacks"]:
+            _load_callback(callback, copy.deepcopy(state["callbacks"][callback.state_key]))
+    connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
+    connector._first_loop_iter, connector._current_fx = state["logger_fx"]
+    trainer.should_stop = state["should_stop"]
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in state["buffers"]:
+                buffer.copy_(state["buffers"][name])
+    for submodule, training in zip(module.modules(), state["training"], strict=True):
+        submodule.training = training
+    import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce)
+    val_loop._results.reset()  # no snapshot is taken inside a validation
+    if snapshot.metric_states:
+        put_states(module, snapshot.metric_states)
+
+
+def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
+    """The training loaders that can be put back."""
+    combined = trainer.fit_loop._combined_loader
+    return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined else []
+
+
+def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: Buffers) -> Snapshot:
+    """A snapshot of the trainer as it is now."""
+    return Snapshot(
+        kind,
+        step,
+        _capture(trainer, buffers),
+        cpu.rng_state(),
+        export_results(trainer.fit_loop.epoch_loop._results),
+        metric_states=copy_states(trainer.lightning_module),
+    )
+
+
+def _callback_state(callback: pl.Callback) -> dict[str, Any]:
+    state = {"state": copy.deepcopy(callback.state_dict())}
+    if isinstance(callback, ModelCheckpoint):
+        state["extras"] = {name: getattr(callback, name) for name in _CHECKPOINT_EXTRAS}
+    return state
+
+
+def _load_callback(callback: pl.Callback, state: dict[str, Any]) -> None:
+    if state["state"]:
+        callback.load_state_dict(state["state"])
+    for name, value in state.get("extras", {}).items():
+        setattr(callback, name, value)
