@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 
-from lightning_replica._compat import (
+from lightning_replica._compat.lightning import (
     Closure,
     _AutomaticOptimization,
     _call_callback_hooks,
@@ -19,6 +19,7 @@ from lightning_replica._compat import (
     _FitLoop,
     _TrainingEpochLoop,
     _TunerExitException,
+    epoch_of,
 )
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.points import reach
@@ -109,7 +110,7 @@ class ReplicaFitLoop(_FitLoop):
         """Begins an epoch."""
         super().on_advance_start()
         for loader in exact_loaders(self.trainer):
-            loader.begin_epoch(self.epoch_progress.current.processed)
+            loader.begin_epoch(epoch_of(self))
 
     def _epochs(self, resume: Snapshot | None) -> None:
         """The loop of `_FitLoop.run`, begun inside an epoch where ``resume`` says so."""
@@ -119,7 +120,7 @@ class ReplicaFitLoop(_FitLoop):
             try:
                 if resume is None:
                     self.on_advance_start()
-                self.epoch_loop.resume, resume = resume, None
+                cast("ReplicaEpochLoop", self.epoch_loop).resume, resume = resume, None
                 self.advance()
                 self.on_advance_end()
             except StopIteration:

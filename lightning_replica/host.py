@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lightning_replica import snapshot as snapshots
-from lightning_replica._compat import _call_strategy_hook, _set_sampler_epoch, mark_stepped
+from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
+from lightning_replica._compat.torch import mark_stepped
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.recovery.interface import Kind
@@ -45,10 +46,12 @@ class LightningHost:
         self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
         return self._keep(snapshots.take(self._trainer, "batch", step, self._buffers))
 
-    def enter_commit(self, step: int, output: dict[str, Any]) -> Snapshot:
-        """The commit that leads to ``step`` is about to begin; ``output`` is what the closure returned."""
+    def enter_commit(self, step: int) -> Snapshot:
+        """The commit that leads to ``step`` is about to begin."""
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        output = epoch_loop.automatic_optimization.output()
         taken = snapshots.take(self._trainer, "tail", step, self._buffers)
-        taken.batch = self._trainer.fit_loop.epoch_loop._results.batch
+        taken.batch = epoch_loop._results.batch
         taken.output = output
         loss = output.get("loss")
         taken.loss = None if loss is None else float(loss)
@@ -102,12 +105,12 @@ class LightningHost:
         """Puts the data back; a replacement in a tail fetches the batch that its hooks want to see."""
         fit_loop = self._trainer.fit_loop
         missing = taken.kind == "tail" and not taken.fresh and taken.batch is None
-        epoch = fit_loop.epoch_progress.current.processed
+        epoch = epoch_of(fit_loop)
         loaders: list[ExactLoader] = snapshots.exact_loaders(self._trainer)
         for loader, position in zip(loaders, taken.replicated["positions"], strict=True):
             _set_sampler_epoch(loader, epoch)
             loader.rewind(epoch, position - missing)
-        fetcher = fit_loop._data_fetcher
+        fetcher: Any = fit_loop._data_fetcher
         iter(fetcher)
         fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready - missing
         if missing:

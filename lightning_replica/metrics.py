@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_replica._compat import _Metadata, _ResultCollection, _ResultMetric, _Sync
+from lightning_replica._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _META_OPTIONAL = ("dataloader_idx", "metric_attribute")
-_REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
+_REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
 def export_results(results: _ResultCollection) -> list[dict[str, Any]]:

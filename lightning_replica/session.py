@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_replica._compat.torch import Work
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError
 from lightning_replica.grid import Grid
@@ -80,7 +81,7 @@ class Session:
         """Whether the world has moved on without this rank."""
         return self._monitor.over
 
-    def wait(self, work: "dist.Work | None") -> None:
+    def wait(self, work: Work) -> None:
         """Waits for a collective, in slices."""
         collectives.wait(work, self.check)
 

@@ -18,7 +18,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_replica._compat import data_version, load_loops
+from lightning_replica._compat.lightning import load_loops
+from lightning_replica._compat.torch import data_version
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
@@ -107,7 +108,7 @@ def _capture(trainer: pl.Trainer, buffers: Buffers) -> dict[str, Any]:
             [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ],
-        "callbacks": {callback.state_key: _callback_state(callback) for callback in trainer.callbacks},
+        "callbacks": {callback.state_key: _callback_state(callback) for callback in _callbacks(trainer)},
         "logged": [
             dict(connector._logged_metrics),
             dict(connector._callback_metrics),
@@ -138,7 +139,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
             group.update(copy.deepcopy(saved))
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
-    for callback in trainer.callbacks:
+    for callback in _callbacks(trainer):
         if callback.state_key in state["callbacks"]:
             _load_callback(callback, copy.deepcopy(state["callbacks"][callback.state_key]))
     connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
@@ -172,6 +173,11 @@ def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: Buffers) -> Snapsh
         export_results(trainer.fit_loop.epoch_loop._results),
         metric_states=copy_states(trainer.lightning_module),
     )
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    found: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return found
 
 
 def _callback_state(callback: pl.Callback) -> dict[str, Any]:

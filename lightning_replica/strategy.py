@@ -13,12 +13,12 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import fit_loop
-from lightning_replica._compat import _all_gather_ddp_if_available, _StrategyRegistry, _sync_ddp_if_available
+from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry, _sync_ddp_if_available
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted, RecoveryError, ReplicaError
@@ -26,6 +26,7 @@ from lightning_replica.grid import Grid
 from lightning_replica.host import LightningHost
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.launcher import SupervisorLauncher
+from lightning_replica.messages import say
 from lightning_replica.points import reach
 from lightning_replica.precision import ReplicaPrecision
 from lightning_replica.recovery.recovery import Limits, describe
@@ -157,7 +158,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.local_rank)
             self.cluster_environment.set_world_size(self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Joins the world."""
@@ -171,9 +172,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self.set_world_ranks()
         environment = RankEnvironment.current()
         if self._session is None and environment is not None:
-            self._session = Session(
-                self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits
-            )
+            self._session = Session(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and re-points the optimizer."""
@@ -272,9 +271,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         """Makes ready for reductions that overlap backward."""
         self.state.before_backward(reduce=not self._accumulating)
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step; in a tail that is done again, only the result of its closure."""
         return closure() if self._step_done else super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -292,8 +289,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         state, session = self.state, self.session
         state.clip = clip
         state.reduce()
-        output = self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization.output()
-        taken = self.host.enter_commit(state.step + 1, output)
+        taken = self.host.enter_commit(state.step + 1)
         session.mirrors.begin("tail", taken.step, taken.private_bytes())
         session.mirrors.settle()
         reach("before_commit")
@@ -349,7 +345,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             session.generations.give_up(str(final))
             raise
         session.newborn = False
-        rank_zero_info(f"replica_zero: {describe(outcome)}")
+        if self.global_rank == min(set(range(self.world_size)) - set(outcome.replaced)):
+            say(describe(outcome))
         return self.host.resume
 
     def _is_from_outside(self, error: Exception) -> bool:
@@ -393,7 +390,9 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing yet: checkpoints hold the weights."""
-        rank_zero_warn("`replica_zero` checkpoints hold weights but no optimizer state yet; training cannot resume from one.")
+        rank_zero_warn(
+            "`replica_zero` checkpoints hold weights but no optimizer state yet; training cannot resume from one."
+        )
         return {}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -26,9 +26,7 @@ class ExactLoader:
         set_rng_state: Puts them back.
     """
 
-    def __init__(
-        self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
         self._loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._skipping = _skip_in_sampler(loader)

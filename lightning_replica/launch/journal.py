@@ -10,19 +10,14 @@ import io
 import pathlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lightning_replica.errors import RecoveryError
+from lightning_replica.recovery.generation import Store
 
-_PLAIN = [pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath]
-
-
-class _Store(Protocol):
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
+_PLAIN: list[Any] = [pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath]
 
 
 class Journal:
@@ -34,7 +29,7 @@ class Journal:
         reading: Whether this is a replacement, which reads.
     """
 
-    def __init__(self, store: _Store, rank: int, reading: bool) -> None:
+    def __init__(self, store: Store, rank: int, reading: bool) -> None:
         self._store, self._rank = store, rank
         self.reading = reading
         self._open = True

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-from lightning_replica._compat import _Launcher, _set_num_threads_if_needed, rerun_command
+from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.supervisor import Supervisor
+from lightning_replica.launch.supervisor import Supervisor, start_script
+from lightning_replica.messages import say
 
 ORPHANED = 70  # exit code of a rank whose supervisor is gone
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +52,7 @@ class SupervisorLauncher(_Launcher):
                 f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so another launcher (torchrun, SLURM ...) started this"
                 " process, but `replica_zero` starts and replaces its ranks itself. Run `python train.py` instead."
             )
-        supervisor = Supervisor(rerun_command, self._world_size, self._max_restarts, rank_zero_info)
+        supervisor = Supervisor(start_script(rerun_command), self._world_size, self._max_restarts, say)
         code = supervisor.run()
         _disarm(trainer)
         sys.exit(code)

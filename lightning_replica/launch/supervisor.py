@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -21,17 +22,48 @@ GRACE_S = 10.0
 PHASE = "phase"  # store key: "fit" between `armed` and `finished`, when a death can be recovered from
 
 
+class Process(Protocol):
+    """A rank's process, as `subprocess.Popen` has it."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, -n for signal n; None until `wait` or `poll` has seen the end."""
+
+    def wait(self) -> object:
+        """Blocks until the process ends."""
+
+    def poll(self) -> int | None:
+        """The exit code, None while the process runs."""
+
+    def send_signal(self, signum: int) -> None:
+        """Sends a signal, unless the process has ended."""
+
+
+Start = Callable[[int, dict[str, str]], Process]
+"""Starts the process of a rank with an environment."""
+
+
+def start_script(command: Callable[[int], tuple[Sequence[str], str | None]]) -> Start:
+    """Starts ranks as re-runs of a script: ``command`` gives the command line and working directory of a rank."""
+
+    def start(rank: int, environment: dict[str, str]) -> Process:
+        line, cwd = command(rank)
+        return subprocess.Popen(line, env=environment, cwd=cwd)
+
+    return start
+
+
 @dataclass
 class _Child:
     rank: int
-    process: "subprocess.Popen[bytes]"
+    process: Process
 
 
 class Supervisor:
     """Runs N ranks as children and ends when they end.
 
     Args:
-        command: Given a rank, the command line and working directory that run the user's script again.
+        start: Starts a rank.
         world_size: Number of ranks.
         max_restarts: Processes that may be replaced before the run is given up.
         say: Tells the user something, in one line.
@@ -39,12 +71,12 @@ class Supervisor:
 
     def __init__(
         self,
-        command: Callable[[int], tuple[Sequence[str], str | None]],
+        start: Start,
         world_size: int,
         max_restarts: int,
         say: Callable[[str], None],
     ) -> None:
-        self._command, self._world_size, self._max_restarts, self._say = command, world_size, max_restarts, say
+        self._start_process, self._world_size, self._max_restarts, self._say = start, world_size, max_restarts, say
         self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
         self._restarts = 0
@@ -70,10 +102,9 @@ class Supervisor:
         return self._code
 
     def _start(self, rank: int, generation: int) -> None:
-        command, cwd = self._command(rank)
         environment = RankEnvironment("127.0.0.1", self._store.port, os.getpid(), generation)
         variables = environment.variables(rank, self._world_size, os.environ)
-        child = _Child(rank, subprocess.Popen(command, env=variables, cwd=cwd))
+        child = _Child(rank, self._start_process(rank, variables))
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
@@ -90,7 +121,7 @@ class Supervisor:
             self._fail(f"The run was stopped by {event.name}.", 128 + event, forward=event)
             return
         del self._children[event.rank]
-        code = event.process.returncode
+        code = event.process.returncode or 0
         in_fit = self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
         if code == 0 and not in_fit:
             return

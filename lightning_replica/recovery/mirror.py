@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica._compat.torch import Work
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror
 
@@ -30,11 +31,11 @@ class Mirrors:
         wait: Waits for a collective; raises if a peer is gone.
     """
 
-    def __init__(self, rank: int, wait: "Callable[[dist.Work | None], None]") -> None:
+    def __init__(self, rank: int, wait: Callable[[Work], None]) -> None:
         self._rank, self._wait = rank, wait
         self._capacity = _START_BYTES
         self._rows: dict[tuple[Kind, int], Tensor] = {}
-        self._pending: tuple[dist.Work | None, Kind, int, bytes] | None = None
+        self._pending: tuple[Work, Kind, int, bytes] | None = None
 
     def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
         """Uses ``group``, whose members are ``peers``, from now on. Rows received so far are kept."""
@@ -83,14 +84,15 @@ class Mirrors:
             raise KeyError(f"{mirror} is not whole")
         return payload
 
-    def _launch(self, kind: Kind, step: int, payload: bytes) -> "dist.Work | None":
+    def _launch(self, kind: Kind, step: int, payload: bytes) -> Work:
         message = torch.zeros(self._capacity, dtype=torch.uint8)
         header = _HEADER.pack(step, len(payload), zlib.crc32(payload))
         data = (header + payload)[: self._capacity]
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8)
         self._rows[kind, step] = rows
-        return dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True)
+        work: Work = dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True)
+        return work
 
 
 def _read(row: Tensor, step: int) -> bytes | None:

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_replica.errors import ProtocolError, RecoveryError
-from lightning_replica.recovery.interface import Kind
 from lightning_replica.grid import Grid
+from lightning_replica.recovery.interface import Kind
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
         raise RecoveryError("Every rank is lost; there is nobody to take the state from.")
     if all(report.raised for report in reports):
         raise RecoveryError(
-            f"Every rank raised an exception in the same step, so trying again would not help. Rank 0: {reports[0].raised}"
+            "Every rank raised an exception in the same step, so trying again would not help."
+            f" Rank 0: {reports[0].raised}"
         )
     tries = max(report.tries for report in reports)
     if tries >= max_tries:

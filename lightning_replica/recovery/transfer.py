@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica._compat.torch import as_bytes
 from lightning_replica.errors import CollectiveError, TransferError
 
 CHUNK_BYTES = 64 * 2**20
@@ -84,4 +85,4 @@ def _chunks(tensor: Tensor) -> list[Tensor]:
 
 
 def _crc(chunk: Tensor) -> int:
-    return zlib.crc32(memoryview(chunk.numpy()))
+    return zlib.crc32(as_bytes(chunk))

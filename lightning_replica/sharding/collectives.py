@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica._compat.torch import Work
 from lightning_replica.errors import CollectiveError
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket
@@ -67,13 +68,14 @@ def make_groups(grid: Grid, rank: int, timeout_s: float) -> Groups:
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
         if group is None or isinstance(group, int):
             raise CollectiveError(f"rank {rank} is not in the process group of {ranks=}")
-        return group
+        found: dist.ProcessGroup = group
+        return found
 
     everyone = dist.new_group(list(range(grid.world_size)), timeout=timeout)
     return Groups(grid, rank, everyone, new(grid.replica_ranks(rank)), new(grid.peers(rank)))
 
 
-def wait(work: "dist.Work | None", check: Check) -> None:
+def wait(work: Work, check: Check) -> None:
     """Waits for ``work`` in slices of 20 ms, calling ``check`` between them.
 
     Args:
@@ -95,7 +97,7 @@ def wait(work: "dist.Work | None", check: Check) -> None:
         check()
 
 
-def _finish(work: "dist.Work", error: RuntimeError) -> None:
+def _finish(work: dist.Work, error: RuntimeError) -> None:
     """Tells a collective that completed just after its slice expired from one that failed."""
     try:
         work.wait()
@@ -103,7 +105,7 @@ def _finish(work: "dist.Work", error: RuntimeError) -> None:
         raise CollectiveError(str(failure).splitlines()[0]) from error
 
 
-def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> "dist.Work | None":
+def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> Work:
     """Sends every rank its piece of this rank's bucket; afterwards row j of ``received`` is rank j's part of ours.
 
     Args:
@@ -113,7 +115,8 @@ def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) ->
         groups: The process groups.
     """
     part = grads[bucket.world.start : bucket.world.stop]
-    return dist.all_to_all_single(received, part, group=groups.world, async_op=True)
+    work: Work = dist.all_to_all_single(received, part, group=groups.world, async_op=True)
+    return work
 
 
 def sum_pieces(bucket: Bucket, received: Tensor, out: Tensor) -> None:
@@ -121,9 +124,9 @@ def sum_pieces(bucket: Bucket, received: Tensor, out: Tensor) -> None:
     torch.sum(received.view(-1, bucket.piece_numel), 0, out=out)
 
 
-def share_with_peers(bucket: Bucket, main_grads: Tensor, groups: Groups) -> "list[dist.Work | None]":
+def share_with_peers(bucket: Bucket, main_grads: Tensor, groups: Groups) -> list[Work]:
     """Gives this rank's summed piece to its peers and gets theirs, in place."""
-    works: list[dist.Work | None] = []
+    works: list[Work] = []
     if groups.grid.replicas == 1:
         return works
     for replica, source in enumerate(groups.grid.peers(groups.rank)):
@@ -133,9 +136,9 @@ def share_with_peers(bucket: Bucket, main_grads: Tensor, groups: Groups) -> "lis
     return works
 
 
-def gather(bucket: Bucket, params: Tensor, groups: Groups) -> "list[dist.Work | None]":
+def gather(bucket: Bucket, params: Tensor, groups: Groups) -> list[Work]:
     """Fills the bucket's parameters from the shards of this replica, in place."""
-    works: list[dist.Work | None] = []
+    works: list[Work] = []
     if groups.grid.shards == 1:
         return works
     for replica in range(groups.grid.replicas):

@@ -96,7 +96,9 @@ class ShardedOptimizer:
                 (tensors if isinstance(value, Tensor) else scalars)[f"{number}/{key}"] = value
         return {"tensors": tensors, "scalars": scalars}
 
-    def prepare_state(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], scalars: Mapping[str, Any]) -> None:
+    def prepare_state(
+        self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], scalars: Mapping[str, Any]
+    ) -> None:
         """Makes the optimizer's state as a peer describes it, tensors uninitialised, ready to be received."""
         self.optimizer.state.clear()
         for name, (dtype, shape) in shapes.items():

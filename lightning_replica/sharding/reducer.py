@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_replica._compat.torch import Work
 from lightning_replica.points import reach
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
@@ -39,8 +39,8 @@ class Reducer:
     def reset(self) -> None:
         """Forgets the step's launches; the buffers stay."""
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._exchanges: list[dist.Work | None] = []
-        self._shares: list[list[dist.Work | None]] = []
+        self._exchanges: list[Work] = []
+        self._shares: list[list[Work]] = []
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -93,5 +93,5 @@ class Reducer:
         self._shares.append(collectives.share_with_peers(bucket, self._buffers.main_grads, self._groups))
 
 
-def _is_done(work: "dist.Work | None") -> bool:
+def _is_done(work: Work) -> bool:
     return work is None or work.is_completed()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica.errors import ProtocolError
+from lightning_replica.grid import Grid
 from lightning_replica.points import reach
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Check, Groups
-from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import plan_layout
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.reducer import Reducer
@@ -213,7 +213,8 @@ class ShardedState:
         """As ``torch.nn.utils.clip_grad_norm_`` computes it."""
         if self.clip.norm is None:
             return None
-        return min(1.0, self.clip.norm / (commit.grad_norm_sq**0.5 + 1e-6))
+        coefficient: float = self.clip.norm / (commit.grad_norm_sq**0.5 + 1e-6)
+        return min(1.0, coefficient)
 
 
 def _by_kind(tensors: dict[str, Tensor]) -> dict[tuple[str, torch.dtype], list[Tensor]]:

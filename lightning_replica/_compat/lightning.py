@@ -1,8 +1,4 @@
-"""Every private name of Lightning and torch that the package uses, and nothing else does.
-
-`tests/test_compat.py` imports them all and checks the places of Lightning whose course is followed line by line,
-so that an upgrade that moves one fails there and not in a recovery.
-"""
+"""Private names of Lightning."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,8 +27,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from torch import Tensor
-from torch.optim import Optimizer
 
 __all__ = [
     "Closure",
@@ -53,9 +47,8 @@ __all__ = [
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
     "_sync_ddp_if_available",
-    "data_version",
+    "epoch_of",
     "load_loops",
-    "mark_stepped",
     "rerun_command",
     "walk_loops",
 ]
@@ -89,11 +82,6 @@ def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
         inner.on_iteration_done()
 
 
-def data_version(tensor: Tensor) -> int:
-    """Changes whenever the tensor is written to."""
-    return tensor._version
-
-
-def mark_stepped(optimizer: Optimizer) -> None:
-    """Keeps schedulers from warning that they step before the optimizer: on a replacement it steps elsewhere."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+def epoch_of(fit_loop: _FitLoop) -> int:
+    """The epoch that samplers are told: the number of epochs that are done."""
+    return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]

@@ -1,0 +1,211 @@
+"""The training that the fault matrix runs: small, but with everything that can go out of step."""
+
+import hashlib
+import json
+import os
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.points import listen
+from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
+
+# Points of the package (lightning_replica.points), then points in the user's own code.
+INSIDE = ("batch_start", "reduction", "before_commit", "after_commit", "update", "gather", "batch_end")
+OUTSIDE = ("forward", "backward", "torn", "train_batch_end", "validation", "epoch_end", "train_end")
+
+
+class Injected(Exception):
+    """A fault of the kind "raise"."""
+
+
+@dataclass
+class Fault:
+    """One process's fault: ``kind`` is "kill" or "raise", ``step`` the updates applied when ``point`` is reached."""
+
+    kind: str
+    rank: int
+    point: str
+    step: int
+    incarnation: int = 0  # 0: the process that the run began with, 1: a replacement
+
+    fired = False
+
+    def reach(self, point: str, step: int) -> None:
+        """Fails, once, if this is the place."""
+        replaced = int(os.environ["LIGHTNING_REPLICA_GENERATION"] != "0")
+        here = (int(os.environ["LOCAL_RANK"]), point, step, replaced)
+        if not self.fired and here == (self.rank, self.point, self.step, self.incarnation):
+            self.fired = True
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Injected(f"at {point} of step {step}")
+
+
+@dataclass
+class Case:
+    """What to train and what goes wrong."""
+
+    faults: tuple[Fault, ...] = ()
+    replicas: int = 2
+    devices: int = 4
+    accumulate: int = 2
+    epochs: int = 2
+    max_tries: int = 3
+
+
+class Faults(Callback):
+    """Reaches the points that lie in the user's code, and writes down what the rank has seen."""
+
+    def __init__(self, case: Case, out: Path) -> None:
+        self.case, self.out = case, out
+
+    def reach(self, point: str, step: int) -> None:
+        for fault in self.case.faults:
+            fault.reach(point, step)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, Strategy)
+        listen(lambda point: self.reach(point, strategy._state.step if strategy._state else -1))
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        digest = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:12]
+        with (self.out / f"batches{trainer.global_rank}").open("a") as file:
+            file.write(f"{trainer.current_epoch} {batch_idx} {digest}\n")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.reach("train_batch_end", trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.reach("validation", trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.reach("epoch_end", trainer.global_step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.reach("train_end", trainer.global_step)
+
+
+class TornAdamW(torch.optim.AdamW):
+    """Writes garbage into the shard before it fails, as an update cut short would."""
+
+    before: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        pieces = [p for group in self.param_groups for p in group["params"]]
+        saved = pieces[0].detach().clone()
+        with torch.no_grad():
+            pieces[0].fill_(1e30)
+        self.before()
+        with torch.no_grad():
+            pieces[0].copy_(saved)
+        return super().step(closure)
+
+
+class Model(L.LightningModule):
+    """Dropout, two param groups, two schedulers, metrics of three kinds."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self._faults = [faults]  # in a list: not a child
+        self.first = nn.Linear(16, 24)
+        self.norm = nn.LayerNorm(24)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(24, 1)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            step = self.trainer.global_step
+            hidden.register_hook(lambda _: self._faults[0].reach("backward", step))
+        return self.last(self.frozen(self.drop(torch.tanh(self.norm(hidden)))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self._faults[0].reach("forward", self.trainer.global_step)
+        self.seen += 1
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("own", loss * (1 + self.global_rank), on_step=False, on_epoch=True)
+        return {"loss": loss, "extra": loss.detach() * 2}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-2}]
+        optimizer = TornAdamW(groups, lr=1e-2)
+        optimizer.before = lambda: self._faults[0].reach("torn", self.trainer.strategy.state.step)
+        per_step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return [optimizer], [per_step, {"scheduler": plateau, "monitor": "own_sum", "strict": False}]
+
+    def on_train_epoch_end(self) -> None:
+        # Differs from rank to rank until it is reduced: lost with its rank unless peers keep it.
+        own = self.trainer.callback_metrics["own"]
+        total = self.all_gather(own).sum()
+        self.log("own_sum", total)
+
+
+def run(case: Case, out: Path) -> None:
+    """Trains in one rank and writes down what came of it."""
+    torch.set_num_threads(1)
+    L.seed_everything(7, verbose=False)
+    x = torch.randn(4 * 6 * 5, 16)
+    data = TensorDataset(x, x.square().sum(1, keepdim=True))
+    faults = Faults(case, out)
+    model = Model(faults)
+    trainer = L.Trainer(
+        strategy=ReplicaZeroStrategy(replicas=case.replicas, bucket_bytes=1024, max_tries=case.max_tries),
+        accelerator="cpu",
+        devices=case.devices,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulate,
+        val_check_interval=3,
+        limit_val_batches=2,
+        gradient_clip_val=0.7,
+        callbacks=[faults],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=5))
+    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
+
+
+def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
+    state = trainer.strategy.state
+    optimizer = trainer.optimizers[0]
+    return {
+        "weights": _digest(*model.parameters(), *model.buffers()),
+        "main": _digest(state.buffers.main),
+        "optimizer": _digest(*state.optimizer.state()["tensors"].values()),
+        "groups": [[group["lr"], group["weight_decay"]] for group in optimizer.param_groups],
+        "schedulers": repr([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "random": _digest(torch.get_rng_state()),
+        "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.total_batch_idx],
+        "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+    }
+
+
+def _digest(*tensors: Tensor) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+__all__ = ["INSIDE", "OUTSIDE", "Case", "Fault", "asdict", "run"]

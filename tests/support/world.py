@@ -1,0 +1,53 @@
+"""Runs a case: a real supervisor, real processes, and what they left behind."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_replica.launch.supervisor import Process, Supervisor
+from tests.support import job
+from tests.support.forked import ForkedProcess
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    code: int
+    ranks: list[dict[str, Any]]
+    batches: list[dict[str, set[str]]]  # per rank: "epoch batch" -> digests seen there
+    said: list[str]
+    logs: str = field(repr=False)
+
+
+def run(case: job.Case, out: Path, max_restarts: int = 3) -> Outcome:
+    """Trains ``case`` with forked ranks."""
+    out.mkdir(parents=True, exist_ok=True)
+    said: list[str] = []
+
+    def start(rank: int, environment: dict[str, str]) -> Process:
+        return ForkedProcess(environment, out / f"log{rank}", job.run, case, out)
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        code = Supervisor(start, case.devices, max_restarts, said.append).run()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+    results = [out / f"rank{rank}.json" for rank in range(case.devices)]
+    return Outcome(
+        code,
+        [json.loads(path.read_text()) if path.exists() else {} for path in results],
+        [_batches(out / f"batches{rank}") for rank in range(case.devices)],
+        said,
+        "".join(f"--- rank {r}\n{(out / f'log{r}').read_text()}" for r in range(case.devices)),
+    )
+
+
+def _batches(path: Path) -> dict[str, set[str]]:
+    seen: dict[str, set[str]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        epoch, batch, digest = line.split()
+        seen.setdefault(f"{epoch} {batch}", set()).add(digest)
+    return seen
