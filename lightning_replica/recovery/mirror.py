@@ -34,7 +34,8 @@ class Mirrors:
     def __init__(self, rank: int, wait: Callable[[Work], None]) -> None:
         self._rank, self._wait = rank, wait
         self._capacity = _START_BYTES
-        self._rows: dict[tuple[Kind, int], Tensor] = {}
+        # Newest last. After a fault the same state is sent again, and the older copy is kept until that is through.
+        self._rows: dict[tuple[Kind, int], list[Tensor]] = {}
         self._pending: tuple[Work, Kind, int, bytes] | None = None
 
     def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
@@ -58,10 +59,11 @@ class Mirrors:
             return
         work, kind, step, payload = self._pending
         self._wait(work)
-        needed = max(_HEADER.unpack_from(row.numpy())[1] for row in self._rows[kind, step]) + _HEADER.size
+        needed = max(_HEADER.unpack_from(row.numpy())[1] for row in self._rows[kind, step][-1]) + _HEADER.size
         if needed > self._capacity:
             self._capacity = 1 << needed.bit_length()
             self._wait(self._launch(kind, step, payload))
+        self._rows[kind, step] = self._rows[kind, step][-1:]
         self._pending = None
 
     def keep(self, kind: Kind, step: int) -> None:
@@ -72,17 +74,22 @@ class Mirrors:
         """Which private states of peers are here and whole."""
         return tuple(
             Mirror(peer, kind, step)
-            for (kind, step), rows in self._rows.items()
-            for peer, row in zip(self._peers, rows, strict=True)
-            if peer != self._rank and _read(row, step) is not None
+            for kind, step in self._rows
+            for peer in self._peers
+            if peer != self._rank and self._find(Mirror(peer, kind, step)) is not None
         )
 
     def payload(self, mirror: Mirror) -> bytes:
         """The private state that ``mirror``, one of `held`, stands for."""
-        payload = _read(self._rows[mirror.kind, mirror.step][self._peers.index(mirror.rank)], mirror.step)
+        payload = self._find(mirror)
         if payload is None:
             raise KeyError(f"{mirror} is not whole")
         return payload
+
+    def _find(self, mirror: Mirror) -> bytes | None:
+        place = self._peers.index(mirror.rank)
+        read = (_read(rows[place], mirror.step) for rows in self._rows[mirror.kind, mirror.step])
+        return next((payload for payload in read if payload is not None), None)
 
     def _launch(self, kind: Kind, step: int, payload: bytes) -> Work:
         message = torch.zeros(self._capacity, dtype=torch.uint8)
@@ -90,7 +97,7 @@ class Mirrors:
         data = (header + payload)[: self._capacity]
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8)
-        self._rows[kind, step] = rows
+        self._rows.setdefault((kind, step), []).append(rows)
         work: Work = dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True)
         return work
 

@@ -27,7 +27,7 @@ def check(outcome: world.Outcome, untouched: world.Outcome) -> None:
 @pytest.mark.parametrize("point", [*job.INSIDE, *job.OUTSIDE])
 @pytest.mark.parametrize("kind", ["kill", "raise"])
 def test_one_fault(kind: str, point: str, rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
-    step = {"epoch_end": 3, "train_end": 6}.get(point, 2)
+    step = {"epoch_end": 3, "train_end": 6, "validation": 1}.get(point, 2)
     outcome = world.run(Case(faults=(Fault(kind, rank, point, step),)), tmp_path)
     check(outcome, untouched)
     assert len(outcome.said) == (kind == "kill"), outcome.said
