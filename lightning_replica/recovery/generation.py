@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from lightning_replica.errors import Interrupted, RecoveryError
 
 
+_TOKEN = "\0"
+
+
 class Store(Protocol):
     """The part of `torch.distributed.Store` that is used."""
 
@@ -50,14 +53,14 @@ class Generations:
         while True:
             candidate = self.newest(known) + 1
             # A value nobody else writes tells the winner of the race from the losers.
-            token = f"{why} [{time.monotonic_ns()}]"
+            token = f"{why}{_TOKEN}{time.monotonic_ns()}"
             if self.store.compare_set(_key(candidate), "", token) == token.encode():
                 return candidate
             known = candidate
 
     def why(self, generation: int) -> str:
         """Why ``generation`` began."""
-        return self.store.get(_key(generation)).decode()
+        return self.store.get(_key(generation)).decode().split(_TOKEN)[0]
 
     def give_up(self, why: str) -> None:
         """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
