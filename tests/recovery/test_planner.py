@@ -1,0 +1,124 @@
+"""The planner by case and by property. The commit rule behind it is explored in test_exploration.py."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_replica.errors import ProtocolError, RecoveryError
+from lightning_replica.grid import Grid
+from lightning_replica.recovery.planner import Mirror, Move, Report, make_plan
+
+GRID = Grid(4, 2)
+
+
+def at(rank: int, step: int = 5, **changes: object) -> Report:
+    """A rank in its forward pass of ``step``, with whatever its peer sent."""
+    peer = (rank + 2) % 4
+    mirrors = (Mirror(peer, "tail", step), Mirror(peer, "batch", step))
+    return replace(Report(rank, step, True, False, step, (1.0,), (step,), (step,), mirrors), **changes)
+
+
+def newborn(rank: int) -> Report:
+    return Report(rank, -1, False, False, -1, (), (), ())
+
+
+def test_exception_before_the_commit_does_the_batch_again() -> None:
+    plan = make_plan([at(0), at(1, raised="ValueError: x"), at(2), at(3)], GRID, 3)
+    assert (plan.step, plan.kind, plan.forward, plan.moves) == (5, "batch", (), ())
+
+
+def test_a_lost_rank_gets_everything_from_its_peer() -> None:
+    plan = make_plan([at(0), newborn(1), at(2), at(3)], GRID, 3)
+    assert (plan.step, plan.kind, plan.moves) == (5, "batch", (Move(3, 1, host=True),))
+
+
+def test_one_who_saw_the_commit_takes_all_forward() -> None:
+    entered = {"entered": True, "tail": (5, 6)}
+    mirrors = (Mirror(1, "tail", 6),)
+    reports = [
+        at(0, **entered),
+        newborn(1),
+        at(2, **entered, committed=6, commit=(2.5,)),
+        at(3, **entered, mirrors=mirrors),
+    ]
+    plan = make_plan(reports, GRID, 3)
+    assert (plan.step, plan.kind, plan.commit, plan.forward) == (6, "tail", (2.5,), (0, 2, 3))
+    assert plan.moves == (Move(3, 1, host=True),)
+
+
+def test_a_torn_shard_comes_from_the_peer_but_the_host_state_stays() -> None:
+    torn = at(0, intact=False, committed=6, commit=(2.5,), tail=(5, 6))
+    done = {"step": 6, "committed": 6, "commit": (2.5,), "tail": (5, 6), "batch": (5,)}
+    plan = make_plan([torn, at(1, **done), at(2, **done), at(3, **done)], GRID, 3)
+    assert (plan.step, plan.kind, plan.forward, plan.moves) == (6, "tail", (), (Move(2, 0, host=False),))
+
+
+def test_a_tail_that_one_rank_has_not_finished_is_done_again_by_all() -> None:
+    plan = make_plan([at(0), at(1, batch=(4,)), at(2), at(3)], GRID, 3)
+    assert (plan.step, plan.kind) == (5, "tail")
+
+
+def test_a_lost_rank_whose_batch_start_was_not_mirrored_goes_back_to_the_tail() -> None:
+    plan = make_plan([at(0), newborn(1), at(2), at(3, mirrors=(Mirror(1, "tail", 5),))], GRID, 3)
+    assert (plan.step, plan.kind) == (5, "tail")
+
+
+def test_sources_share_the_load() -> None:
+    grid = Grid(3, 3)
+    mirrors = tuple(Mirror(rank, kind, 5) for rank in range(3) for kind in ("tail", "batch"))
+    reports = [at(0, mirrors=mirrors), newborn(1), newborn(2)]
+    assert {move.source for move in make_plan(reports, grid, 3).moves} == {0}
+    grid = Grid(4, 4)
+    mirrors = tuple(Mirror(rank, kind, 5) for rank in range(4) for kind in ("tail", "batch"))
+    reports = [at(0, mirrors=mirrors), at(1, mirrors=mirrors), newborn(2), newborn(3)]
+    assert {move.source for move in make_plan(reports, grid, 3).moves} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        ([newborn(r) for r in range(4)], "Every rank is lost"),
+        ([at(r, raised="ValueError: bad batch") for r in range(4)], "Every rank raised.*bad batch"),
+        ([at(0), newborn(1), at(2), newborn(3)], r"Every holder of shard 1 is lost \(ranks 1, 3\).*replicas=2"),
+        ([at(0, tries=3, raised="ValueError: x"), at(1), at(2), at(3)], r"failed 4 times \(max_tries=3\).*rank 0: ValueError"),
+        ([at(0), newborn(1), at(2), at(3, mirrors=())], "No peer of rank 1 holds its random state"),
+    ],
+)  # fmt: skip
+def test_hopeless(reports: list[Report], message: str) -> None:
+    with pytest.raises(RecoveryError, match=message):
+        make_plan(reports, GRID, 3)
+
+
+def test_reports_against_the_rule() -> None:
+    with pytest.raises(ProtocolError, match="Step 6 is committed"):
+        make_plan([at(0), at(1), at(2, committed=6), at(3)], GRID, 3)
+
+
+def test_a_report_survives_the_store() -> None:
+    report = at(1, commit=(0.1 + 0.2, 1e-300), raised="é")
+    import json
+
+    assert Report.from_plain(json.loads(json.dumps(report.to_plain()))) == report
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_whoever_can_be_saved_is_saved(replicas: int, shards: int, data: st.DataObject) -> None:
+    """For any set of lost ranks: a plan exists exactly if every shard has a live holder, and covers every lost rank."""
+    if replicas * shards < 2:
+        return
+    grid = Grid(replicas * shards, replicas)
+    lost = data.draw(st.sets(st.integers(0, grid.world_size - 1)))
+    reports = []
+    for rank in range(grid.world_size):
+        mirrors = tuple(Mirror(p, k, 5) for p in grid.peers(rank) for k in ("tail", "batch") if p != rank)
+        reports.append(newborn(rank) if rank in lost else at(rank, mirrors=mirrors))
+    covered = all(set(grid.peers(rank)) - lost for rank in range(grid.world_size))
+    if not covered:
+        with pytest.raises(RecoveryError):
+            make_plan(reports, grid, 3)
+        return
+    plan = make_plan(reports, grid, 3)
+    assert {move.target for move in plan.moves} == lost
+    assert all(move.source in grid.peers(move.target) and move.source not in lost for move in plan.moves)

@@ -1,0 +1,57 @@
+"""Runs a function in N forked ranks that share a store, and returns what each returned."""
+
+import json
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.forked import _context
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Calls ``function(rank, store, *args)`` in every rank; results must be plain data.
+
+    A rank that dies returns its exit code as ``{"died": code}``, one that raises ``{"raised": text}``.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(world_size):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        process = _context().Process(target=_call, args=(rank, store.port, writer, function, args))
+        process.start()
+        writer.close()
+        processes.append((process, reader))
+    results = []
+    for process, reader in processes:
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        results.append(json.loads(reader.recv()) if reader.poll() else {"died": process.exitcode})
+        reader.close()
+    return results
+
+
+def _call(rank: int, port: int, writer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    try:
+        result = function(rank, store, *args)
+    except BaseException:
+        result = {"raised": traceback.format_exc()}
+    writer.send(json.dumps(result))
+    if dist.is_initialized():
+        store.add("leaving", 1)
+        while store.add("leaving", 0) < dist.get_world_size() and "raised" not in str(result):
+            pass
+        dist.destroy_process_group()
+
+
+def open_world(rank: int, store: Any, world_size: int) -> None:
+    """A default gloo group."""
+    dist.init_process_group("gloo", store=dist.PrefixStore("test", store), rank=rank, world_size=world_size)

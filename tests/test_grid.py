@@ -1,0 +1,34 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.grid import Grid
+
+grids = st.tuples(st.integers(1, 8), st.integers(1, 8)).filter(lambda rs: rs[0] * rs[1] > 1)
+
+
+@given(grids)
+def test_peers_and_replicas_cross_in_one_rank(rs: tuple[int, int]) -> None:
+    replicas, shards = rs
+    grid = Grid(replicas * shards, replicas)
+    for rank in range(grid.world_size):
+        assert set(grid.peers(rank)) & set(grid.replica_ranks(rank)) == {rank}
+        assert grid.replica_of(rank) * grid.shards + grid.shard_of(rank) == rank
+        assert [grid.replica_of(peer) for peer in grid.peers(rank)] == list(range(replicas))
+        assert [grid.shard_of(other) for other in grid.replica_ranks(rank)] == list(range(shards))
+
+
+def test_peers_stand_half_a_world_apart() -> None:
+    assert Grid(8, 2).peers(1) == (1, 5)
+
+
+@pytest.mark.parametrize("replicas", [0, 3, 5, 8])
+def test_replicas_that_do_not_divide(replicas: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"replicas={replicas} does not divide world_size=4.*Choose one of 1, 2, 4"):
+        Grid(4, replicas)
+
+
+def test_one_rank() -> None:
+    with pytest.raises(ConfigurationError, match=r"at least 2 ranks, got world_size=1.*devices=2"):
+        Grid(1, 1)

@@ -1,0 +1,119 @@
+"""The house rules that a review would forget: imports go down, files and functions stay small, names are pinned."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_replica
+
+PACKAGE = Path(lightning_replica.__file__).parent
+# From the ground up. A file may import from its own row and from those above it in this list.
+LAYERS = [
+    ["errors", "messages", "_compat"],
+    ["points", "grid"],
+    ["sharding"],
+    ["recovery"],
+    ["devices"],
+    ["launch"],
+    ["data"],
+    ["metrics", "snapshot", "host", "session", "precision"],
+    ["fit_loop", "strategy"],
+    [""],
+]
+NO_LIGHTNING = ["sharding", "recovery", "devices", "grid", "points", "errors"]
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def layer(module: str) -> int:
+    top = module.split(".")[0]
+    return next(number for number, names in enumerate(LAYERS) if top in names)
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_imports_go_down(path: Path) -> None:
+    own = module_of(path)
+    for name in imports(path):
+        if not name.startswith("lightning_replica."):
+            continue
+        target = name.removeprefix("lightning_replica.")
+        if (PACKAGE / target.split(".")[0]).exists() or (PACKAGE / f"{target.split('.')[0]}.py").exists():
+            assert layer(target) <= layer(own), f"{own} imports {target}, which stands above it"
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_lower_layers_know_no_lightning(path: Path) -> None:
+    own = module_of(path).split(".")[0]
+    found = imports(path)
+    if own in NO_LIGHTNING:
+        assert not [name for name in found if name.split(".")[0] == "lightning"]
+        assert not [name for name in found if name.startswith("lightning_replica._compat.lightning")]
+    if own == "recovery":
+        assert not [name for name in found if name.startswith("lightning_replica.sharding")]
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or 0) - node.body[0].lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_private_names_of_others_are_in_compat(path: Path) -> None:
+    if module_of(path).startswith("_compat"):
+        return
+    foreign = [name for name in imports(path) if name.split(".")[0] in ("lightning", "torch", "torchmetrics")]
+    assert not [name for name in foreign if any(part.startswith("_") for part in name.split("."))]
+
+
+def test_public_names() -> None:
+    assert lightning_replica.__all__ == [
+        "ConfigurationError",
+        "RecoveryError",
+        "ReplicaError",
+        "ReplicaZeroStrategy",
+        "__version__",
+    ]
+    assert all(hasattr(lightning_replica, name) for name in lightning_replica.__all__)
+
+
+def test_import_does_nothing_but_register() -> None:
+    script = """
+import logging, os, signal, sys, threading
+import lightning.pytorch, torch
+before = dict(os.environ), logging.root.handlers[:], signal.getsignal(signal.SIGTERM), threading.active_count()
+random = torch.get_rng_state()
+import lightning_replica
+after = dict(os.environ), logging.root.handlers[:], signal.getsignal(signal.SIGTERM), threading.active_count()
+assert before == after, (before, after)
+assert torch.equal(random, torch.get_rng_state())
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch_npu", "megatron", "hydra")]
+from lightning.pytorch.strategies import StrategyRegistry
+assert "replica_zero" in StrategyRegistry
+lightning_replica.ReplicaZeroStrategy.register_strategies(StrategyRegistry)  # twice is no error
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
