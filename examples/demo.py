@@ -1,7 +1,7 @@
 """Trains examples/gpt.py twice, untouched and with a rank that kills itself, and compares every bit of the weights.
 
-    python examples/demo.py                     # rank 2 dies half way
-    python examples/demo.py --kill 0 --at 10    # rank 0 dies in step 10
+python examples/demo.py                     # rank 2 dies half way
+python examples/demo.py --kill 0 --at 10    # rank 0 dies in step 10
 """
 
 import argparse

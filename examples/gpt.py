@@ -70,7 +70,9 @@ class Block(nn.Module):
 class GPT(L.LightningModule):
     """About 10 million parameters."""
 
-    def __init__(self, width: int = 320, depth: int = 8, heads: int = 5, length: int = 64, dropout: float = 0.1) -> None:
+    def __init__(
+        self, width: int = 320, depth: int = 8, heads: int = 5, length: int = 64, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.length = length
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)

@@ -55,9 +55,17 @@ class Session:
         watched = Generations(_connect(environment))
         self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan)
         self._monitor.start(environment.generation)
-        self.mirrors = Mirrors(rank, lambda work: collectives.wait(work, self._monitor.check))
+        self.mirrors = Mirrors(rank, self.wait)
         self.recovery = Recovery(
-            grid, rank, self.generations, self._process_groups, self._monitor, self.mirrors, self._make_groups, limits
+            grid,
+            rank,
+            self.generations,
+            self._process_groups,
+            self._monitor,
+            self.mirrors,
+            self._make_groups,
+            self.wait,
+            limits,
         )
         self.recovery.generation = environment.generation
         self._state: ShardedState | None = None

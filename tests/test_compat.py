@@ -16,8 +16,14 @@ from lightning_replica._compat import lightning as compat
 FOLLOWED: dict[str, tuple[Callable[..., Any], str]] = {
     "the loop of _FitLoop.run (ReplicaFitLoop._epochs)": (compat._FitLoop.run, "93956bf26623"),
     "the loop of _TrainingEpochLoop.run (ReplicaEpochLoop.run)": (compat._TrainingEpochLoop.run, "f225cc90deca"),
-    "a batch and its tail (ReplicaEpochLoop._tail, LightningHost._transfer)": (compat._TrainingEpochLoop.advance, "dd4eb4d2b65d"),
-    "the step of automatic optimization (ReplicaEpochLoop._tail)": (compat._AutomaticOptimization._optimizer_step, "e5bda9f172f2"),
+    "a batch and its tail (ReplicaEpochLoop._tail, LightningHost._transfer)": (
+        compat._TrainingEpochLoop.advance,
+        "dd4eb4d2b65d",
+    ),
+    "the step of automatic optimization (ReplicaEpochLoop._tail)": (
+        compat._AutomaticOptimization._optimizer_step,
+        "e5bda9f172f2",
+    ),
 }
 
 

@@ -25,7 +25,9 @@ def test_peers_stand_half_a_world_apart() -> None:
 
 @pytest.mark.parametrize("replicas", [0, 3, 5, 8])
 def test_replicas_that_do_not_divide(replicas: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"replicas={replicas} does not divide world_size=4.*Choose one of 1, 2, 4"):
+    with pytest.raises(
+        ConfigurationError, match=rf"replicas={replicas} does not divide world_size=4.*Choose one of 1, 2, 4"
+    ):
         Grid(4, replicas)
 
 

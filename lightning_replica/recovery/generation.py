@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from lightning_replica.errors import Interrupted, RecoveryError
 
-
 _TOKEN = "\0"
 
 

@@ -1,6 +1,5 @@
 """The process groups of one generation: opened, aborted from another thread, closed."""
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -54,6 +53,21 @@ class ProcessGroups:
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
 
+    def add(self, ranks: list[int]) -> dist.ProcessGroup:
+        """Makes a group of some ranks; only they call it."""
+        try:
+            group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        except RuntimeError as error:
+            raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
+        self._own(group)
+        return group
+
+    def remove(self, group: dist.ProcessGroup) -> None:
+        """Destroys a group that `add` made."""
+        with self._lock:
+            self._groups.remove(group)
+        dist.destroy_process_group(group)
+
     def abort(self) -> None:
         """Wakes this rank from any collective. Safe from any thread, any number of times."""
         with self._lock:
@@ -61,14 +75,16 @@ class ProcessGroups:
                 self._abort(group)
 
     def close(self) -> None:
-        """Aborts and destroys all groups; peers see their connections close."""
+        """Aborts and destroys all groups; peers see their connections close.
+
+        The abort closes them, so it does not matter that a traceback may still hold a group.
+        """
         self.abort()
         with self._lock:
             self._groups = []
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.excepthook = self._excepthook  # every init_process_group wraps the one before
-        gc.collect()  # a group lives as long as an exception's traceback that holds one
 
     def _own(self, group: dist.ProcessGroup | None) -> None:
         if group is not None:

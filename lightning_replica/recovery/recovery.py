@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_replica._compat.torch import Work
 from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery.generation import Generations
@@ -64,6 +65,7 @@ class Recovery:
         monitor: Watches for the next generation.
         mirrors: Private states of the peers.
         connect: Makes the groups inside the default one and gives them to whoever uses them.
+        wait: Waits for a collective; raises if a peer is gone or the world moves on.
         limits: When to give up.
     """
 
@@ -76,10 +78,17 @@ class Recovery:
         monitor: Monitor,
         mirrors: Mirrors,
         connect: Callable[[], Iterable[dist.ProcessGroup]],
+        wait: Callable[[Work], None],
         limits: Limits,
     ) -> None:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
-        self._monitor, self._mirrors, self._connect, self._limits = monitor, mirrors, connect, limits
+        self._monitor, self._mirrors, self._connect, self._wait, self._limits = (
+            monitor,
+            mirrors,
+            connect,
+            wait,
+            limits,
+        )
         self.generation = 0
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
@@ -170,13 +179,13 @@ class Recovery:
         return [Report.from_plain(report) for report in plain]
 
     def _move(self, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
-        world = dist.group.WORLD
-        if world is None:
-            raise CollectiveError("The default process group is gone.")
-        if self._rank == move.source:
-            self._give(Channel(world, move.target), move, plan, state, host)
-        elif self._rank == move.target:
-            self._take(Channel(world, move.source), move, plan, state, host)
+        if self._rank not in (move.source, move.target):
+            return
+        with Channel(move.source, move.target, self._groups, self._wait) as channel:
+            if self._rank == move.source:
+                self._give(channel, move, plan, state, host)
+            else:
+                self._take(channel, move, plan, state, host)
 
     def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         manifest, tensors = state.export_shard()

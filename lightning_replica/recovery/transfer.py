@@ -2,35 +2,50 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica._compat.torch import as_bytes
-from lightning_replica.errors import CollectiveError, TransferError
+from lightning_replica._compat.torch import Work, as_bytes
+from lightning_replica.errors import TransferError
+from lightning_replica.recovery.groups import ProcessGroups
 
 CHUNK_BYTES = 64 * 2**20
 
 
 class Channel:
-    """A one-way line between two ranks of a process group. Sender and receiver make the same calls.
+    """A one-way line between two ranks. Both ends make the same calls, in the same order.
+
+    Messages are broadcasts in a group of two, not gloo's send and receive: those cannot be waited for in slices, and
+    one that meets a connection which is just being closed may never return.
 
     Args:
-        group: The group; both ranks are in it.
-        peer: The other end, as a rank of the group.
+        source: The rank that sends.
+        target: The rank that receives.
+        groups: Own the group of two while it lasts, so that it is aborted with all others.
+        wait: Waits for a collective; raises if the other end is gone or the world moves on.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, source: int, target: int, groups: ProcessGroups, wait: Callable[[Work], None]) -> None:
+        self._source, self._groups, self._wait = source, groups, wait
+        self._group = groups.add(sorted((source, target)))
         self.bytes_moved = 0
+
+    def __enter__(self) -> "Channel":
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None:  # otherwise all groups are closed in a moment
+            self._groups.remove(self._group)
 
     def send(self, tensor: Tensor) -> None:
         """Sends a contiguous tensor: its chunks, each followed by its CRC-32."""
         for chunk in _chunks(tensor):
-            self._do(chunk, send=True)
-            self._do(torch.tensor([_crc(chunk)]), send=True)
+            self._move(chunk)
+            self._move(torch.tensor([_crc(chunk)]))
 
     def receive(self, tensor: Tensor) -> None:
         """Fills ``tensor`` in place.
@@ -39,21 +54,23 @@ class Channel:
             TransferError: If a chunk is not what was sent.
         """
         for number, chunk in enumerate(_chunks(tensor)):
-            self._do(chunk, send=False)
+            self._move(chunk)
             crc = torch.zeros(1, dtype=torch.int64)
-            self._do(crc, send=False)
+            self._move(crc)
             if _crc(chunk) != int(crc):
-                raise TransferError(f"Chunk {number} of {chunk.numel()} bytes from rank {self._peer} arrived damaged.")
+                raise TransferError(
+                    f"Chunk {number} of {chunk.numel()} bytes from rank {self._source} arrived damaged."
+                )
 
     def send_bytes(self, data: bytes) -> None:
         """Sends its length, then ``data``."""
-        self._do(torch.tensor([len(data)]), send=True)
+        self._move(torch.tensor([len(data)]))
         self.send(_tensor(data))
 
     def receive_bytes(self) -> bytes:
         """Receives what `send_bytes` sent."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._do(length, send=False)
+        self._move(length)
         data = torch.empty(int(length), dtype=torch.uint8)
         self.receive(data)
         return data.numpy().tobytes()
@@ -66,12 +83,8 @@ class Channel:
         """Receives what `send_plain` sent."""
         return json.loads(self.receive_bytes())
 
-    def _do(self, tensor: Tensor, send: bool) -> None:
-        try:
-            work = self._group.send([tensor], self._peer, 0) if send else self._group.recv([tensor], self._peer, 0)
-            work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(f"Lost rank {self._peer} during a transfer: {error}") from error
+    def _move(self, tensor: Tensor) -> None:
+        self._wait(dist.broadcast(tensor, self._source, group=self._group, async_op=True))
         self.bytes_moved += tensor.nbytes
 
 

@@ -144,6 +144,10 @@ def test_the_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a commit could succeed before everyone has a complete gradient, some fault could not be repaired."""
     monkeypatch.setitem(globals(), "ENTER_WHEN_REDUCED", False)
     grid = Grid(2, 2)
-    with pytest.raises((AssertionError, ProtocolError, RecoveryError)):
+
+    def explore() -> None:
         for state, killed in itertools.product(stops(grid, 0), (False, True)):
             check(grid, state, 0, killed, late=True)
+
+    with pytest.raises((AssertionError, ProtocolError, RecoveryError)):
+        explore()

@@ -26,15 +26,23 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         process.start()
         writer.close()
         processes.append((process, reader))
-    results = []
-    for process, reader in processes:
+    results = [_receive(reader, timeout_s) for _, reader in processes]
+    store.set("leave", "1")  # nobody's connections close before everybody is through
+    for number, (process, reader) in enumerate(processes):
         process.join(timeout_s)
-        if process.exitcode is None:
+        if results[number] is None:
             process.kill()
             process.join()
-        results.append(json.loads(reader.recv()) if reader.poll() else {"died": process.exitcode})
+            results[number] = {"died": process.exitcode}
         reader.close()
     return results
+
+
+def _receive(reader: Any, timeout_s: float) -> Any:
+    try:
+        return json.loads(reader.recv()) if reader.poll(timeout_s) else None
+    except EOFError:
+        return None
 
 
 def _call(rank: int, port: int, writer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -45,10 +53,8 @@ def _call(rank: int, port: int, writer: Any, function: Callable[..., Any], args:
     except BaseException:
         result = {"raised": traceback.format_exc()}
     writer.send(json.dumps(result))
+    store.wait(["leave"])
     if dist.is_initialized():
-        store.add("leaving", 1)
-        while store.add("leaving", 0) < dist.get_world_size() and "raised" not in str(result):
-            pass
         dist.destroy_process_group()
 
 

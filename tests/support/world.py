@@ -21,6 +21,13 @@ class Outcome:
     said: list[str]
     logs: str = field(repr=False)
 
+    def assert_same(self, untouched: "Outcome") -> None:
+        """To the last bit: weights, optimizer, schedulers, metrics, random numbers, and the batches that were seen."""
+        assert self.code == 0, self.logs
+        for rank, (got, expected) in enumerate(zip(self.ranks, untouched.ranks, strict=True)):
+            assert got == expected, f"rank {rank}\n{self.logs}"
+        assert self.batches == untouched.batches, self.logs
+
 
 def run(case: job.Case, out: Path, max_restarts: int = 3) -> Outcome:
     """Trains ``case`` with forked ranks."""

@@ -1,0 +1,191 @@
+"""Real ranks: the sharded step against torch's own DDP and optimizers, and against itself with other R."""
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.grid import Grid
+from lightning_replica.sharding.collectives import make_groups
+from lightning_replica.sharding.optimizer import check_element_wise
+from lightning_replica.sharding.state import Clip, ShardedState
+from tests.support.ranks import open_world, run_ranks
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adam": {"lr": 1e-2, "amsgrad": True},
+    "AdamW": {"lr": 1e-2, "fused": True},
+    "RMSprop": {"lr": 1e-2, "centered": True, "momentum": 0.5},
+    "Adagrad": {"lr": 1e-2},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {},
+    "Rprop": {},
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    # Two parameters of a bucket, one that spans several, an unused one and an empty one.
+    net = nn.Sequential(nn.Linear(33, 50), nn.Tanh(), nn.Linear(50, 7), nn.Linear(7, 1))
+    net.unused = nn.Parameter(torch.ones(5))
+    net.empty = nn.Parameter(torch.ones(0))
+    return net
+
+
+def optimizer(net: nn.Module, name: str) -> torch.optim.Optimizer:
+    parameters = list(net.parameters())
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-2}]
+    return getattr(torch.optim, name)(groups, **OPTIMIZERS[name])
+
+
+def train(
+    rank: int, store: Any, world_size: int, replicas: int, name: str, clip: dict[str, float], accumulate: int = 1
+) -> dict[str, Any]:
+    open_world(rank, store, world_size)
+    ours, theirs = model(), model()
+    their_optimizer, our_optimizer = optimizer(theirs, name), optimizer(ours, name)
+    ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
+    grid = Grid(world_size, replicas)
+    state = ShardedState(grid, rank, list(ours.parameters()), our_optimizer, bucket_bytes=1000)
+    state.connect(make_groups(grid, rank, 60), lambda: None)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        our_optimizer.zero_grad()
+        their_optimizer.zero_grad()
+        for part in range(accumulate):
+            x = torch.randn(8, 33)
+            last = part == accumulate - 1
+            state.before_backward(reduce=last)
+            ours(x).square().mean().backward()
+            with ddp.no_sync() if not last else torch.enable_grad():
+                ddp(x).square().mean().backward()
+        state.clip = Clip(**clip)
+        state.reduce()
+        commit = state.commit()
+        norm = torch.stack([p.grad.norm() for p in theirs.parameters() if p.grad is not None]).norm()
+        torch.testing.assert_close(torch.tensor(commit.grad_norm_sq).sqrt().float(), norm.float())
+        if "norm" in clip:
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip["norm"])
+        if "value" in clip:
+            torch.nn.utils.clip_grad_value_(theirs.parameters(), clip["value"])
+        state.update()
+        state.gather()
+        their_optimizer.step()
+    # An unused parameter has a zero gradient here, so that weight decay goes on; DDP leaves it out of the update.
+    both = [(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True) if b.grad is not None]
+    difference = max(float((a - b).detach().abs().max()) for a, b in both if a.numel())
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ours.parameters())).hexdigest()
+    return {"difference": difference, "weights": weights, "buckets": len(state.layout.buckets)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_element_wise_optimizer_trains_as_under_ddp(name: str) -> None:
+    results = run_ranks(4, train, 4, 2, name, {})
+    assert len({result["weights"] for result in results}) == 1, results
+    assert results[0]["buckets"] > 1
+    # Only the order of summation differs; one step moves weights by at most the learning rate, 0.03 to 1.
+    assert results[0]["difference"] < 1e-5, results[0]
+
+
+@pytest.mark.parametrize("clip", [{}, {"norm": 0.1}, {"value": 0.01}], ids=["none", "norm", "value"])
+def test_the_bits_do_not_depend_on_replicas(clip: dict[str, float]) -> None:
+    runs = [run_ranks(4, train, 4, replicas, "AdamW", clip, 2) for replicas in (1, 2, 4)]
+    assert len({result["weights"] for run in runs for result in run}) == 1, runs
+    assert runs[0][0]["difference"] < 2e-6
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_other_worlds(world_size: int) -> None:
+    results = run_ranks(world_size, train, world_size, world_size, "AdamW", {"norm": 0.1})
+    assert len({result["weights"] for result in results}) == 1, results
+    assert results[0]["difference"] < 2e-6
+
+
+def move_shard(rank: int, store: Any) -> dict[str, Any]:
+    """Rank 0 trains two steps; rank 1, fresh, takes its shard and both make one more."""
+    open_world(rank, store, 2)
+    net = model()
+    grid = Grid(2, 2)
+    state = ShardedState(grid, rank, list(net.parameters()), optimizer(net, "AdamW"), 1000)
+    state.connect(make_groups(grid, rank, 60), lambda: None)
+
+    def step() -> None:
+        torch.manual_seed(state.step)
+        state.buffers.zero_gradients()
+        state.before_backward(reduce=True)
+        net(torch.randn(8, 33)).square().mean().backward()
+        state.reduce()
+        state.commit()
+        state.update()
+        state.gather()
+
+    step()
+    step()
+    manifest, tensors = state.export_shard()
+    sent = [tensor.clone() for tensor in tensors]
+    if rank == 1:
+        state.buffers.main.fill_(float("nan"))
+        state.optimizer.optimizer.state.clear()
+        state.buffers.params.fill_(float("nan"))
+        arriving = iter(sent)
+        state.import_shard(manifest, lambda tensor: tensor.copy_(next(arriving)))
+        assert not state.torn
+    state.rebuild()
+    step()
+    return hashlib.sha256(state.buffers.params.numpy().tobytes()).hexdigest(), manifest["step"]
+
+
+def test_a_shard_moves_whole() -> None:
+    results = run_ranks(2, move_shard)
+    assert results[0] == results[1]
+    assert results[0][1] == 2
+
+
+class Muonish(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def test_optimizers_that_are_not_element_wise() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigurationError, match=r"LBFGS is not known to update every element.*Use one of ASGD"):
+        check_element_wise(torch.optim.LBFGS([parameter]))
+    with pytest.raises(ConfigurationError, match="Muonish is not known"):
+        check_element_wise(Muonish([parameter]))
+
+
+def test_an_optimizer_with_a_past() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    used = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    used.step()
+    with pytest.raises(ConfigurationError, match="already holds state for 1 parameters"):
+        check_element_wise(used)
+
+
+def test_mixed_dtypes() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    with pytest.raises(
+        ConfigurationError, match=r"one floating-point dtype.*torch.float32 on cpu, torch.float64 on cpu"
+    ):
+        ShardedState(Grid(2, 2), 0, parameters, torch.optim.SGD(parameters), 1000)
+
+
+def test_a_gradient_set_to_none_is_zero_and_a_foreign_one_is_kept() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    state = ShardedState(Grid(2, 2), 0, parameters, torch.optim.SGD(parameters), 1000)
+    state.buffers.grads.fill_(7.0)
+    parameters[0].grad = None
+    parameters[1].grad = torch.tensor([3.0, 4.0])
+    state.buffers.attach_gradients()
+    assert [p.grad.tolist() for p in parameters] == [[0.0, 0.0, 0.0], [3.0, 4.0]]
+    assert all(
+        p.grad.untyped_storage().data_ptr() == state.buffers.grads.untyped_storage().data_ptr() for p in parameters
+    )
