@@ -213,7 +213,7 @@ def describe(outcome: Outcome) -> str:
     """One line that says what happened and how long it took."""
     who = ", ".join(map(str, outcome.replaced))
     what = f"rank {who} was replaced" if outcome.replaced else "no process was lost"
-    seconds = ", ".join(f"{phase.value} {s:.2f}" for phase, s in outcome.timeline.seconds.items())
+    seconds = ", ".join(f"{phase.value} {s:.3f}" for phase, s in outcome.timeline.seconds.items())
     again = "batch is done again" if outcome.plan.kind == "batch" else "tail of the step is done again"
     return (
         f"recovered at step {outcome.plan.step} in {outcome.timeline.total_s:.2f} s: {what}, the {again}"

@@ -47,7 +47,7 @@ def test_one_fault_after_the_other(untouched: world.Outcome, tmp_path: Path) -> 
     faults = (
         Fault("kill", 3, "forward", 0),
         Fault("raise", 2, "reduction", 1),
-        Fault("kill", 3, "gather", 4, incarnation=1),
+        Fault("kill", 3, "gather", 4),
         Fault("raise", 0, "torn", 5),
     )
     world.run(Case(faults=faults), tmp_path).assert_same(untouched)

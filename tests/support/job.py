@@ -35,16 +35,12 @@ class Fault:
     rank: int
     point: str
     step: int
-    incarnation: int = 0  # 0: the process that the run began with, 1: a replacement
 
-    fired = False
-
-    def reach(self, point: str, step: int) -> None:
-        """Fails, once, if this is the place."""
-        replaced = int(os.environ["LIGHTNING_REPLICA_GENERATION"] != "0")
-        here = (int(os.environ["LOCAL_RANK"]), point, step, replaced)
-        if not self.fired and here == (self.rank, self.point, self.step, self.incarnation):
-            self.fired = True
+    def reach(self, point: str, step: int, marker: Path) -> None:
+        """Fails if this is the place, once in the whole run: ``marker`` says that it has."""
+        here = (int(os.environ["LOCAL_RANK"]), point, step)
+        if here == (self.rank, self.point, self.step) and not marker.exists():
+            marker.touch()
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise Injected(f"at {point} of step {step}")
@@ -69,8 +65,8 @@ class Faults(Callback):
         self.case, self.out = case, out
 
     def reach(self, point: str, step: int) -> None:
-        for fault in self.case.faults:
-            fault.reach(point, step)
+        for number, fault in enumerate(self.case.faults):
+            fault.reach(point, step, self.out / f"fired{number}")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy = trainer.strategy

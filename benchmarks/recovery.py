@@ -1,0 +1,122 @@
+"""Recovery time by phase: 20 ranks killed, then 20 exceptions, each in one training of `benchmarks/common.py`'s model.
+
+    python benchmarks/recovery.py
+
+Everything is as for a user: ranks are re-runs of this script, a killed rank's replacement starts Python, imports torch
+and lightning, builds model and data, and receives its shard. Figures are what the run itself says ("recovered at ..."),
+from the moment in which a survivor sees the fault to the moment in which it goes on.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import BATCH, LENGTH, VOCABULARY, Transformer, loss_of, spread, write
+
+from lightning_replica import ReplicaZeroStrategy
+
+warnings.filterwarnings("ignore")
+EVERY = 4  # steps between faults
+PHASES = ["stop", "clean", "regroup", "repair", "rollback", "resume"]
+
+
+class Break(Callback):
+    """One fault every few steps, each on the next rank, in backward."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind, self.count = kind, count
+        self.broken: set[int] = set()
+
+    def on_after_backward(self, trainer: L.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        number, due = divmod(step, EVERY)
+        born_here = int(os.environ["LIGHTNING_REPLICA_GENERATION"]) >= number  # a replacement of this very fault
+        mine = trainer.global_rank == number % trainer.world_size
+        if due or not 1 <= number <= self.count or not mine or step in self.broken:
+            return
+        self.broken.add(step)
+        if self.kind == "exception":
+            raise RuntimeError(f"fault {number}")
+        if not born_here:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Module(L.LightningModule):
+    """The model of the step-time benchmark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        return loss_of(self.model, batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+def train(kind: str, count: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    steps = (count + 1) * EVERY
+    tokens = torch.randint(0, VOCABULARY, (BATCH * ranks * (steps + 1), LENGTH))
+    trainer = L.Trainer(
+        strategy=ReplicaZeroStrategy(max_restarts=count),
+        accelerator="cpu",
+        devices=ranks,
+        max_steps=steps,
+        callbacks=[Break(kind, count)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=BATCH))
+
+
+def measure(kind: str, count: int, ranks: int) -> dict[str, list[float]]:
+    command = [sys.executable, __file__, "--kind", kind, "--count", str(count), "--ranks", str(ranks)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+    lines = [line for line in output.splitlines() if "recovered at step" in line]
+    if len(lines) != count:
+        raise RuntimeError(f"{len(lines)} recoveries, not {count}:\n{output[-4000:]}")
+    found: dict[str, list[float]] = {"total": [float(re.search(r"in ([\d.]+) s", line)[1]) for line in lines]}
+    for phase in PHASES:
+        found[phase] = [float(re.search(rf"{phase} ([\d.]+)", line)[1]) for line in lines]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=["SIGKILL", "exception"])
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=4)
+    args = parser.parse_args()
+    if args.kind:
+        train(args.kind, args.count, args.ranks)
+        return
+    raw = {kind: measure(kind, args.count, args.ranks) for kind in ("exception", "SIGKILL")}
+    columns = ["total", *PHASES]
+    rows = [[kind, *(spread(found[column]) for column in columns)] for kind, found in raw.items()]
+    parameters = sum(p.numel() for p in Transformer().parameters())
+    notes = f"""
+Seconds; median and middle half of {args.count}. {args.ranks} ranks, R=2, {parameters / 1e6:.1f} M parameters, AdamW: a shard is
+{12 * parameters * 2 / args.ranks / 2**20:.0f} MiB. "regroup" after a SIGKILL is the wait for the new process: the start of Python and
+the import of torch and lightning. The step in flight, which is done again, is not counted.
+"""
+    write("recovery", "Recovery time by phase", ["fault", *columns], rows, notes, raw)
+
+
+if __name__ == "__main__":
+    main()
