@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_replica._compat.torch import Work
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError
 from lightning_replica.grid import Grid
@@ -21,9 +20,9 @@ from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.recovery import Limits, Recovery
-from lightning_replica.sharding import collectives
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
+from lightning_replica.works import Work, wait
 
 
 class Session:
@@ -91,7 +90,7 @@ class Session:
 
     def wait(self, work: Work) -> None:
         """Waits for a collective, in slices."""
-        collectives.wait(work, self.check)
+        wait(work, self.check)
 
     @property
     def groups(self) -> Groups:

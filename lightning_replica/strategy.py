@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica import fit_loop
-from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry, _sync_ddp_if_available
+from lightning_replica import fit_loop, objects
+from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted, RecoveryError, ReplicaError
@@ -363,27 +363,23 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Gives every rank the object of rank ``src``."""
-
-        def run() -> Any:
-            box = [obj]
-            dist.broadcast_object_list(box, src)
-            return box[0]
-
-        return self.session.journal.entry(run) if self._session is not None else obj
+        if self._session is None:
+            return obj
+        return self.session.journal.entry(lambda: objects.broadcast(obj, src, self.session.wait))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks; anything else is returned as it is."""
         if not isinstance(tensor, Tensor) or self._session is None:
             return tensor
-        return self.session.journal.entry(lambda: _sync_ddp_if_available(tensor, group, reduce_op=reduce_op))
+        return self.session.journal.entry(lambda: objects.reduce(tensor, group, reduce_op, self.session.wait))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stacks the tensors of all ranks."""
         if self._session is None:
             return tensor
-        gathered: Tensor = self.session.journal.entry(
-            lambda: _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-        )
+        if sync_grads:
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)
+        gathered: Tensor = self.session.journal.entry(lambda: objects.all_gather(tensor, group, self.session.wait))
         return gathered
 
     # Checkpoints, so far

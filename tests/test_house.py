@@ -13,17 +13,17 @@ PACKAGE = Path(lightning_replica.__file__).parent
 # From the ground up. A file may import from its own row and from those above it in this list.
 LAYERS = [
     ["errors", "messages", "_compat"],
-    ["points", "grid"],
+    ["points", "grid", "works"],
     ["sharding"],
     ["recovery"],
     ["devices"],
     ["launch"],
     ["data"],
-    ["metrics", "snapshot", "host", "session", "precision"],
+    ["objects", "metrics", "snapshot", "host", "session", "precision"],
     ["fit_loop", "strategy"],
     [""],
 ]
-NO_LIGHTNING = ["sharding", "recovery", "devices", "grid", "points", "errors"]
+NO_LIGHTNING = ["sharding", "recovery", "devices", "grid", "points", "works", "errors"]
 
 
 def files() -> list[Path]:

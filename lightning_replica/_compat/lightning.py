@@ -8,7 +8,6 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _set_num_threads_if_needed,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -46,7 +45,6 @@ __all__ = [
     "_call_strategy_hook",
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
-    "_sync_ddp_if_available",
     "epoch_of",
     "load_loops",
     "rerun_command",

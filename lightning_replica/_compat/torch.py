@@ -1,13 +1,8 @@
 """Names of torch that are private, or were renamed."""
 
-from typing import TypeAlias
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-
-Work: TypeAlias = "dist.Work | None"
 
 
 def data_version(tensor: Tensor) -> int:

@@ -1,5 +1,6 @@
 """The process groups of one generation: opened, aborted from another thread, closed."""
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -8,6 +9,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_replica.errors import CollectiveError
+from lightning_replica.works import all_ended
+
+# An operation that an abort wakes ends within a few milliseconds.
+_PATIENCE_S = 0.1
 
 
 class ProcessGroups:
@@ -81,7 +86,10 @@ class ProcessGroups:
         """
         self.abort()
         with self._lock:
-            self._groups = []
+            doomed, self._groups = self._groups, []
+        if not all_ended(_PATIENCE_S):
+            for group in doomed:
+                _keep_forever(group)
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.excepthook = self._excepthook  # every init_process_group wraps the one before
@@ -90,3 +98,11 @@ class ProcessGroups:
         if group is not None:
             with self._lock:
                 self._groups.append(group)
+
+
+def _keep_forever(group: dist.ProcessGroup) -> None:
+    """Makes sure that ``group`` is never destroyed, not even when the interpreter ends.
+
+    Its idle threads stay, a dozen for each such fault. See [Note: destructors may block] in works.py.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

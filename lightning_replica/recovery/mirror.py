@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica._compat.torch import Work
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror
+from lightning_replica.works import Work, track
 
 _HEADER = struct.Struct("<qqq")  # step, length of the payload, CRC-32 of the payload
 _START_BYTES = 16 * 1024
@@ -98,8 +98,7 @@ class Mirrors:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8)
         self._rows.setdefault((kind, step), []).append(rows)
-        work: Work = dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True)
-        return work
+        return track(dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True))
 
 
 def _read(row: Tensor, step: int) -> bytes | None:

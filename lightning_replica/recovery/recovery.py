@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_replica._compat.torch import Work
 from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery.generation import Generations
@@ -17,6 +16,7 @@ from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
 from lightning_replica.recovery.transfer import Channel
+from lightning_replica.works import Work
 
 log = logging.getLogger(__name__)
 

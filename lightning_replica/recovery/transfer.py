@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica._compat.torch import Work, as_bytes
+from lightning_replica._compat.torch import as_bytes
 from lightning_replica.errors import TransferError
 from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.works import Work
 
 CHUNK_BYTES = 64 * 2**20
 

@@ -1,4 +1,4 @@
-"""The collectives that a step is made of, and the one way in which a rank waits for them.
+"""The collectives that a step is made of.
 
 Which primitive serves which backend is chosen here and nowhere else. On gloo (benchmarks/step_time.py shows the
 whole step): all_to_all_single for the exchange of pieces and in-place broadcasts for everything that is given to
@@ -7,7 +7,6 @@ wait on a gloo point-to-point work closes every connection of the group, an expi
 it valid (tests/sharding/test_collectives.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,13 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica._compat.torch import Work
 from lightning_replica.errors import CollectiveError
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket
-
-SLICE = timedelta(milliseconds=20)
-Check = Callable[[], None]
+from lightning_replica.works import Check, Work, track, wait
 
 
 @dataclass(frozen=True)
@@ -75,36 +71,6 @@ def make_groups(grid: Grid, rank: int, timeout_s: float) -> Groups:
     return Groups(grid, rank, everyone, new(grid.replica_ranks(rank)), new(grid.peers(rank)))
 
 
-def wait(work: Work, check: Check) -> None:
-    """Waits for ``work`` in slices of 20 ms, calling ``check`` between them.
-
-    Args:
-        work: What an ``async_op=True`` collective returned; None where this rank is not concerned.
-        check: Raises when the wait has become pointless (the world moves on without it).
-
-    Raises:
-        CollectiveError: If the collective failed.
-    """
-    while work is not None:
-        try:
-            work.wait(SLICE)
-            return
-        except RuntimeError as error:
-            # An expired slice and a failed collective raise alike; only the latter is completed.
-            if work.is_completed():
-                _finish(work, error)
-                return
-        check()
-
-
-def _finish(work: dist.Work, error: RuntimeError) -> None:
-    """Tells a collective that completed just after its slice expired from one that failed."""
-    try:
-        work.wait()
-    except RuntimeError as failure:
-        raise CollectiveError(str(failure).splitlines()[0]) from error
-
-
 def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> Work:
     """Sends every rank its piece of this rank's bucket; afterwards row j of ``received`` is rank j's part of ours.
 
@@ -115,8 +81,7 @@ def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) ->
         groups: The process groups.
     """
     part = grads[bucket.world.start : bucket.world.stop]
-    work: Work = dist.all_to_all_single(received, part, group=groups.world, async_op=True)
-    return work
+    return track(dist.all_to_all_single(received, part, group=groups.world, async_op=True))
 
 
 def sum_pieces(bucket: Bucket, received: Tensor, out: Tensor) -> None:
@@ -132,7 +97,7 @@ def share_with_peers(bucket: Bucket, main_grads: Tensor, groups: Groups) -> list
     for replica, source in enumerate(groups.grid.peers(groups.rank)):
         where = bucket.local(replica)
         piece = main_grads[where.start : where.stop]
-        works.append(dist.broadcast(piece, source, group=groups.peers, async_op=True))
+        works.append(track(dist.broadcast(piece, source, group=groups.peers, async_op=True)))
     return works
 
 
@@ -145,7 +110,7 @@ def gather(bucket: Bucket, params: Tensor, groups: Groups) -> list[Work]:
         for shard, source in enumerate(groups.grid.replica_ranks(groups.rank)):
             where = bucket.piece(replica * groups.grid.shards + shard)
             piece = params[where.start : where.stop]
-            works.append(dist.broadcast(piece, source, group=groups.replica, async_op=True))
+            works.append(track(dist.broadcast(piece, source, group=groups.replica, async_op=True)))
     return works
 
 

@@ -5,11 +5,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from lightning_replica._compat.torch import Work
 from lightning_replica.points import reach
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.collectives import Check, Groups
+from lightning_replica.sharding.collectives import Groups
+from lightning_replica.works import Check, Work, wait
 
 
 class Reducer:
@@ -58,14 +58,14 @@ class Reducer:
         while len(self._exchanges) < len(self._buckets):
             self._exchange()
         for index in range(len(self._buckets)):
-            collectives.wait(self._exchanges[index], self._check)
+            wait(self._exchanges[index], self._check)
             if index == len(self._shares):
                 self._share()
             if index == 0:
                 reach("reduction")
         for works in self._shares:
             for work in works:
-                collectives.wait(work, self._check)
+                wait(work, self._check)
         self.reset()
 
     def _on_gradient(self, bucket: int, _: Tensor) -> None:
@@ -76,7 +76,7 @@ class Reducer:
         while len(self._exchanges) < len(self._buckets) and self._missing[len(self._exchanges)] <= 0:
             self._exchange()
         while len(self._shares) < len(self._exchanges) and _is_done(self._exchanges[len(self._shares)]):
-            collectives.wait(self._exchanges[len(self._shares)], self._check)
+            wait(self._exchanges[len(self._shares)], self._check)
             self._share()
 
     def _exchange(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,10 +15,11 @@ from lightning_replica.grid import Grid
 from lightning_replica.points import reach
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.collectives import Check, Groups
+from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.layout import plan_layout
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.reducer import Reducer
+from lightning_replica.works import Check, wait
 
 
 class StepPhase(enum.Enum):
@@ -83,11 +83,6 @@ class ShardedState:
         self._groups, self._check = groups, check
         self.reducer.connect(groups, check)
 
-    def broadcast_params(self) -> None:
-        """Gives every rank the parameters of rank 0, as DDP does before training."""
-        collectives.wait(dist.broadcast(self.buffers.params, 0, group=self._groups.world, async_op=True), self._check)
-        self.buffers.main_from_params()
-
     # A step, in the order of calls
 
     def before_backward(self, reduce: bool) -> None:
@@ -130,7 +125,7 @@ class ShardedState:
         works = [collectives.gather(bucket, self.buffers.params, self._groups) for bucket in self.layout.buckets]
         for index, bucket_works in enumerate(works):
             for work in bucket_works:
-                collectives.wait(work, self._check)
+                wait(work, self._check)
             if index == 0:
                 reach("gather")
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_replica import works
 from lightning_replica.devices.cpu import abort_group, is_collective_failure
 from lightning_replica.errors import CollectiveError, Interrupted
-from lightning_replica.sharding import collectives
 from tests.support.ranks import open_world, run_ranks
 
 
@@ -27,7 +27,7 @@ def late(rank: int, store: Any) -> Any:
     if rank == 1:
         store.wait(["three"])
     value = torch.tensor([rank + 1.0])
-    collectives.wait(dist.all_reduce(value, async_op=True), check)
+    works.wait(dist.all_reduce(value, async_op=True), check)
     return [float(value), slices]
 
 
@@ -47,7 +47,7 @@ def interrupted(rank: int, store: Any) -> Any:
         raise Interrupted("enough")
 
     try:
-        collectives.wait(dist.all_reduce(torch.ones(1), async_op=True), check)
+        works.wait(dist.all_reduce(torch.ones(1), async_op=True), check)
     except Interrupted:
         abort_group(dist.group.WORLD)
         return "interrupted"
@@ -70,7 +70,7 @@ def point_to_point(rank: int, store: Any) -> Any:
         return "sent"
     work = dist.irecv(torch.zeros(1), 1)
     try:
-        work.wait(collectives.SLICE)
+        work.wait(works.SLICE)
     except RuntimeError:
         store.set("expired", "1")
     try:
@@ -120,7 +120,7 @@ def dead_peer(rank: int, store: Any) -> Any:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        collectives.wait(dist.all_reduce(torch.ones(1), async_op=True), lambda: None)
+        works.wait(dist.all_reduce(torch.ones(1), async_op=True), lambda: None)
     except CollectiveError as error:
         return str(error)
 

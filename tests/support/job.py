@@ -72,6 +72,7 @@ class Faults(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, Strategy)
         listen(lambda point: self.reach(point, strategy._state.step if strategy._state else -1))
+        self.reach("setup", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         digest = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:12]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,15 @@ class Outcome:
         assert self.batches == untouched.batches, self.logs
 
 
-def run(case: job.Case, out: Path, max_restarts: int = 3) -> Outcome:
-    """Trains ``case`` with forked ranks."""
+def run(
+    case: job.Case, out: Path, max_restarts: int = 3, target: Callable[[job.Case, Path], None] = job.run
+) -> Outcome:
+    """Has forked ranks run ``target`` under a supervisor."""
     out.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
 
     def start(rank: int, environment: dict[str, str]) -> Process:
-        return ForkedProcess(environment, out / f"log{rank}", job.run, case, out)
+        return ForkedProcess(environment, out / f"log{rank}", target, case, out)
 
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

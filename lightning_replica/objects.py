@@ -1,0 +1,65 @@
+"""Lightning's own collectives (`strategy.reduce`, `all_gather`, `broadcast`), waited for in slices.
+
+Lightning's helpers block in C++ until the operation ends; a rank that waits there cannot be told that the world moves
+on, should gloo lose the wake-up (see [Note: destructors may block] in works.py).
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.works import Work
+
+Wait = Callable[[Work], None]
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def reduce(tensor: Tensor, group: Any, reduce_op: Any, wait: Wait) -> Tensor:
+    """Reduces over ``group``, as ``DDPStrategy.reduce`` does: in place where the operation allows it.
+
+    Args:
+        tensor: Any shape; an integer tensor is averaged in floating point.
+        group: Process group; None is the world.
+        reduce_op: A ``ReduceOp``, or "sum", "mean", "avg", "min", "max", "product"; None is "sum".
+        wait: Waits for a collective.
+    """
+    name = "sum" if reduce_op is None else reduce_op.lower() if isinstance(reduce_op, str) else None
+    if name is not None and name not in _OPS:
+        raise ConfigurationError(f"{reduce_op=} is not known. Use one of {', '.join(_OPS)}.")
+    if name in ("mean", "avg") and not torch.is_floating_point(tensor):
+        tensor = tensor.to(torch.float32)
+    op = reduce_op if name is None else _OPS[name]
+    wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+    return tensor / dist.get_world_size(group) if name in ("mean", "avg") else tensor
+
+
+def all_gather(tensor: Tensor, group: Any, wait: Wait) -> Tensor:
+    """Stacks the tensors of all ranks of ``group``: (ranks, ...). Without gradients."""
+    tensor = tensor.detach().contiguous()
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    wait(dist.all_gather(gathered, tensor, group=group, async_op=True))
+    return torch.stack(gathered)
+
+
+def broadcast(obj: Any, src: int, wait: Wait) -> Any:
+    """Gives every rank the object of rank ``src``, pickled, as ``broadcast_object_list`` does."""
+    data = pickle.dumps(obj) if dist.get_rank() == src else b""
+    size = torch.tensor([len(data)])
+    wait(dist.broadcast(size, src, async_op=True))
+    content = torch.zeros(int(size), dtype=torch.uint8)
+    if data:
+        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    wait(dist.broadcast(content, src, async_op=True))
+    return obj if data else pickle.loads(content.numpy().tobytes())

@@ -1,0 +1,118 @@
+"""`python script.py`, as a user starts it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "support" / "script.py"
+
+
+def start(mode: str, rank: int, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
+        start_new_session=True,  # a process group of its own, for Ctrl-C
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    try:
+        return process.communicate(timeout=100)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def results(output: str) -> dict[str, str]:
+    return dict(re.findall(r"rank (\d) pid \d+ (\w+ [\d.]+)", output))
+
+
+def wait_for(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended without saying {text!r}")
+
+
+@pytest.fixture(scope="module")
+def untouched() -> dict[str, str]:
+    process = start("none", 0)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "replica_zero:" not in output
+    found = results(output)
+    assert len(found) == 2
+    assert len(set(found.values())) == 1
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_comes_back(rank: int, untouched: dict[str, str]) -> None:
+    process = start("kill", rank)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert results(output) == untouched
+    assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in output
+    assert len(re.findall(rf"recovered at step 2 in [\d.]+ s: rank {rank} was replaced", output)) == 1
+    assert "on_exception" not in output  # neither in a rank nor in the supervisor
+
+
+def test_the_exit_code_of_a_rank_is_that_of_the_run(untouched: dict[str, str]) -> None:
+    process = start("exit", 1)
+    output = finish(process)
+    assert process.returncode == 7, output
+    assert "Rank 1 ended with exit code 7 outside of training" in output
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def all_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlive their supervisor"
+        time.sleep(0.01)
+
+
+def test_ranks_end_with_their_supervisor() -> None:
+    process = start("wait", 1)
+    wait_for(process, "waiting")
+    pids = ranks_of(process)
+    assert len(pids) == 2
+    process.kill()
+    finish(process)
+    all_gone(pids)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all(signum: signal.Signals) -> None:
+    process = start("wait", 1)
+    wait_for(process, "waiting")
+    pids = ranks_of(process)
+    if signum is signal.SIGINT:
+        os.killpg(process.pid, signum)  # as Ctrl-C does
+    else:
+        process.send_signal(signum)
+    output = finish(process)
+    assert process.returncode == 128 + signum, output
+    assert f"The run was stopped by {signum.name}" in output
+    all_gone(pids)
+
+
+def test_another_launcher() -> None:
+    process = start("none", 0, LOCAL_RANK="0")
+    output = finish(process)
+    assert process.returncode == 1
+    assert "LOCAL_RANK=0 is set, so another launcher" in output

@@ -1,0 +1,56 @@
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_replica.errors import Interrupted
+from lightning_replica.recovery.generation import Generations
+from lightning_replica.recovery.monitor import Monitor
+
+
+def connect(port: int) -> Generations:
+    return Generations(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10)))
+
+
+def test_it_wakes_the_rank_once_a_generation() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generations = Generations(store)
+    woken = threading.Semaphore(0)
+    monitor = Monitor(connect(store.port), woken.release, lambda: None, interval_s=0.001)
+    monitor.start(0)
+    try:
+        monitor.check()
+        generations.begin(1, "x")
+        assert woken.acquire(timeout=10)
+        assert monitor.over
+        with pytest.raises(Interrupted, match="generation 0 is over"):
+            monitor.check()
+        generations.begin(2, "y")
+        monitor.moved_to(2)
+        monitor.check()
+        generations.begin(3, "z")
+        assert woken.acquire(timeout=10)
+        assert not woken.acquire(blocking=False)
+    finally:
+        monitor.stop()
+
+
+def test_it_notices_that_the_supervisor_is_gone() -> None:
+    script = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+    host = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    orphaned = threading.Event()
+    monitor = Monitor(connect(int(host.stdout.readline())), lambda: None, orphaned.set, interval_s=0.001)
+    monitor.start(0)
+    host.kill()
+    host.communicate()
+    assert orphaned.wait(timeout=30)
+    monitor.stop()

@@ -1,0 +1,73 @@
+"""A user's script, run as `python script.py`: through the real supervisor, with real re-runs."""
+
+import hashlib
+import os
+import signal
+import sys
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_replica
+
+MODE, RANK = sys.argv[1], int(sys.argv[2])
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val", self.net(batch[0]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class Break(Callback):
+    def on_after_backward(self, trainer: L.Trainer, _: Any) -> None:
+        first = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
+        if trainer.global_step != 2 or trainer.global_rank != RANK:
+            return
+        if MODE == "wait":
+            print("waiting", flush=True)
+            signal.pause()
+        if MODE == "kill" and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_exception(self, trainer: L.Trainer, _: Any, error: BaseException) -> None:
+        print(f"on_exception {type(error).__name__} in {os.environ.get('LOCAL_RANK')}", flush=True)
+
+
+def main() -> None:
+    L.seed_everything(3, verbose=False)
+    model = Model()
+    data = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=2, shuffle=True)
+    trainer = L.Trainer(
+        strategy=lightning_replica.ReplicaZeroStrategy(),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        callbacks=[Break()],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        logger=False,
+    )
+    trainer.fit(model, data, data)
+    metrics = trainer.validate(model, data, verbose=False)
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    print(f"rank {trainer.global_rank} pid {os.getpid()} {digest[:12]} {metrics[0]['val']:.9f}", flush=True)
+    if MODE == "exit" and trainer.global_rank == RANK:
+        sys.exit(7)
+
+
+if __name__ == "__main__":
+    main()
