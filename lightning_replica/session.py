@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_replica.devices import cpu
-from lightning_replica.errors import CollectiveError
+from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.journal import Journal
@@ -54,30 +54,36 @@ class Session:
         watched = Generations(_connect(environment))
         self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan)
         self._monitor.start(environment.generation)
+        self._generation = environment.generation
+        self._fits = 0
         self.mirrors = Mirrors(rank, self.wait)
-        self.recovery = Recovery(
-            grid,
-            rank,
-            self.generations,
-            self._process_groups,
-            self._monitor,
-            self.mirrors,
-            self._make_groups,
-            self.wait,
-            limits,
-        )
-        self.recovery.generation = environment.generation
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
         if not self.newborn:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
 
-    def attach(self, state: ShardedState) -> None:
-        """``state`` uses this session's groups, now and after every regroup."""
+    def attach(self, state: ShardedState) -> Recovery:
+        """A fit begins: ``state`` uses this session's groups, now and after every regroup."""
         self._state = state
+        self._fits += 1
+        self.mirrors = Mirrors(self.rank, self.wait)
+        self.recovery = Recovery(
+            self.grid,
+            self.rank,
+            self.generations,
+            self._process_groups,
+            self._monitor,
+            self.mirrors,
+            self._make_groups,
+            self.wait,
+            self._limits,
+        )
+        self.recovery.generation = self._generation
         if self._groups is not None:
+            self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
             state.connect(self._groups, self.check)
+        return self.recovery
 
     def check(self) -> None:
         """Raises `Interrupted` if the world has moved on."""
@@ -100,14 +106,17 @@ class Session:
         return self._groups
 
     def arm(self) -> None:
-        """From here on a lost rank can be replaced. Every rank of the first generation comes here once."""
+        """From here on a lost rank can be replaced; but a replacement only knows the way to a script's first fit."""
         self.journal.close()
-        self.generations.meet("armed", 0, self.grid.world_size, self._limits.rendezvous_s)
-        self.generations.store.set(PHASE, "fit")
+        self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self._limits.rendezvous_s)
+        if self._fits == 1:
+            self.generations.store.set(PHASE, "fit")
 
     def disarm(self) -> None:
         """Training is over on every rank; nobody needs to be replaced any more."""
-        self.generations.meet("finished", self.recovery.generation, self.grid.world_size, self._limits.rendezvous_s)
+        self._generation = self.recovery.generation
+        name = f"finished/{self._fits}"
+        self.generations.meet(name, self._generation, self.grid.world_size, self._limits.rendezvous_s)
         self.generations.store.set(PHASE, "done")
 
     def close(self) -> None:
@@ -122,6 +131,34 @@ class Session:
         if self._state is not None:
             self._state.connect(self._groups, self.check)
         return self._groups.all()
+
+
+_current: Session | None = None
+
+
+def join(
+    grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+) -> Session:
+    """This process's session: one, however many trainers and fits there are.
+
+    Raises:
+        ConfigurationError: If the run has failed before, or an earlier trainer had another number of ranks.
+    """
+    global _current
+    if _current is None:
+        _current = Session(grid, rank, environment, backend, timeout_s, limits)
+    verdict = _current.generations.verdict()
+    if verdict is not None:
+        raise ConfigurationError(
+            f"An earlier run of this script has failed, and its world of ranks with it: {verdict}"
+            " Start the script again; one process fails only once."
+        )
+    if _current.grid != grid:
+        raise ConfigurationError(
+            f"An earlier trainer of this script ran with {_current.grid}, this one asks for {grid}."
+            " Use the same `devices` and `replicas` in one script."
+        )
+    return _current
 
 
 def _connect(environment: RankEnvironment) -> dist.TCPStore:

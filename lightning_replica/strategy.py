@@ -30,7 +30,7 @@ from lightning_replica.messages import say
 from lightning_replica.points import reach
 from lightning_replica.precision import ReplicaPrecision
 from lightning_replica.recovery.recovery import Limits, describe
-from lightning_replica.session import Session
+from lightning_replica.session import Session, join
 from lightning_replica.sharding.optimizer import check_element_wise, trained_parameters
 from lightning_replica.sharding.state import Clip, ShardedState
 from lightning_replica.snapshot import Snapshot
@@ -86,7 +86,6 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self._state: ShardedState | None = None
         self._host: LightningHost | None = None
         self._accumulating = self._step_done = False
-        self._failed: str | None = None
 
     # Who we are
 
@@ -163,16 +162,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the world."""
         super().setup_environment()
-        if self._failed is not None:
-            raise ConfigurationError(
-                f"An earlier run in this process has failed ({self._failed}), and the world of ranks with it."
-                " Start the script again; one process can only fail once."
-            )
         reset_seed()
         self.set_world_ranks()
         environment = RankEnvironment.current()
-        if self._session is None and environment is not None:
-            self._session = Session(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
+        if environment is not None:
+            self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and re-points the optimizer."""
@@ -331,7 +325,6 @@ class ReplicaZeroStrategy(ParallelStrategy):
         try:
             return self._recover(raised)
         except RecoveryError as final:
-            self._failed = raised or str(final)
             if raised:
                 raise error from final
             raise
@@ -341,7 +334,6 @@ class ReplicaZeroStrategy(ParallelStrategy):
         try:
             outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
         except RecoveryError as final:
-            self._failed = str(final)
             session.generations.give_up(str(final))
             raise
         session.newborn = False
@@ -402,13 +394,6 @@ class ReplicaZeroStrategy(ParallelStrategy):
         """The weights, copied: as views they would drag the whole flat buffer along."""
         state = super().lightning_module_state_dict()
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-
-    def teardown(self) -> None:
-        """Ends this run; the world stays, for a following `test` or `validate`, until the process ends."""
-        if self._failed is not None and self._session is not None:
-            self._session.close()
-            self._session = None
-        super().teardown()
 
 
 def _check_numbers(**numbers: float) -> None:

@@ -1,5 +1,6 @@
 """Mistakes a user makes: one error that says what, what was given and what to do; before anyone waits for anyone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,6 @@ def lbfgs(case: Case, out: Path) -> None:
     job.run(case, out)
 
 
-def two_optimizers(case: Case, out: Path) -> None:
-    job.Model.configure_optimizers = lambda self: [torch.optim.SGD([p], lr=0.1) for p in list(self.parameters())[:2]]
-    job.run(case, out)
-
-
 def nothing_to_train(case: Case, out: Path) -> None:
     def configure(self: Any) -> Any:
         self.requires_grad_(False)
@@ -84,13 +80,12 @@ def manual(case: Case, out: Path) -> None:
     ("target", "message"),
     [
         (lbfgs, "LBFGS is not known to update every element on its own"),
-        (two_optimizers, "returned 2 optimizers; `replica_zero` takes one so far"),
         (nothing_to_train, "There is no parameter to train"),
         (manual, "supports automatic optimization so far"),
     ],
 )
 def test_a_fit_refuses(target: Any, message: str, tmp_path: Path) -> None:
-    outcome = world.run(Case(devices=2), tmp_path, target=target)
+    outcome = world.run(Case(devices=2, clip=None, accumulate=1), tmp_path, target=target)
     assert outcome.code == 1
     assert message in outcome.logs
     assert "outside of training" in outcome.said[0]
@@ -107,4 +102,29 @@ def test_a_second_fit_after_a_failed_one(tmp_path: Path) -> None:
     faults = tuple(Fault("raise", rank, "forward", 1) for rank in range(2))
     outcome = world.run(Case(faults=faults, devices=2), tmp_path, target=fit_again)
     assert outcome.code == 1
-    assert "An earlier run in this process has failed (Injected: at forward of step 1)" in outcome.logs
+    assert "An earlier run of this script has failed" in outcome.logs
+    assert "Every rank raised an exception in the same step" in outcome.logs
+
+
+def other_devices(case: Case, out: Path) -> None:
+    job.run(case, out)
+    job.run(replace(case, replicas=1), out)
+
+
+def test_another_grid_in_the_same_script(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=other_devices)
+    assert outcome.code == 1
+    assert "replicas=2), this one asks for Grid(world_size=2, replicas=1)" in outcome.logs
+
+
+def fit_twice(case: Case, out: Path) -> None:
+    job.run(case, out)
+    job.run(case, out)
+
+
+def test_two_fits_in_one_script(tmp_path: Path) -> None:
+    """Each begins from the seed, so the second ends where the first did."""
+    once = world.run(Case(devices=2), tmp_path / "once")
+    twice = world.run(Case(devices=2), tmp_path / "twice", target=fit_twice)
+    assert twice.code == 0, twice.logs
+    assert [rank["weights"] for rank in twice.ranks] == [rank["weights"] for rank in once.ranks]

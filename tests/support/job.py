@@ -56,6 +56,7 @@ class Case:
     accumulate: int = 2
     epochs: int = 2
     max_tries: int = 3
+    clip: float | None = 0.7
 
 
 class Faults(Callback):
@@ -173,7 +174,7 @@ def run(case: Case, out: Path) -> None:
         accumulate_grad_batches=case.accumulate,
         val_check_interval=3,
         limit_val_batches=2,
-        gradient_clip_val=0.7,
+        gradient_clip_val=case.clip,
         callbacks=[faults],
         logger=False,
         enable_checkpointing=False,

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tests.support.forked import _context
 
+_DIED = object()
+
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
     """Calls ``function(rank, store, *args)`` in every rank; results must be plain data.
@@ -30,7 +32,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     store.set("leave", "1")  # nobody's connections close before everybody is through
     for number, (process, reader) in enumerate(processes):
         process.join(timeout_s)
-        if results[number] is None:
+        if results[number] is _DIED:
             process.kill()
             process.join()
             results[number] = {"died": process.exitcode}
@@ -40,9 +42,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 def _receive(reader: Any, timeout_s: float) -> Any:
     try:
-        return json.loads(reader.recv()) if reader.poll(timeout_s) else None
+        return json.loads(reader.recv()) if reader.poll(timeout_s) else _DIED
     except EOFError:
-        return None
+        return _DIED
 
 
 def _call(rank: int, port: int, writer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
