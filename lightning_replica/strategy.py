@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import fit_loop, objects
-from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry
+from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry, quiet_sigterm
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted, RecoveryError, ReplicaError
@@ -177,6 +177,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
             self._sync_module()
         if trainer.state.fn == TrainerFn.FITTING:
             fit_loop.adopt(trainer)
+            quiet_sigterm(trainer)
             self.setup_optimizers(trainer)
             self._shard(trainer)
         self.setup_precision_plugin()

@@ -47,6 +47,7 @@ __all__ = [
     "_set_sampler_epoch",
     "epoch_of",
     "load_loops",
+    "quiet_sigterm",
     "rerun_command",
     "walk_loops",
 ]
@@ -83,3 +84,17 @@ def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
 def epoch_of(fit_loop: _FitLoop) -> int:
     """The epoch that samplers are told: the number of epochs that are done."""
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+def quiet_sigterm(trainer: Any) -> None:
+    """Has SIGTERM only noted, for the end of the batch.
+
+    Lightning's own handler also broadcasts, from inside the signal handler: where the other ranks are gone or their
+    groups aborted, that may never return.
+    """
+    connector = trainer._signal_connector
+
+    def note(*_: Any) -> None:
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note

@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import lightning as L
@@ -39,7 +40,8 @@ class Break(Callback):
             return
         if MODE == "wait":
             print("waiting", flush=True)
-            signal.pause()
+            while not trainer.received_sigterm:
+                time.sleep(0.01)
         if MODE == "kill" and first:
             os.kill(os.getpid(), signal.SIGKILL)
 
