@@ -9,6 +9,7 @@ Nothing in the model or the data knows of recovery; the one line that matters is
 import argparse
 import hashlib
 import json
+import logging
 import os
 import signal
 import sysconfig
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_replica  # noqa: F401  registers "replica_zero"
 
+logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # no tips, no GPU report
 # Raised inside Lightning 2.6 by torch 2.13.
 warnings.filterwarnings("ignore", message=r".*LeafSpec.*")
 warnings.filterwarnings("ignore", message=r".*does not have many workers.*")

@@ -120,7 +120,9 @@ class Model(L.LightningModule):
         self.norm = nn.LayerNorm(24)
         self.drop = nn.Dropout(0.2)
         self.last = nn.Linear(24, 1)
-        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        with torch.random.fork_rng():  # every rank gets rank 0's, which no other rank can make again
+            torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+            self.frozen = nn.Linear(24, 24).requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
