@@ -6,7 +6,7 @@ an empty tuple.
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 Point: TypeAlias = Literal[
     "batch_start",  # before the batch is fetched
@@ -23,7 +23,6 @@ Point: TypeAlias = Literal[
     "rollback",
     "resume",
 ]
-POINTS: tuple[Point, ...] = get_args(Point)
 
 Listener: TypeAlias = Callable[[Point], None]
 _listeners: tuple[Listener, ...] = ()

@@ -63,7 +63,7 @@ class Session:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
 
-    def attach(self, state: ShardedState) -> Recovery:
+    def attach(self, state: ShardedState) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup."""
         self._state = state
         self._fits += 1
@@ -83,16 +83,10 @@ class Session:
         if self._groups is not None:
             self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
             state.connect(self._groups, self.check)
-        return self.recovery
 
     def check(self) -> None:
         """Raises `Interrupted` if the world has moved on."""
         self._monitor.check()
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the world has moved on without this rank."""
-        return self._monitor.over
 
     def wait(self, work: Work) -> None:
         """Waits for a collective, in slices."""

@@ -53,6 +53,11 @@ class Timeline:
         point: Point = phase.value
         reach(point)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the fault."""
+        return time.monotonic() - self._began
+
     def end(self) -> None:
         """Ends the last phase."""
         self._finish()

@@ -30,7 +30,7 @@ class Limits:
 
     Attributes:
         max_tries: Recoveries at the same step before the run ends.
-        rendezvous_s: How long ranks wait for each other and for a replacement.
+        rendezvous_s: How long ranks wait for each other and for a replacement, and how long one recovery is tried.
     """
 
     max_tries: int = 3
@@ -117,6 +117,10 @@ class Recovery:
             except _AGAIN as error:
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
                 why = str(error)
+                if timeline.elapsed_s > self._limits.rendezvous_s:
+                    raise RecoveryError(
+                        f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {why}"
+                    ) from error
 
     def _attempt(
         self, state: Recoverable, host: Host, newborn: bool, raised: str, why: str | None, timeline: Timeline
@@ -219,6 +223,3 @@ def describe(outcome: Outcome) -> str:
         f"recovered at step {outcome.plan.step} in {outcome.timeline.total_s:.2f} s: {what}, the {again}"
         f" ({seconds} s; {outcome.why})"
     )
-
-
-__all__ = ["Limits", "Outcome", "Recovery", "RecoveryError", "describe"]

@@ -44,10 +44,6 @@ class Range:
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
-    def of(self, numel: int) -> bool:
-        """Whether the range lies inside a buffer of ``numel`` elements."""
-        return 0 <= self.start <= self.stop <= numel
-
 
 @dataclass(frozen=True)
 class Bucket:
