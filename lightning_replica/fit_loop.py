@@ -17,6 +17,7 @@ from lightning_replica._compat.lightning import (
     _call_callback_hooks,
     _call_lightning_module_hook,
     _FitLoop,
+    _ManualOptimization,
     _TrainingEpochLoop,
     _TunerExitException,
     epoch_of,
@@ -27,6 +28,7 @@ from lightning_replica.snapshot import Snapshot, exact_loaders
 
 if TYPE_CHECKING:
     from lightning_replica.strategy import ReplicaZeroStrategy
+    from lightning_replica.training import Training
 
 # Not faults: Lightning steers by the first, and the others say that recovery is over.
 _PASS = (_TunerExitException, RecoveryError, ProtocolError, ConfigurationError)
@@ -43,6 +45,7 @@ def adopt(trainer: pl.Trainer) -> None:
         (fit_loop, _FitLoop, ReplicaFitLoop),
         (fit_loop.epoch_loop, _TrainingEpochLoop, ReplicaEpochLoop),
         (fit_loop.epoch_loop.automatic_optimization, _AutomaticOptimization, ReplicaOptimization),
+        (fit_loop.epoch_loop.manual_optimization, _ManualOptimization, ReplicaManualOptimization),
     )
     for loop, original, ours in swaps:
         if type(loop) not in (original, ours):
@@ -69,12 +72,22 @@ class ReplicaOptimization(_AutomaticOptimization):
         return self.closure._result.asdict()
 
 
+class ReplicaManualOptimization(_ManualOptimization):
+    """Commits once the training step, with all its optimizer steps, is done."""
+
+    def run(self, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """One training step."""
+        output: dict[str, Any] = super().run(kwargs)
+        cast("ReplicaZeroStrategy", self.trainer.strategy).training.end_manual_batch(output)
+        return output
+
+
 class ReplicaFitLoop(_FitLoop):
     """`_FitLoop` that recovers."""
 
     @property
-    def _strategy(self) -> "ReplicaZeroStrategy":
-        return cast("ReplicaZeroStrategy", self.trainer.strategy)
+    def _training(self) -> "Training":
+        return cast("ReplicaZeroStrategy", self.trainer.strategy).training
 
     def run(self) -> None:
         """Trains to the end, through any number of faults."""
@@ -83,18 +96,18 @@ class ReplicaFitLoop(_FitLoop):
             return
         self.reset()
         self.on_run_start()
-        resume = self._strategy.begin_training()
+        resume = self._training.begin()
         while True:
             try:
                 self._epochs(resume)
                 self._restarting = False
                 self.on_run_end()
-                self._strategy.end_training()
+                self._training.end()
                 return
             except _PASS:
                 raise
             except Exception as error:
-                resume = self._strategy.recover_from(error)
+                resume = self._training.recover_from(error)
 
     def on_run_start(self) -> None:
         """Sets validation data up on every rank now: a replacement cannot do it later, when nobody else does."""
@@ -109,6 +122,7 @@ class ReplicaFitLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Begins an epoch."""
         super().on_advance_start()
+        self._training.weights_touched = True  # by hooks of the epoch's end or start
         for loader in exact_loaders(self.trainer):
             loader.begin_epoch(epoch_of(self))
 
@@ -158,8 +172,8 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: Any) -> None:
         """One batch; a snapshot first where a window of accumulated batches begins."""
         reach("batch_start")
-        strategy = cast("ReplicaZeroStrategy", self.trainer.strategy)
-        strategy.begin_batch(self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0)
+        first_of_window = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+        cast("ReplicaZeroStrategy", self.trainer.strategy).training.begin_batch(first_of_window)
         super().advance(data_fetcher)
 
     def _tail(self, snapshot: Snapshot) -> None:
@@ -168,8 +182,22 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         The module's ``optimizer_step`` hook is called too, for what it does after ``optimizer.step``; the strategy
         lets the step itself pass.
         """
-        trainer, optimization = self.trainer, self.automatic_optimization
+        trainer = self.trainer
         self._results.batch = snapshot.batch
+        if trainer.lightning_module.automatic_optimization:
+            self._tail_of_optimization(snapshot)
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        _call_callback_hooks(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
+        _call_lightning_module_hook(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def _tail_of_optimization(self, snapshot: Snapshot) -> None:
+        trainer = self.trainer
         strategy = cast("ReplicaZeroStrategy", trainer.strategy)
         with strategy.step_is_done():
             _call_lightning_module_hook(
@@ -180,16 +208,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
                 strategy._lightning_optimizers[0],
                 lambda: snapshot.output.get("loss"),
             )
-        optimization.optim_progress.optimizer.step.increment_completed()
-        self.batch_progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        _call_callback_hooks(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
-        _call_lightning_module_hook(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
-        trainer._logger_connector.on_batch_end()
-        self.batch_progress.increment_completed()
-        trainer._logger_connector.update_train_step_metrics()
+        self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Lightning's broadcast before every batch would swallow a fault, and cost a round trip."""

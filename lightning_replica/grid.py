@@ -14,22 +14,17 @@ class Grid:
     docs/life_of_a_step.md).
 
     Attributes:
-        world_size: Number of ranks, N >= 2.
+        world_size: Number of ranks, N.
         replicas: Complete copies of the optimizer state, R. Divides N.
 
     Raises:
-        ConfigurationError: If there are not enough ranks, or R does not divide N.
+        ConfigurationError: If R does not divide N.
     """
 
     world_size: int
     replicas: int
 
     def __post_init__(self) -> None:
-        if self.world_size < 2:
-            raise ConfigurationError(
-                f"`replica_zero` needs at least 2 ranks, got world_size={self.world_size}. A single rank has no peer"
-                " to give its state back. Set `Trainer(devices=2)` or more, or leave the strategy out."
-            )
         if self.replicas < 1 or self.world_size % self.replicas:
             choices = ", ".join(str(r) for r in range(1, self.world_size + 1) if self.world_size % r == 0)
             raise ConfigurationError(

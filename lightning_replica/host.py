@@ -1,18 +1,19 @@
 """The host state of a rank as recovery sees it: snapshots taken, sent, adopted, restored."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
+from lightning_replica.metrics import from_plain, to_plain
+from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.recovery.interface import Kind
+from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
 
 
@@ -21,13 +22,12 @@ class LightningHost:
 
     Args:
         trainer: The trainer that fits.
-        trained: The parameters that shards hold; all others travel with the host state.
+        state: The sharded state; parameters that it does not hold travel with the host state.
     """
 
-    def __init__(self, trainer: pl.Trainer, trained: Sequence[nn.Parameter]) -> None:
-        self._trainer = trainer
-        self._trained = {id(parameter) for parameter in trained}
-        self._buffers = snapshots.Buffers()
+    def __init__(self, trainer: pl.Trainer, state: ShardedState) -> None:
+        self._trainer, self._state = trainer, state
+        self._buffers = BufferCopies(trainer.lightning_module)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self.resume: Snapshot | None = None  # where the fit loop goes on; set by `restore`
 
@@ -46,15 +46,19 @@ class LightningHost:
         self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
         return self._keep(snapshots.take(self._trainer, "batch", step, self._buffers))
 
-    def enter_commit(self, step: int) -> Snapshot:
-        """The commit that leads to ``step`` is about to begin."""
+    def closure_output(self) -> dict[str, Any]:
+        """What the closure of automatic optimization has returned."""
+        optimization: Any = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        output: dict[str, Any] = optimization.output()
+        return output
+
+    def enter_commit(self, step: int, output: dict[str, Any]) -> Snapshot:
+        """The commit that leads to ``step`` is about to begin; ``output`` is what the training step came to."""
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
-        output = epoch_loop.automatic_optimization.output()
         taken = snapshots.take(self._trainer, "tail", step, self._buffers)
         taken.batch = epoch_loop._results.batch
         taken.output = output
-        loss = output.get("loss")
-        taken.loss = None if loss is None else float(loss)
+        taken.loss = to_plain(output.get("loss"))
         return self._keep(taken)
 
     def _keep(self, taken: Snapshot) -> Snapshot:
@@ -70,10 +74,11 @@ class LightningHost:
     def export(self, kind: Kind, step: int) -> bytes:
         """The replicated part, with the parameters that no shard holds."""
         taken = self._held[kind, step]
+        trained = {id(parameter) for buffers in self._state.buffers for parameter in buffers.parameters}
         frozen = {
             name: parameter.detach()
             for name, parameter in self._trainer.lightning_module.named_parameters()
-            if id(parameter) not in self._trained
+            if id(parameter) not in trained
         }
         replicated = {**taken.replicated, "frozen": frozen}
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
@@ -89,8 +94,13 @@ class LightningHost:
         with torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
+        snapshots.restore_groups(self._trainer, taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
+
+    def restore_groups(self, kind: Kind, step: int) -> None:
+        """Puts the param groups back, before shards move."""
+        snapshots.restore_groups(self._trainer, self._held[kind, step])
 
     def restore(self, kind: Kind, step: int) -> None:
         """Puts everything back; `resume` tells the fit loop where to go on."""
@@ -115,7 +125,7 @@ class LightningHost:
         fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready - missing
         if missing:
             taken.batch = self._transfer(next(fetcher)[0])
-            taken.output = {"loss": torch.tensor(taken.loss)}
+            taken.output = {} if taken.loss is None else {"loss": from_plain(taken.loss)}
         fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
 
     def _transfer(self, batch: Any) -> Any:

@@ -59,7 +59,7 @@ def _clone(value: Any) -> Any:
 
 def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
     meta = metric.meta
-    tensors = {name: _to_plain(getattr(metric, name, None)) for name in _TENSORS}
+    tensors = {name: to_plain(getattr(metric, name, None)) for name in _TENSORS}
     return {
         "key": key,
         "tensors": tensors,
@@ -75,7 +75,7 @@ def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
 def _import(metric: _ResultMetric, entry: dict[str, Any]) -> None:
     for name, value in entry["tensors"].items():
         if value is not None or hasattr(metric, name):
-            setattr(metric, name, _from_plain(value))
+            setattr(metric, name, from_plain(value))
     metric.has_reset = entry["has_reset"]
     metric._update_count = entry["updates"]
 
@@ -86,12 +86,13 @@ def _new(entry: dict[str, Any], sync: Callable[..., Any]) -> _ResultMetric:
     return _ResultMetric(meta, is_tensor=True)
 
 
-def _to_plain(value: Any) -> list[Any] | None:
+def to_plain(value: Any) -> list[Any] | None:
     """Dtype and contents of a tensor; JSON keeps every bit of a float."""
     if not isinstance(value, Tensor):
         return None
     return [str(value.dtype).removeprefix("torch."), value.tolist()]
 
 
-def _from_plain(plain: list[Any] | None) -> Tensor | None:
+def from_plain(plain: list[Any] | None) -> Tensor | None:
+    """The inverse of `to_plain`."""
     return None if plain is None else torch.tensor(plain[1], dtype=getattr(torch, plain[0]))

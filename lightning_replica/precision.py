@@ -1,40 +1,90 @@
-"""Gradient clipping that knows shards."""
+"""Lightning's precision plugins, with a step that knows shards."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from lightning_replica.sharding.state import Clip
+from lightning_replica._compat.torch import update_scale
+from lightning_replica.sharding.state import Commit, Request
 
 
-class ReplicaPrecision(Precision):
-    """32-bit precision whose clipping is part of the commit.
+class Stepper(Protocol):
+    """Whoever makes the sharded steps. `training.Training` is one."""
+
+    whole_gradients: bool
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> None:
+        """Divides the whole gradient of an optimizer by ``scale``."""
+
+    def step(self, optimizer: Optimizer, request: Request) -> None:
+        """Reduces, commits, updates and gathers."""
+
+
+class ShardedStep(Precision):
+    """Mixed into a precision plugin's class: its optimizer step becomes the sharded one.
 
     The gradient norm is known only once all ranks have met, so clipping is recorded when Lightning asks for it and
-    applied to the shard's gradient in the update. Hooks that run before see gradients that are not clipped and, as
-    under any sharding, averaged only within the own shard.
+    applied to the shard's gradient in the update; loss scaling likewise, with the infinities that any rank has found.
+    Where gradients are whole, both are done at once, as under DDP.
     """
 
-    def attach(self, step: Callable[[Clip], None]) -> None:
-        """``step`` reduces, commits, updates and gathers; called after backward and its hooks."""
-        self._step = step
-        self._clip = Clip()
+    def attach(self, stepper: Stepper) -> None:
+        """Uses ``stepper`` from now on."""
+        self._stepper = stepper
+        self._request = Request()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs the closure and its hooks, then the sharded step in place of ``optimizer.step``."""
-        self._clip = Clip()
-        result = self._wrap_closure(model, optimizer, closure)
-        self._step(self._clip)
+        result = closure()
+        scaler = self._enabled_scaler()
+        self._request = Request()
+        if scaler is not None:
+            scale = float(scaler.get_scale())
+            if self._stepper.whole_gradients:
+                self._stepper.unscale(optimizer, scale)
+                scale = 1.0  # infinities are still looked for
+            self._request = Request(scale=scale)
+        self._after_closure(model, optimizer)
+        self._stepper.step(optimizer, self._request)
         return result
+
+    def after_commit(self, commit: Commit) -> None:
+        """Lets the loss scale grow or shrink, as ``GradScaler.update`` does, by what all ranks have found."""
+        scaler = self._enabled_scaler()
+        if scaler is not None and any(commit.used):
+            update_scale(scaler, commit.non_finite > 0)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clips, also with fused optimizers under a loss scaler, which unscale nothing here."""
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Has this step's gradient scaled to a global 2-norm of at most ``clip_val``."""
-        self._clip = Clip(norm=float(clip_val))
+        if self._stepper.whole_gradients:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self._request = Request(self._request.scale, clip_norm=float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Has this step's averaged gradient clamped to ``[-clip_val, clip_val]``."""
-        self._clip = Clip(value=float(clip_val))
+        if self._stepper.whole_gradients:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            self._request = Request(self._request.scale, clip_value=float(clip_val))
+
+    def _enabled_scaler(self) -> torch.amp.GradScaler | None:
+        scaler: torch.amp.GradScaler | None = getattr(self, "scaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def sharded(plugin: Precision) -> ShardedStep:
+    """Gives the plugin, with all it holds, a class that is its own and `ShardedStep`."""
+    if not isinstance(plugin, ShardedStep):
+        cls = type(plugin)
+        plugin.__class__ = type(f"Sharded{cls.__name__}", (ShardedStep, cls), {"__doc__": cls.__doc__})
+    return cast("ShardedStep", plugin)

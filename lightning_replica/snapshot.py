@@ -16,13 +16,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from lightning_replica._compat.lightning import load_loops
-from lightning_replica._compat.torch import data_version
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
+from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.recovery.interface import Kind
 
 _LENGTH = struct.Struct("<q")
@@ -40,7 +39,7 @@ class Snapshot:
         replicated: Plain data and tensors, the same on all ranks.
         rng: State of all generators.
         results: Metrics under way, as `metrics.export_results` gives them.
-        loss: The closure's loss; only in a tail.
+        loss: The training step's loss, as `metrics.to_plain` gives it; only in a tail.
         fresh: Whether training has yet to begin: the tail before step 0.
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; likewise.
@@ -52,7 +51,7 @@ class Snapshot:
     replicated: dict[str, Any]
     rng: bytes
     results: list[dict[str, Any]]
-    loss: float | None = None
+    loss: list[Any] | None = None
     fresh: bool = False
     batch: Any = None
     output: dict[str, Any] = field(default_factory=dict)
@@ -78,23 +77,7 @@ class Snapshot:
         return cls(kind, step, state, private[start:], plain["results"], plain["loss"], plain["fresh"])
 
 
-class Buffers:
-    """Copies module buffers, but only those that were written to since the last copy (masks never are)."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, tuple[int, int, Tensor]] = {}
-
-    def copy(self, module: torch.nn.Module) -> dict[str, Tensor]:
-        """A copy of every buffer by name."""
-        for name, buffer in module.named_buffers():
-            known = self._copies.get(name)
-            mark = (id(buffer), data_version(buffer))
-            if known is None or known[:2] != mark:
-                self._copies[name] = (*mark, buffer.detach().clone())
-        return {name: self._copies[name][2] for name, _ in module.named_buffers()}
-
-
-def _capture(trainer: pl.Trainer, buffers: Buffers) -> dict[str, Any]:
+def _capture(trainer: pl.Trainer, buffers: BufferCopies) -> dict[str, Any]:
     """The replicated host state, detached from the trainer."""
     module = trainer.lightning_module
     connector = trainer._logger_connector
@@ -104,10 +87,9 @@ def _capture(trainer: pl.Trainer, buffers: Buffers) -> dict[str, Any]:
         "val_seen": dict(fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader),
         "val_has_run": fit_loop.epoch_loop.val_loop._has_run,
         "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-        "groups": [
-            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            for optimizer in trainer.optimizers
-        ],
+        "groups": _groups(trainer),
+        "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
+        "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": {callback.state_key: _callback_state(callback) for callback in _callbacks(trainer)},
         "logged": [
             dict(connector._logged_metrics),
@@ -116,7 +98,7 @@ def _capture(trainer: pl.Trainer, buffers: Buffers) -> dict[str, Any]:
         ],
         "logger_fx": [connector._first_loop_iter, connector._current_fx],
         "should_stop": trainer.should_stop,
-        "buffers": buffers.copy(module),
+        "buffers": buffers.take(),
         "training": [m.training for m in module.modules()],
         "positions": [loader.position for loader in exact_loaders(trainer)],
     }
@@ -134,9 +116,8 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
     val_loop._seen_batches_per_dataloader.clear()
     val_loop._seen_batches_per_dataloader.update(state["val_seen"])
     val_loop._has_run = state["val_has_run"]
-    for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update(copy.deepcopy(saved))
+    if state["precision"]:
+        trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
     for callback in _callbacks(trainer):
@@ -157,13 +138,28 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
         put_states(module, snapshot.metric_states)
 
 
+def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
+    """Puts back the param groups, with what they hold, and which parameters are trained."""
+    parameters = list(trainer.lightning_module.parameters())
+    for parameter, required in zip(parameters, snapshot.replicated["requires_grad"], strict=True):
+        parameter.requires_grad_(required)
+    for optimizer, groups in zip(trainer.optimizers, snapshot.replicated["groups"], strict=True):
+        del optimizer.param_groups[len(groups) :]
+        for place, saved in enumerate(groups):
+            group = {**copy.deepcopy(saved), "params": [parameters[index] for index in saved["params"]]}
+            if place < len(optimizer.param_groups):
+                optimizer.param_groups[place].update(group)
+            else:
+                optimizer.param_groups.append(group)
+
+
 def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     """The training loaders that can be put back."""
     combined = trainer.fit_loop._combined_loader
     return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined else []
 
 
-def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: Buffers) -> Snapshot:
+def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: BufferCopies) -> Snapshot:
     """A snapshot of the trainer as it is now."""
     return Snapshot(
         kind,
@@ -173,6 +169,15 @@ def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: Buffers) -> Snapsh
         export_results(trainer.fit_loop.epoch_loop._results),
         metric_states=copy_states(trainer.lightning_module),
     )
+
+
+def _groups(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
+    """Param groups, with positions in the module in place of parameters."""
+    order = {id(parameter): index for index, parameter in enumerate(trainer.lightning_module.parameters())}
+    return [
+        [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -1,9 +1,8 @@
 """`ReplicaZeroStrategy`: what Lightning sees."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,24 +17,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import fit_loop, objects
-from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry, quiet_sigterm
+from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
-from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted, RecoveryError, ReplicaError
+from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
-from lightning_replica.host import LightningHost
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.launcher import SupervisorLauncher
-from lightning_replica.messages import say
-from lightning_replica.points import reach
-from lightning_replica.precision import ReplicaPrecision
-from lightning_replica.recovery.recovery import Limits, describe
+from lightning_replica.precision import ShardedStep, sharded
+from lightning_replica.recovery.recovery import Limits
 from lightning_replica.session import Session, join
-from lightning_replica.sharding.optimizer import check_element_wise, trained_parameters
-from lightning_replica.sharding.state import Clip, ShardedState
-from lightning_replica.snapshot import Snapshot
-
-log = logging.getLogger(__name__)
+from lightning_replica.sharding.layout import Partition
+from lightning_replica.sharding.state import ShardedState
+from lightning_replica.training import Training
 
 
 class ReplicaZeroStrategy(ParallelStrategy):
@@ -44,6 +38,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
     Args:
         replicas: Copies of the optimizer state, R; divides the number of ranks. ``replicas - 1`` holders of a shard
             may be lost at a time. 1 shards without redundancy.
+        partition: "element" cuts parameters anywhere, for optimizers that update every element on its own; "parameter"
+            keeps them whole, for all others (Muon, Adafactor ...).
+        whole_gradients: Whether every ``.grad`` is the averaged gradient after backward, as under DDP. It costs a
+            gather; without it, ``.grad`` is only a part, and clipping is done in the update. "auto" does it where code
+            of the user's may look: under manual optimization, and with hooks such as ``on_before_optimizer_step``.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         max_restarts: Processes that may be replaced in one run.
         max_tries: Recoveries at one step before the run ends.
@@ -65,6 +64,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
     def __init__(
         self,
         replicas: int = 2,
+        partition: Partition = "element",
+        whole_gradients: bool | Literal["auto"] = "auto",
         bucket_bytes: int = 16 * 2**20,
         max_restarts: int = 3,
         max_tries: int = 3,
@@ -80,11 +81,13 @@ class ReplicaZeroStrategy(ParallelStrategy):
         _check_numbers(replicas=replicas, bucket_bytes=bucket_bytes, timeout_s=timeout_s, max_tries=max_tries)
         if not isinstance(max_restarts, int) or max_restarts < 0:
             raise ConfigurationError(f"{max_restarts=} must be a whole number, 0 or more.")
+        _check_choice("partition", partition, ("element", "parameter"))
+        _check_choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
+        self._partition, self._whole_gradients = partition, whole_gradients
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
-        self._state: ShardedState | None = None
-        self._host: LightningHost | None = None
+        self._training: Training | None = None
         self._accumulating = self._step_done = False
 
     # Who we are
@@ -98,7 +101,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
     @property
     def grid(self) -> Grid:
         """The table of ranks."""
-        return Grid(self.num_processes, self._replicas)
+        return Grid(self.num_processes, 1 if self.num_processes == 1 else self._replicas)
 
     @property
     def num_nodes(self) -> int:
@@ -126,20 +129,15 @@ class ReplicaZeroStrategy(ParallelStrategy):
         return {"num_replicas": self.num_processes, "rank": self.global_rank}
 
     @property
-    def precision_plugin(self) -> Precision:
-        """32-bit, with clipping in the commit."""
-        return self._precision_plugin or ReplicaPrecision()
+    def precision_plugin(self) -> ShardedStep:
+        """The precision, with clipping and loss scaling in the commit."""
+        if self._precision_plugin is None:  # not at construction: Lightning takes what is there for the user's choice
+            self._precision_plugin = sharded(Precision())
+        return cast("ShardedStep", self._precision_plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and type(precision_plugin) not in (Precision, ReplicaPrecision):
-            raise ConfigurationError(
-                f"precision_plugin={type(precision_plugin).__name__} (precision={precision_plugin.precision!r}):"
-                " `replica_zero` trains in 32 bits so far. Set `Trainer(precision='32-true')`."
-            )
-        self._precision_plugin = (
-            precision_plugin if isinstance(precision_plugin, ReplicaPrecision) else ReplicaPrecision()
-        )
+        self._precision_plugin = None if precision_plugin is None else sharded(precision_plugin)
 
     # Setting up
 
@@ -169,39 +167,30 @@ class ReplicaZeroStrategy(ParallelStrategy):
             self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Lays the parameters out and re-points the optimizer."""
+        """Lays the parameters out and shards the optimizers."""
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.model is not None:
+            if fitting and self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if not self.session.newborn:
             self._sync_module()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             fit_loop.adopt(trainer)
-            quiet_sigterm(trainer)
             self.setup_optimizers(trainer)
-            self._shard(trainer)
+            self._training = Training(
+                trainer,
+                self.session,
+                self.precision_plugin,
+                self.optimizers,
+                self._bucket_bytes,
+                self._partition,
+                self._whole_gradients,
+            )
         self.setup_precision_plugin()
-
-    def _shard(self, trainer: pl.Trainer) -> None:
-        module = self.lightning_module
-        if module is None or not module.automatic_optimization:
-            raise ConfigurationError(
-                "automatic_optimization=False: `replica_zero` supports automatic optimization so far."
-            )
-        if len(self.optimizers) != 1:
-            raise ConfigurationError(
-                f"`configure_optimizers` returned {len(self.optimizers)} optimizers; `replica_zero` takes one so far."
-            )
-        optimizer = self.optimizers[0]
-        check_element_wise(optimizer)
-        trained = {id(p) for p in trained_parameters(optimizer)}
-        parameters = [p for p in module.parameters() if id(p) in trained]
-        self._state = ShardedState(self.grid, self.global_rank, parameters, optimizer, self._bucket_bytes)
-        self.session.attach(self._state)
-        self._host = LightningHost(trainer, parameters)
-        plugin = self.precision_plugin
-        if isinstance(plugin, ReplicaPrecision):
-            plugin.attach(self._step)
 
     def _sync_module(self) -> None:
         """Every rank begins with the parameters and buffers of rank 0, as under DDP."""
@@ -231,27 +220,18 @@ class ReplicaZeroStrategy(ParallelStrategy):
         return self._session
 
     @property
-    def state(self) -> ShardedState:
-        """The sharded state; only while fitting."""
-        if self._state is None:
+    def training(self) -> Training:
+        """What belongs to one fit."""
+        if self._training is None:
             raise ReplicaError("There is no sharded state: it exists only while fitting.")
-        return self._state
+        return self._training
 
     @property
-    def host(self) -> LightningHost:
-        """The host state; only while fitting."""
-        if self._host is None:
-            raise ReplicaError("There is no host state: it exists only while fitting.")
-        return self._host
+    def state(self) -> ShardedState:
+        """The sharded state; only while fitting."""
+        return self.training.state
 
     # A step
-
-    def begin_batch(self, window_begins: bool) -> None:
-        """Called by the epoch loop before every batch; takes the first snapshot where a window begins."""
-        self.session.check()
-        if window_begins:
-            taken = self.host.begin_window(self.state.step)
-            self.session.mirrors.begin("batch", taken.step, taken.private_bytes())
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -262,9 +242,17 @@ class ReplicaZeroStrategy(ParallelStrategy):
         finally:
             self._accumulating = False
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Makes ready for reductions that overlap backward."""
-        self.state.before_backward(reduce=not self._accumulating)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As in every strategy, with the reduction around the backward pass, so that hooks after it see its result."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        if module is None:
+            raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        self.training.before_backward(self._accumulating)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.training.after_backward()
+        loss: Tensor = plugin.post_backward(closure_loss, module)
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step; in a tail that is done again, only the result of its closure."""
@@ -279,71 +267,10 @@ class ReplicaZeroStrategy(ParallelStrategy):
         finally:
             self._step_done = False
 
-    def _step(self, clip: Clip) -> None:
-        """After backward and its hooks: reduce, commit, update, gather (docs/life_of_a_step.md)."""
-        state, session = self.state, self.session
-        state.clip = clip
-        state.reduce()
-        taken = self.host.enter_commit(state.step + 1)
-        session.mirrors.begin("tail", taken.step, taken.private_bytes())
-        session.mirrors.settle()
-        reach("before_commit")
-        commit = state.commit()
-        session.recovery.committed(state.step + 1, commit.vector)
-        reach("after_commit")
-        state.update()
-        state.gather()
-        reach("batch_end")
-
-    # Recovery, called by the fit loop
-
-    def begin_training(self) -> Snapshot | None:
-        """The last thing before the first batch. On a replacement: joins the others; returns where they go on."""
-        session = self.session
-        if session.newborn:
-            session.journal.close()
-            return self._recover("")
-        taken = self.host.begin()
-        session.mirrors.begin("tail", taken.step, taken.private_bytes())
-        session.mirrors.settle()
-        session.arm()
-        return None
-
-    def end_training(self) -> None:
-        """The last thing in a fit: from here on nobody needs to go back."""
-        self.session.disarm()
-
-    def recover_from(self, error: Exception) -> Snapshot | None:
-        """Recovers from a fault that surfaced as ``error``; returns where training goes on.
-
-        Raises:
-            RecoveryError: If the run cannot go on; ``error`` itself where it was this rank's own.
-        """
-        raised = "" if self._is_from_outside(error) else f"{type(error).__name__}: {error}"
-        if raised:
-            log.warning("rank %d: %s", self.global_rank, raised, exc_info=error)
-        error.__traceback__ = None  # its frames hold process groups and half a step's activations
-        try:
-            return self._recover(raised)
-        except RecoveryError as final:
-            if raised:
-                raise error from final
-            raise
-
-    def _recover(self, raised: str) -> Snapshot | None:
-        session = self.session
-        try:
-            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
-        except RecoveryError as final:
-            session.generations.give_up(str(final))
-            raise
-        session.newborn = False
-        if self.global_rank == min(set(range(self.world_size)) - set(outcome.replaced)):
-            say(describe(outcome))
-        return self.host.resume
-
-    def _is_from_outside(self, error: Exception) -> bool:
-        return isinstance(error, (CollectiveError, Interrupted)) or cpu.is_collective_failure(error)
+    def on_validation_end(self) -> None:
+        """Hooks of a validation may have changed weights."""
+        if self._training is not None:
+            self._training.weights_touched = True
 
     # Lightning's own collectives
 
@@ -401,3 +328,8 @@ def _check_numbers(**numbers: float) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
             raise ConfigurationError(f"{name}={value!r} must be a number, 1 or more.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
@@ -29,9 +30,11 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 __all__ = [
     "Closure",
+    "Sigterm",
     "_AutomaticOptimization",
     "_FitLoop",
     "_Launcher",
+    "_ManualOptimization",
     "_Metadata",
     "_ResultCollection",
     "_ResultMetric",
@@ -47,7 +50,6 @@ __all__ = [
     "_set_sampler_epoch",
     "epoch_of",
     "load_loops",
-    "quiet_sigterm",
     "rerun_command",
     "walk_loops",
 ]
@@ -86,15 +88,24 @@ def epoch_of(fit_loop: _FitLoop) -> int:
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
 
-def quiet_sigterm(trainer: Any) -> None:
-    """Has SIGTERM only noted, for the end of the batch.
+class Sigterm:
+    """Has SIGTERM only noted, until all ranks have agreed on it.
 
     Lightning's own handler also broadcasts, from inside the signal handler: where the other ranks are gone or their
-    groups aborted, that may never return.
+    groups aborted, that may never return. And its flag must not rise on one rank before it does on the others.
+
+    Attributes:
+        noted: Whether this process has got a SIGTERM.
     """
-    connector = trainer._signal_connector
 
-    def note(*_: Any) -> None:
-        connector.received_sigterm = True
+    def __init__(self, trainer: Any) -> None:
+        self._connector = trainer._signal_connector
+        self.noted = False
+        self._connector._sigterm_notifier_fn = self._note
 
-    connector._sigterm_notifier_fn = note
+    def agree(self) -> None:
+        """Raises Lightning's flag: training ends with this batch."""
+        self._connector.received_sigterm = True
+
+    def _note(self, *_: Any) -> None:
+        self.noted = True

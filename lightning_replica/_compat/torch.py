@@ -18,3 +18,14 @@ def mark_stepped(optimizer: Optimizer) -> None:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
+    """What ``GradScaler.update`` does after a step, with the finding given instead of collected from optimizers."""
+    device = scaler._device
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device(device))
+    scale, growth = scaler._check_scale_growth_tracker("update")
+    found = torch.full((), float(found_inf), dtype=torch.float32, device=scale.device)
+    factors = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+    torch._amp_update_scale_(scale, growth, found, *factors)

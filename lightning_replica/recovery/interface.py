@@ -34,8 +34,8 @@ class Recoverable(Protocol):
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Makes the committed update. Called only where ``entered``."""
 
-    def roll_back(self) -> None:
-        """Forgets the step under way. Called on every rank, after any rolling forward."""
+    def roll_back(self, kind: Kind) -> None:
+        """Forgets the step under way. Called on every rank, after any rolling forward and `Host.restore_groups`."""
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Describes the shard in plain data and lists the flat tensors that hold it."""
@@ -61,6 +61,9 @@ class Host(Protocol):
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Takes another rank's snapshot as its own. Called on a replacement."""
+
+    def restore_groups(self, kind: Kind, step: int) -> None:
+        """Puts back what decides which parameters are trained, before shards move."""
 
     def restore(self, kind: Kind, step: int) -> None:
         """Puts this rank back to a snapshot; training goes on from there. Later snapshots are dropped."""

@@ -140,10 +140,12 @@ class Recovery:
         if self._rank in plan.forward:
             state.roll_forward(plan.commit)
         self._committed = (plan.step, plan.commit)
+        if not newborn:
+            host.restore_groups(plan.kind, plan.step)
+        state.roll_back(plan.kind)
         for move in plan.moves:
             self._move(move, plan, state, host)
         timeline.enter(Phase.ROLLBACK)
-        state.roll_back()
         state.rebuild()
         host.restore(plan.kind, plan.step)
         timeline.enter(Phase.RESUME)
@@ -192,22 +194,20 @@ class Recovery:
                 self._take(channel, move, plan, state, host)
 
     def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+        if move.host:
+            channel.send_bytes(host.export(plan.kind, plan.step))
+            channel.send_bytes(self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)))
         manifest, tensors = state.export_shard()
         channel.send_plain(manifest)
         for tensor in tensors:
             channel.send(tensor)
-        if not move.host:
-            return
-        channel.send_bytes(host.export(plan.kind, plan.step))
-        channel.send_bytes(self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)))
 
     def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+        if move.host:
+            host.adopt(plan.kind, plan.step, channel.receive_bytes(), channel.receive_bytes())
         state.import_shard(channel.receive_plain(), channel.receive)
         if state.step != plan.step:
             raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")
-        if not move.host:
-            return
-        host.adopt(plan.kind, plan.step, channel.receive_bytes(), channel.receive_bytes())
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)

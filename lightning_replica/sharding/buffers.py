@@ -5,88 +5,183 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_replica.errors import ConfigurationError
-from lightning_replica.sharding.layout import Layout
+from lightning_replica.grid import Grid
+from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Partition, Range, plan_layout
+
+_MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Buffers:
-    """Flat storage of one optimizer's parameters.
+    """Flat storage of those parameters of one optimizer that share a dtype.
 
-    Every parameter's ``.data`` becomes a view into ``params`` and every ``.grad`` one into ``grads``; values are
-    kept. The shard's own values live in ``main``, apart from ``params``: a gather may fail half-way and overwrite
-    any part of ``params``, it cannot touch ``main``.
+    Every parameter's ``.data`` becomes a view into ``params``; a gradient, once there is one, a view into ``grads``.
+    Values and memory format are kept. The shard's own values live in ``main``, apart from ``params``: a gather may
+    fail half-way and overwrite any part of ``params``, and user code may write there; neither touches ``main``.
+
+    Args:
+        grid: The table of ranks.
+        rank: This rank.
+        parameters: What to store, of one dtype and device, in registration order.
+        order: Position of each parameter among all that the module has; decides who is reduced first.
+        bucket_bytes: Size at which a bucket is closed.
+        partition: How buckets are cut.
 
     Attributes:
         params: (world_numel,) parameter dtype. What forward reads.
-        grads: (world_numel,) parameter dtype. What backward accumulates into; not yet averaged.
-        main: (local_numel,) parameter dtype. The shard's values, updated by the optimizer.
-        main_grads: (local_numel,) parameter dtype. The shard's averaged gradient, valid between reduction and update.
+        grads: (world_numel,) parameter dtype. What backward accumulates into; after a reduction, the averaged
+            gradient in the pieces of the own shard, and after `Reducer.gather_gradients` everywhere.
+        main: (local_numel,) parameter dtype, 32 bits where that has 16. The shard's values, which the optimizer
+            updates.
+        used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], shard: int) -> None:
-        dtype, device = _common(parameters)
-        self.layout = layout
-        self.shard = shard
-        self._parameters = tuple(parameters)
-        self.params = torch.zeros(layout.world_numel, dtype=dtype, device=device)
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        parameters: Sequence[nn.Parameter],
+        order: Sequence[int],
+        bucket_bytes: int,
+        partition: Partition,
+    ) -> None:
+        dtype, device = parameters[0].dtype, parameters[0].device
+        bucket_numel = max(1, bucket_bytes // parameters[0].element_size())
+        self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition)
+        self.rank, self.partition = rank, partition
+        self.parameters, self.order = tuple(parameters), tuple(order)
+        self.params = torch.zeros(self.layout.world_numel, dtype=dtype, device=device)
         self.grads = torch.zeros_like(self.params)
-        self.main = torch.zeros(layout.local_numel, dtype=dtype, device=device)
-        self.main_grads = torch.zeros_like(self.main)
+        local_numel = self.layout.local_numels[grid.shard_of(rank)]
+        self.main = torch.zeros(local_numel, dtype=_MAIN_DTYPES.get(dtype, dtype), device=device)
+        self.pieces = self.layout.pieces(grid.shard_of(rank))
+        self.used = [False] * len(self.parameters)
         self._grad_views: list[Tensor] = []
-        for parameter, where in zip(self._parameters, layout.world, strict=True):
-            view = self.params[where.start : where.stop].view(parameter.shape)
+        for parameter, where in zip(self.parameters, self.layout.world, strict=True):
+            view = _view_like(parameter, self.params, where)
             view.copy_(parameter.data)
+            self._grad_views.append(_view_like(parameter, self.grads, where))
             parameter.data = view
-            self._grad_views.append(self.grads[where.start : where.stop].view(parameter.shape))
-        self.attach_gradients()
+            if parameter.grad is not None:
+                self.attach(len(self._grad_views) - 1)
         self.main_from_params()
 
-    def attach_gradients(self) -> None:
-        """Makes every ``.grad`` the view into ``grads`` again; whatever was put in its place is kept.
+    # Gradients
 
-        ``Module.zero_grad()`` (Lightning calls it before each validation) replaces gradients by ``None``, and
-        ``None`` means zero.
+    def attach(self, index: int) -> None:
+        """Moves a parameter's gradient into ``grads``, if it is not there yet.
+
+        ``None`` is what ``zero_grad`` leaves, so that the first gradient is written and not added.
         """
-        for parameter, view in zip(self._parameters, self._grad_views, strict=True):
-            if parameter.grad is view:
-                continue
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-            parameter.grad = view
+        parameter, view = self.parameters[index], self._grad_views[index]
+        if parameter.grad is None or parameter.grad is view:
+            return
+        if parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
+            view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        parameter.grad = view
 
-    def zero_gradients(self) -> None:
-        """Sets all gradients to zero, in place."""
-        self.grads.zero_()
-        self.attach_gradients()
+    def complete(self, bucket: Bucket) -> None:
+        """Makes all of a bucket's gradients ready to be sent; a gradient that is missing counts as zero."""
+        for index in bucket.parameters:
+            if self.parameters[index].grad is None:
+                self._grad_views[index].zero_()
+            else:
+                self.attach(index)
+
+    def present(self) -> list[bool]:
+        """For every parameter, whether it has a gradient on this rank."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    def show(self, used: Sequence[bool]) -> None:
+        """Gives every parameter that ``used`` names its view as gradient, the others None."""
+        for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
+            parameter.grad = view if there else None
+
+    def drop_gradients(self) -> None:
+        """Leaves every parameter without gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def own_gradients(self) -> list[Tensor]:
+        """The averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""
+        return [_part(self.grads, bucket.pieces[self.rank]) for bucket in self.layout.buckets]
+
+    def shard_gradients(self) -> list[Tensor]:
+        """The averaged gradient of the shard, in order of ``main``, piece by piece."""
+        return [_part(self.grads, world) for world, _ in self._shard_ranges()]
+
+    # Values
 
     def main_from_params(self) -> None:
-        """Takes the shard's values from the parameters."""
-        for world, local in self._own():
-            self.main[local].copy_(self.params[world])
+        """Takes the shard's values from the parameters, where they differ: 32 bits stay if 16 of them agree."""
+        for world, local in self._shard_ranges():
+            main, params = _part(self.main, local), _part(self.params, world)
+            if main.dtype == params.dtype:
+                main.copy_(params)
+            else:
+                torch.where(params == main.to(params.dtype), main, params.to(main.dtype), out=main)
+
+    def is_params(self) -> bool:
+        """Whether the shard's values are what the parameters say: false if user code has written to them."""
+        return all(
+            torch.equal(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
+            for world, local in self._shard_ranges()
+        )
 
     def params_from_main(self) -> None:
         """Puts the shard's values into the parameters, before they are gathered."""
-        for world, local in self._own():
-            self.params[world].copy_(self.main[local])
+        for world, local in self._shard_ranges():
+            _part(self.params, world).copy_(_part(self.main, local))
 
-    def _own(self) -> list[tuple[slice, slice]]:
-        grid = self.layout.grid
-        ranges = [
-            (bucket.piece(replica * grid.shards + self.shard), bucket.local(replica))
-            for bucket in self.layout.buckets
-            for replica in range(grid.replicas)
-        ]
-        return [(slice(w.start, w.stop), slice(x.start, x.stop)) for w, x in ranges]
+    def piece_of(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
+        """A piece in a flat tensor laid out as ``main`` is; whole parameters keep their shape."""
+        return self._shape(piece, flat, piece.local)
+
+    def gradient_of(self, piece: ParameterPiece) -> Tensor:
+        """The averaged gradient of a piece, in the dtype of ``main``: a view where that is the parameters' dtype."""
+        return self._shape(piece, self.grads, piece.world).to(self.main.dtype)
+
+    def split(self, piece: ParameterPiece, whole: Tensor) -> Tensor:
+        """The part of ``whole``, a tensor in the shape of the piece's parameter, that belongs to the piece."""
+        parameter = self.parameters[piece.parameter]
+        flat = torch.empty(parameter.numel(), dtype=whole.dtype, device=parameter.device)
+        _view_like(parameter, flat, Range(0, flat.numel())).copy_(whole)
+        return self._shape(piece, flat, piece.param).clone()
+
+    def whole(self, index: int, flat: Tensor) -> Tensor:
+        """Parameter ``index`` in a flat tensor laid out as ``params`` is."""
+        return _view_like(self.parameters[index], flat, self.layout.world[index])
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again."""
+        for parameter in self.parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def _shape(self, piece: ParameterPiece, flat: Tensor, where: Range) -> Tensor:
+        if self.partition == "parameter":
+            return _view_like(self.parameters[piece.parameter], flat, where)
+        return _part(flat, where)
+
+    def _shard_ranges(self) -> list[tuple[Range, Range]]:
+        peers = self.layout.grid.peers(self.rank)
+        return [(bucket.pieces[peer], bucket.locals[peer]) for bucket in self.layout.buckets for peer in peers]
 
 
-def _common(parameters: Sequence[nn.Parameter]) -> tuple[torch.dtype, torch.device]:
-    kinds = {(p.dtype, p.device) for p in parameters}
-    if len(kinds) != 1 or not parameters[0].is_floating_point():
-        given = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ConfigurationError(
-            f"All trained parameters must share one floating-point dtype and one device, got {given}."
-            " Convert the model (`model.float()`), or freeze the others (`requires_grad_(False)`)."
-        )
-    return kinds.pop()
+def _part(flat: Tensor, where: Range) -> Tensor:
+    return flat[where.start : where.stop]
+
+
+def _view_like(parameter: Tensor, flat: Tensor, where: Range) -> Tensor:
+    """A view into ``flat`` with the parameter's shape, and with its strides if its elements leave no holes."""
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + where.start)
+    return _part(flat, where).view(parameter.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted((st, si) for si, st in zip(tensor.shape, tensor.stride(), strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

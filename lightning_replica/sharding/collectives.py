@@ -7,6 +7,7 @@ wait on a gloo point-to-point work closes every connection of the group, an expi
 it valid (tests/sharding/test_collectives.py).
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,43 +78,61 @@ def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) ->
     Args:
         bucket: The bucket.
         grads: (world_numel,) gradients.
-        received: (N * piece_numel,) gets the pieces, in order of rank.
+        received: (N * piece_numel,) gets this rank's piece from everyone, in order of rank.
         groups: The process groups.
     """
     part = grads[bucket.world.start : bucket.world.stop]
-    return track(dist.all_to_all_single(received, part, group=groups.world, async_op=True))
+    if bucket.is_even:
+        return track(dist.all_to_all_single(received, part, group=groups.world, async_op=True))
+    sent = [piece.numel for piece in bucket.pieces]
+    got = [sent[groups.rank]] * len(sent)
+    return track(dist.all_to_all_single(received, part, got, sent, group=groups.world, async_op=True))
 
 
-def sum_pieces(bucket: Bucket, received: Tensor, out: Tensor) -> None:
-    """Adds up the rows of ``received`` in order of rank into ``out``, (piece_numel,)."""
-    torch.sum(received.view(-1, bucket.piece_numel), 0, out=out)
+def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) -> None:
+    """Averages the rows of ``received`` into this rank's piece of ``grads``; added up in order of rank, in 32 bits."""
+    piece = bucket.pieces[groups.rank]
+    own = grads[piece.start : piece.stop]
+    rows = received.view(groups.grid.world_size, piece.numel)
+    if own.dtype in (torch.float16, torch.bfloat16):
+        own.copy_(torch.sum(rows, 0, dtype=torch.float32).div_(len(rows)))
+    else:
+        torch.sum(rows, 0, out=own)
+        own.div_(len(rows))
 
 
-def share_with_peers(bucket: Bucket, main_grads: Tensor, groups: Groups) -> list[Work]:
-    """Gives this rank's summed piece to its peers and gets theirs, in place."""
-    works: list[Work] = []
-    if groups.grid.replicas == 1:
-        return works
-    for replica, source in enumerate(groups.grid.peers(groups.rank)):
-        where = bucket.local(replica)
-        piece = main_grads[where.start : where.stop]
-        works.append(track(dist.broadcast(piece, source, group=groups.peers, async_op=True)))
-    return works
+def share_with_peers(bucket: Bucket, grads: Tensor, groups: Groups) -> list[Work]:
+    """Gives this rank's averaged piece to its peers and gets theirs, in place."""
+    return _broadcast_pieces(bucket, grads, groups.grid.peers(groups.rank), lambda rank: rank, groups.peers)
 
 
-def gather(bucket: Bucket, params: Tensor, groups: Groups) -> list[Work]:
-    """Fills the bucket's parameters from the shards of this replica, in place."""
-    works: list[Work] = []
-    if groups.grid.shards == 1:
-        return works
-    for replica in range(groups.grid.replicas):
-        for shard, source in enumerate(groups.grid.replica_ranks(groups.rank)):
-            where = bucket.piece(replica * groups.grid.shards + shard)
-            piece = params[where.start : where.stop]
-            works.append(track(dist.broadcast(piece, source, group=groups.replica, async_op=True)))
-    return works
+def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
+    """Fills the bucket's part of ``flat`` from the shards of this replica, in place.
+
+    Args:
+        bucket: The bucket.
+        flat: (world_numel,) in which the pieces of the own shard are valid.
+        groups: The process groups.
+    """
+    holders = groups.grid.replica_ranks(groups.rank)
+    everyone = range(groups.grid.world_size)
+    return _broadcast_pieces(bucket, flat, everyone, lambda rank: holders[groups.grid.shard_of(rank)], groups.replica)
 
 
 def all_reduce(vector: Tensor, groups: Groups, check: Check) -> None:
     """Adds up ``vector`` over the world, in place; every rank gets the same bits."""
     wait(dist.all_reduce(vector, group=groups.world, async_op=True), check)
+
+
+def _broadcast_pieces(
+    bucket: Bucket, flat: Tensor, pieces: Iterable[int], source: Callable[[int], int], group: dist.ProcessGroup
+) -> list[Work]:
+    works: list[Work] = []
+    if group.size() == 1:
+        return works
+    for rank in pieces:
+        where = bucket.pieces[rank]
+        if where.numel:
+            part = flat[where.start : where.stop]
+            works.append(track(dist.broadcast(part, source(rank), group=group, async_op=True)))
+    return works

@@ -3,7 +3,7 @@
 [Note: pieces]
 Parameters are laid one after the other into a flat *world* buffer, last registered first (the order in which
 backward finishes their gradients), and the buffer is cut into buckets. A bucket is padded so that it falls into N
-equal, aligned *pieces*, one a rank, in the order of ranks. A piece is summed by its rank alone, so the order of
+aligned *pieces*, one a rank, in the order of ranks. A piece is summed by its rank alone, so the order of
 summation depends on neither R nor S, and the peers of a shard have the same bits by construction, not by luck.
 A shard is the pieces of its R peers. Its *local* buffer holds them bucket by bucket, in order of replica:
 
@@ -14,13 +14,23 @@ A shard is the pieces of its R peers. Its *local* buffer holds them bucket by bu
 
 For one replica index the S pieces of all shards are neighbours, so a gather is R all-gathers over contiguous
 memory, and a reduce-scatter over all N ranks needs no copy either.
+
+[Note: partitions]
+"element" cuts a bucket into N equal pieces, wherever the cuts fall. "parameter" gives every parameter whole to one
+rank, balanced by size over all buckets; within a bucket parameters then lie in order of their owners, and pieces have
+as many elements as that takes, possibly none.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, TypeAlias
 
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.grid import Grid
+
+Partition: TypeAlias = Literal["element", "parameter"]
 
 
 @dataclass(frozen=True)
@@ -50,28 +60,26 @@ class Bucket:
     """A run of parameters that is reduced and gathered as one.
 
     Attributes:
-        index: Position in launch order.
-        world: Range in the world buffer, padding included.
-        local_start: Where the bucket's pieces begin in every shard's local buffer.
-        piece_numel: Elements of one piece, ``world.numel / N``.
+        index: Position among the buckets of its layout.
+        pieces: World range of each rank's piece, in order of rank, padding included; together, the bucket.
+        locals: Where each rank's piece lies in the local buffer of its shard.
         parameters: Indices of the parameters inside, in order of their world range.
     """
 
     index: int
-    world: Range
-    local_start: int
-    piece_numel: int
+    pieces: tuple[Range, ...]
+    locals: tuple[Range, ...]
     parameters: tuple[int, ...]
 
-    def piece(self, rank: int) -> Range:
-        """World range of the piece that ``rank`` sums."""
-        start = self.world.start + rank * self.piece_numel
-        return Range(start, start + self.piece_numel)
+    @property
+    def world(self) -> Range:
+        """Range in the world buffer, padding included."""
+        return Range(self.pieces[0].start, self.pieces[-1].stop)
 
-    def local(self, replica: int) -> Range:
-        """Local range of the piece of the peer in ``replica``."""
-        start = self.local_start + replica * self.piece_numel
-        return Range(start, start + self.piece_numel)
+    @property
+    def is_even(self) -> bool:
+        """Whether all pieces have the same number of elements."""
+        return len({piece.numel for piece in self.pieces}) == 1
 
 
 @dataclass(frozen=True)
@@ -100,22 +108,21 @@ class Layout:
         world: World range of every parameter, in registration order.
         buckets: In launch order; they tile the world buffer.
         world_numel: Elements of the world buffer, padding included.
-        local_numel: Elements of a shard's local buffer, ``world_numel / S``.
+        local_numels: Elements of each shard's local buffer.
     """
 
     grid: Grid
     world: tuple[Range, ...]
     buckets: tuple[Bucket, ...]
     world_numel: int
-    local_numel: int
+    local_numels: tuple[int, ...]
 
     def pieces(self, shard: int) -> tuple[ParameterPiece, ...]:
         """Every part of every parameter that ``shard`` owns, in order of the local buffer. No padding."""
         found = []
         for bucket in self.buckets:
-            for replica in range(self.grid.replicas):
-                piece = bucket.piece(replica * self.grid.shards + shard)
-                local = bucket.local(replica)
+            for rank in self.grid.peers(shard):
+                piece, local = bucket.pieces[rank], bucket.locals[rank]
                 for index in bucket.parameters:
                     world = self.world[index].overlap(piece)
                     if world.numel:
@@ -124,7 +131,9 @@ class Layout:
         return tuple(found)
 
 
-def plan_layout(grid: Grid, numels: Sequence[int], bucket_numel: int, align: int = 16) -> Layout:
+def plan_layout(
+    grid: Grid, numels: Sequence[int], bucket_numel: int, partition: Partition = "element", align: int = 16
+) -> Layout:
     """Lays out parameters of ``numels`` elements, given in registration order.
 
     A parameter is never cut by a bucket's end: a bucket closes once it holds ``bucket_numel`` elements or more.
@@ -133,6 +142,7 @@ def plan_layout(grid: Grid, numels: Sequence[int], bucket_numel: int, align: int
         grid: The table of ranks.
         numels: Elements of each parameter, in registration order; zero is allowed.
         bucket_numel: Elements after which a bucket closes.
+        partition: See [Note: partitions].
         align: Every piece starts at a multiple of this many elements.
 
     Raises:
@@ -145,19 +155,73 @@ def plan_layout(grid: Grid, numels: Sequence[int], bucket_numel: int, align: int
         )
     if bucket_numel < 1 or align < 1:
         raise ConfigurationError(f"{bucket_numel=} and {align=} must be at least 1.")
+    owners = balance(numels, grid.world_size) if partition == "parameter" else None
     world: dict[int, Range] = {}
     buckets: list[Bucket] = []
-    end = start = local_start = 0
-    members: list[int] = []
-    quantum = grid.world_size * align
+    local_ends = [0] * grid.shards
+    start = 0
+    for members in _fill(numels, bucket_numel):
+        if owners is None:
+            sizes = _even_sizes(sum(numels[index] for index in members), grid.world_size, align)
+            _lay(members, numels, start, world)
+        else:
+            members = sorted(members, key=lambda index: owners[index])
+            sizes = [0] * grid.world_size
+            for index in members:
+                sizes[owners[index]] += numels[index]
+            sizes = [_round_up(size, align) for size in sizes] if any(sizes) else [align, *sizes[1:]]
+            for rank, begin in enumerate(accumulate(sizes[:-1], initial=start)):
+                _lay([index for index in members if owners[index] == rank], numels, begin, world)
+        pieces, locals_ = [], []
+        for rank, size in enumerate(sizes):
+            shard = grid.shard_of(rank)
+            pieces.append(Range(start, start + size))
+            locals_.append(Range(local_ends[shard], local_ends[shard] + size))
+            start, local_ends[shard] = start + size, local_ends[shard] + size
+        buckets.append(Bucket(len(buckets), tuple(pieces), tuple(locals_), tuple(members)))
+    return Layout(grid, tuple(world[i] for i in range(len(numels))), tuple(buckets), start, tuple(local_ends))
+
+
+def balance(numels: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Gives every parameter to a rank: the largest first, each to the rank that has least.
+
+    The fullest rank has at most 4/3 of what the best possible assignment gives it (Graham 1969, longest processing
+    time first), or one parameter that is larger than that.
+
+    Returns:
+        The owner of each parameter.
+    """
+    owners = [0] * len(numels)
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
+        load, rank = heapq.heappop(loads)
+        owners[index] = rank
+        heapq.heappush(loads, (load + numels[index], rank))
+    return tuple(owners)
+
+
+def _fill(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
+    """The parameters of each bucket: last registered first, closed at ``bucket_numel`` elements."""
+    filled: list[list[int]] = [[]]
+    size = 0
     for index in reversed(range(len(numels))):
-        world[index] = Range(end, end + numels[index])
-        end += numels[index]
-        members.append(index)
-        if end - start >= bucket_numel or index == 0:
-            end = start + quantum * max(1, -(-(end - start) // quantum))
-            piece_numel = (end - start) // grid.world_size
-            buckets.append(Bucket(len(buckets), Range(start, end), local_start, piece_numel, tuple(members)))
-            local_start += piece_numel * grid.replicas
-            start, members = end, []
-    return Layout(grid, tuple(world[i] for i in range(len(numels))), tuple(buckets), end, local_start)
+        if size >= bucket_numel:
+            filled.append([])
+            size = 0
+        filled[-1].append(index)
+        size += numels[index]
+    return filled
+
+
+def _lay(members: Sequence[int], numels: Sequence[int], start: int, world: dict[int, Range]) -> None:
+    for index in members:
+        world[index] = Range(start, start + numels[index])
+        start += numels[index]
+
+
+def _even_sizes(numel: int, ranks: int, align: int) -> list[int]:
+    return [align * max(1, -(-numel // (ranks * align)))] * ranks
+
+
+def _round_up(numel: int, align: int) -> int:
+    return align * -(-numel // align)

@@ -1,6 +1,7 @@
 """The user's own optimizer, at work on the pieces of a shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.grid import Grid
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.layout import ParameterPiece
+from lightning_replica.sharding.layout import ParameterPiece, Partition
 
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -24,77 +26,200 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+_REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it treats all parameters as one vector and evaluates the closure several times a step",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gradients live in flat, dense buffers",
+}
+# Entries that are one number whatever the parameter's shape: only the name tells, for a parameter of shape ().
+_NUMBERS = ("step", "mu", "mu_product", "eta")
 
 
-def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters that ``optimizer`` trains, in order of its groups; frozen ones are left out."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def check_element_wise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer whose update of an element depends on other elements.
+def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
+    """Refuses an optimizer that would train something else on the pieces of ``partition``.
 
     Raises:
-        ConfigurationError: If the optimizer is not known to be element-wise, or has already made a step.
+        ConfigurationError: If it cannot be sharded at all, or not in this partition.
     """
     name = type(optimizer).__name__
-    if not isinstance(optimizer, ELEMENT_WISE):
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise ConfigurationError(
+                f"`replica_zero` cannot shard {name}: {reason}. Use another optimizer, or `strategy='ddp'`."
+            )
+    if partition == "element" and not isinstance(optimizer, ELEMENT_WISE):
         known = ", ".join(cls.__name__ for cls in ELEMENT_WISE)
         raise ConfigurationError(
-            f"`replica_zero` cuts parameters into pieces, and {name} is not known to update every element on its own:"
-            f" on pieces it would train something else. Use one of {known} (or a subclass), or another strategy."
+            f"partition='element' cuts parameters into pieces, and {name} is not known to update every element on its"
+            " own: on pieces it would train something else. Use `ReplicaZeroStrategy(partition='parameter')`, which"
+            f" keeps parameters whole, or one of {known} (or a subclass)."
         )
-    if optimizer.state:
-        raise ConfigurationError(
-            f"{name} already holds state for {len(optimizer.state)} parameters before training begins."
-            " Return a new optimizer from `configure_optimizers`."
-        )
+
+
+class Piece:
+    """A part of a parameter, as the optimizer sees it.
+
+    Attributes:
+        buffers: Where it lies.
+        where: Its ranges.
+        parameter: What stands in the optimizer's param group during an update: a view into ``buffers.main``.
+    """
+
+    def __init__(self, buffers: Buffers, where: ParameterPiece) -> None:
+        self.buffers, self.where = buffers, where
+        self.parameter = nn.Parameter(buffers.piece_of(where, buffers.main))
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The module's parameter that this is a part of."""
+        return self.buffers.parameters[self.where.parameter]
+
+    @property
+    def used(self) -> bool:
+        """Whether any rank has a gradient for the parameter."""
+        return self.buffers.used[self.where.parameter]
 
 
 class ShardedOptimizer:
-    """Re-points an optimizer's param groups from whole parameters to the pieces of this rank's shard.
+    """Has an optimizer update the pieces of this rank's shard in place of whole parameters.
 
-    The object stays the user's: schedulers, hooks and ``param_groups[i]["lr"]`` work as before. A group that owns
-    nothing in this shard stays, empty. Following Megatron-core's distributed optimizer (seeds 002 and 004), but
-    with the user's optimizer instead of a wrapper.
+    The object stays the user's: schedulers, hooks and ``param_groups[i]["lr"]`` work as before, and its param groups
+    hold the module's parameters; pieces take their place only while an update runs (`swapped`). Following
+    Megatron-core's distributed optimizer (seeds 002 and 004), but with the user's optimizer instead of a wrapper.
+
+    Args:
+        optimizer: The user's optimizer.
+        parameters: All parameters of the module, in registration order.
+        grid: The table of ranks.
+        rank: This rank.
+        bucket_bytes: Size at which a bucket is closed.
+        partition: How buckets are cut.
     """
 
-    def __init__(self, optimizer: Optimizer, buffers: Buffers, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        grid: Grid,
+        rank: int,
+        bucket_bytes: int,
+        partition: Partition,
+    ) -> None:
+        check_optimizer(optimizer, partition)
         self.optimizer = optimizer
-        self._buffers = buffers
-        self.pieces = buffers.layout.pieces(buffers.shard)
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self.parameters = [self._parameter(piece) for piece in self.pieces]
-        own: dict[int, list[nn.Parameter]] = {}
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            own.setdefault(piece.parameter, []).append(parameter)
-        for group in optimizer.param_groups:
-            trained = [index_of[id(p)] for p in group["params"] if p.requires_grad]
-            group["params"] = [piece for index in trained for piece in own.get(index, [])]
-        # Lightning's closure calls this where gradients are the whole parameters', not the pieces'.
+        self._parameters = [(parameter, order) for order, parameter in enumerate(parameters)]
+        self._order = {id(parameter): order for parameter, order in self._parameters}
+        self._plan = (grid, rank, bucket_bytes, partition)
+        self.buffers: list[Buffers] = []
+        self.pieces: list[Piece] = []
+        self._user_zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self.follow_groups()
 
-    def update(self, clip_coefficient: float | None) -> None:
-        """Makes one optimizer step on the shard; the gradient is scaled first if asked for."""
-        if clip_coefficient is not None:
-            self._buffers.main_grads.mul_(clip_coefficient)
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            parameter.grad = self._buffers.main_grads[piece.local.start : piece.local.stop]
-        self.optimizer.step()
+    def follow_groups(self) -> tuple[list[Buffers], list[Buffers]]:
+        """Lays out parameters that the param groups hold and no buffer does; drops buffers that no group knows.
 
-    def state(self) -> dict[str, Any]:
-        """Everything the update depends on besides the shard's values, as tensors by name and plain scalars.
+        Parameters join when they are trained for the first time: `add_param_group`, or unfrozen. They get buffers of
+        their own, so that no state has to move between ranks.
 
         Returns:
-            ``{"tensors": {"<piece>/<key>": tensor}, "scalars": {...}}`` with every tensor as the optimizer holds
-            it: writing into one writes into the optimizer.
+            The buffers that are new, and those that are gone.
+        """
+        listed = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        known = {id(p) for buffers in self.buffers for p in buffers.parameters}
+        missing = [p for p in listed.values() if p.requires_grad and id(p) not in known]
+        gone = [buffers for buffers in self.buffers if not any(id(p) in listed for p in buffers.parameters)]
+        if not missing and not gone:
+            return [], []
+        return self._replace(gone, self._lay_out(sorted(missing, key=lambda p: self._order.get(id(p), -1)))), gone
+
+    def follow_layout(self, layout: Sequence[Sequence[int]]) -> tuple[list[Buffers], list[Buffers]]:
+        """Like `follow_groups`, for a replacement: the buffers that a peer has, parameter by parameter.
+
+        Args:
+            layout: For every buffer of the peer, the positions of its parameters in the module.
+        """
+        parameters = {order: p for p, order in self._parameters}
+        gone = [buffers for buffers in self.buffers if list(buffers.order) not in [list(each) for each in layout]]
+        kept = [list(buffers.order) for buffers in self.buffers if buffers not in gone]
+        new = [b for each in layout if list(each) not in kept for b in self._lay_out([parameters[i] for i in each])]
+        return self._replace(gone, new), gone
+
+    def _replace(self, gone: list[Buffers], new: list[Buffers]) -> list[Buffers]:
+        self.buffers = [buffers for buffers in self.buffers if buffers not in gone] + new
+        for piece in self.pieces:
+            if piece.buffers in gone:
+                self.optimizer.state.pop(piece.parameter, None)
+        kept = [piece for piece in self.pieces if piece.buffers not in gone]
+        self.pieces = kept + [Piece(buffers, where) for buffers in new for where in buffers.pieces]
+        for parameter in (p for buffers in new for p in buffers.parameters):
+            if parameter in self.optimizer.state:  # some optimizers make theirs at construction (Adagrad)
+                self.put_state(parameter, self.optimizer.state.pop(parameter))
+        return new
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Buffers]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if id(parameter) not in self._order:
+                raise ConfigurationError(
+                    f"The optimizer {type(self.optimizer).__name__} holds a parameter of shape"
+                    f" {tuple(parameter.shape)} that is not one of the LightningModule's. Register it as an attribute."
+                )
+            if not parameter.is_floating_point():
+                raise ConfigurationError(
+                    f"A trained parameter has dtype {parameter.dtype}; `replica_zero` shards floating-point parameters."
+                    " Use its real view (`torch.view_as_real`) as parameter, or freeze it."
+                )
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        grid, rank, bucket_bytes, partition = self._plan
+        return [
+            Buffers(grid, rank, members, [self._order[id(p)] for p in members], bucket_bytes, partition)
+            for members in kinds.values()
+        ]
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Pieces in place of whole parameters in the param groups. A group that owns nothing here is empty."""
+        own: dict[int, list[nn.Parameter]] = {}
+        for piece in self.pieces:
+            own.setdefault(id(piece.whole), []).append(piece.parameter)
+        wholes = [group["params"] for group in self.optimizer.param_groups]
+        for group, params in zip(self.optimizer.param_groups, wholes, strict=True):
+            group["params"] = [part for whole in params for part in own.get(id(whole), ())]
+        try:
+            yield
+        finally:
+            for group, params in zip(self.optimizer.param_groups, wholes, strict=True):
+                group["params"] = params
+
+    def update(self, prepare: Callable[[list[Tensor]], None]) -> None:
+        """Makes one optimizer step on the shard; parameters that no rank has a gradient for are left out.
+
+        Args:
+            prepare: Called with the gradients, in 32 bits where parameters have 16, to scale or clip them in place.
+        """
+        for piece in self.pieces:
+            piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
+        prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
+        with self.swapped():
+            self.optimizer.step()
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    # State, piece by piece
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything the update depends on besides the shard's values.
+
+        Returns:
+            ``{"<piece>/<key>": tensor}`` with every tensor as the optimizer holds it, so that writing into one writes
+            into the optimizer, and plain scalars likewise named.
         """
         tensors: dict[str, Tensor] = {}
         scalars: dict[str, Any] = {}
-        for number, parameter in enumerate(self.parameters):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+        for number, piece in enumerate(self.pieces):
+            for key, value in self.optimizer.state.get(piece.parameter, {}).items():
                 (tensors if isinstance(value, Tensor) else scalars)[f"{number}/{key}"] = value
-        return {"tensors": tensors, "scalars": scalars}
+        return tensors, scalars
 
     def prepare_state(
         self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], scalars: Mapping[str, Any]
@@ -108,13 +233,34 @@ class ShardedOptimizer:
             parameter, key = self._owner(name)
             self.optimizer.state[parameter][key] = value
 
+    def put_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Cuts the state of a whole parameter into that of the pieces which this rank holds."""
+        for piece in self.pieces:
+            if piece.whole is parameter:
+                self.optimizer.state[piece.parameter] = {
+                    key: piece.buffers.split(piece.where, value) if is_like(key, value, parameter) else value
+                    for key, value in state.items()
+                }
+
+    def close(self) -> None:
+        """Gives the optimizer its own ``zero_grad`` back."""
+        self.optimizer.zero_grad = self._user_zero_grad  # type: ignore[method-assign]
+
     def _owner(self, name: str) -> tuple[nn.Parameter, str]:
         number, key = name.split("/", 1)
-        return self.parameters[int(number)], key
-
-    def _parameter(self, piece: ParameterPiece) -> nn.Parameter:
-        return nn.Parameter(self._buffers.main[piece.local.start : piece.local.stop])
+        return self.pieces[int(number)].parameter, key
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of the whole parameters; they are views and never become None."""
-        self._buffers.zero_gradients()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad = parameter.grad.detach().zero_()
+
+
+def is_like(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of an optimizer's state has one element for every element of the parameter."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return False
+    return value.ndim > 0 or key not in _NUMBERS

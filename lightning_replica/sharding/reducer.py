@@ -1,35 +1,63 @@
 """Bucketed gradient reduction that overlaps backward."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
+from lightning_replica.errors import ConfigurationError
 from lightning_replica.points import reach
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
+from lightning_replica.sharding.layout import Bucket
 from lightning_replica.works import Check, Work, wait
+
+# Exchanges under way at a time; each has a receive buffer of a bucket's size.
+_IN_FLIGHT = 4
+
+
+@dataclass
+class _Job:
+    """One bucket on its way."""
+
+    buffers: Buffers
+    bucket: Bucket
+    missing: int
+    received: Tensor | None = None
+    exchange: Work = None
+    shares: list[Work] = field(default_factory=list)
 
 
 class Reducer:
     """Averages gradients over the world, bucket by bucket, as backward produces them.
 
-    Two stages a bucket: its pieces are exchanged and each rank adds up its own, then the sum goes to the peers.
-    Each stage is launched strictly in order of bucket, on every rank, so that collectives of one group meet.
+    Two stages a bucket: its pieces are exchanged and each rank adds up its own, then the average goes to the peers.
+    Each stage is launched strictly in the same order on every rank, so that collectives of one group meet. The
+    order is that of registration, backwards, over all buffers of all optimizers that take part.
     """
 
-    def __init__(self, buffers: Buffers, parameters: Sequence[nn.Parameter]) -> None:
-        self._buffers = buffers
-        self._buckets = buffers.layout.buckets
-        bucket_of = {i: bucket.index for bucket in self._buckets for i in bucket.parameters}
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket_of[index]))
-            for index, parameter in enumerate(parameters)
-        ]
-        self._received = [buffers.grads.new_empty(bucket.world.numel) for bucket in self._buckets]
-        self.enabled = True  # False while gradients accumulate: nothing is sent
+    def __init__(self) -> None:
+        self._hooks: dict[int, list[Any]] = {}
+        self._pool: list[Tensor] = []
+        self.private: set[int] = set()  # ids of buffers with gradients that other ranks do not know of
         self.reset()
+
+    def add(self, buffers: Buffers) -> None:
+        """Watches the gradients of ``buffers``."""
+        self._hooks[id(buffers)] = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, buffers, index))
+            for index, parameter in enumerate(buffers.parameters)
+        ]
+
+    def remove(self, buffers: Buffers) -> None:
+        """Takes the hooks off the parameters again."""
+        self.private.discard(id(buffers))
+        for handle in self._hooks.pop(id(buffers)):
+            handle.remove()
 
     def connect(self, groups: Groups, check: Check) -> None:
         """Uses ``groups`` from now on; whatever was under way on others is forgotten."""
@@ -37,60 +65,104 @@ class Reducer:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the step's launches; the buffers stay."""
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._exchanges: list[Work] = []
-        self._shares: list[list[Work]] = []
+        """Forgets the step's launches; an exchange that never ended may still write into its buffer, so that goes."""
+        self._jobs: list[_Job] = []
+        self._job_of: dict[tuple[int, int], _Job] = {}
+        self._launched = self._shared = 0
+        self._active = False
 
-    def close(self) -> None:
-        """Removes the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
+    def begin(self, active: Sequence[Buffers]) -> None:
+        """The next backward pass is the last of its window for ``active``: their buckets leave as they fill."""
+        self.reset()
+        jobs = [
+            _Job(buffers, bucket, len(bucket.parameters)) for buffers in active for bucket in buffers.layout.buckets
+        ]
+        self._jobs = sorted(jobs, key=lambda job: -max(job.buffers.order[index] for index in job.bucket.parameters))
+        for job in self._jobs:
+            self._job_of.update(((id(job.buffers), index), job) for index in job.bucket.parameters)
+        self._active = True
 
-    def finish(self) -> None:
-        """Waits until ``main_grads`` holds the shard's averaged gradient.
+    def finish(self, active: Sequence[Buffers]) -> None:
+        """Waits until the shard's pieces of ``grads`` hold the averaged gradient.
 
         Buckets that backward did not complete (unused parameters) are launched as they are.
 
         Raises:
             CollectiveError: If a peer is gone.
         """
-        while len(self._exchanges) < len(self._buckets):
-            self._exchange()
-        for index in range(len(self._buckets)):
-            wait(self._exchanges[index], self._check)
-            if index == len(self._shares):
+        if not self._active:  # no backward announced itself: reduce what there is
+            self.begin(active)
+        while self._shared < len(self._jobs):
+            if self._can_launch():
+                self._launch()
+            else:
                 self._share()
-            if index == 0:
-                reach("reduction")
-        for works in self._shares:
-            for work in works:
+                if self._shared == 1:
+                    reach("reduction")
+        for job in self._jobs:
+            for work in job.shares:
                 wait(work, self._check)
+            self.private.discard(id(job.buffers))
         self.reset()
 
-    def _on_gradient(self, bucket: int, _: Tensor) -> None:
-        """Called by autograd once a parameter of ``bucket`` has its whole gradient."""
-        if not self.enabled:
+    def gather_gradients(self, active: Sequence[Buffers]) -> None:
+        """After `finish`: makes all of ``grads`` the averaged gradient, as under DDP."""
+        works = [
+            work
+            for buffers in active
+            for bucket in buffers.layout.buckets
+            for work in collectives.gather(bucket, buffers.grads, self._groups)
+        ]
+        for work in works:
+            wait(work, self._check)
+
+    def _on_gradient(self, buffers: Buffers, index: int, _: Tensor) -> None:
+        """Called by autograd once a parameter has its whole gradient."""
+        job = self._job_of.get((id(buffers), index))
+        buffers.attach(index)
+        if job is None:
+            self.private.add(id(buffers))
             return
-        self._missing[bucket] -= 1
-        while len(self._exchanges) < len(self._buckets) and self._missing[len(self._exchanges)] <= 0:
-            self._exchange()
-        while len(self._shares) < len(self._exchanges) and _is_done(self._exchanges[len(self._shares)]):
-            wait(self._exchanges[len(self._shares)], self._check)
+        if job.received is not None:
+            raise ConfigurationError(
+                "A parameter got a second gradient in one backward pass, after its bucket had been sent. Reentrant"
+                " activation checkpointing does that to shared parameters: use `checkpoint(..., use_reentrant=False)`."
+            )
+        job.missing -= 1
+        while self._can_launch() and self._jobs[self._launched].missing <= 0:
+            self._launch()
+        while self._shared < self._launched and _is_done(self._jobs[self._shared].exchange):
             self._share()
 
-    def _exchange(self) -> None:
-        bucket = self._buckets[len(self._exchanges)]
-        received = self._received[bucket.index]
-        self._exchanges.append(collectives.exchange(bucket, self._buffers.grads, received, self._groups))
+    def _can_launch(self) -> bool:
+        return self._launched < len(self._jobs) and self._launched - self._shared < _IN_FLIGHT
+
+    def _launch(self) -> None:
+        job = self._jobs[self._launched]
+        job.buffers.complete(job.bucket)
+        job.received = self._receive_buffer(job)
+        job.exchange = collectives.exchange(job.bucket, job.buffers.grads, job.received, self._groups)
+        self._launched += 1
 
     def _share(self) -> None:
-        bucket = self._buckets[len(self._shares)]
-        where = bucket.local(self._groups.replica_index)
-        own = self._buffers.main_grads[where.start : where.stop]
-        collectives.sum_pieces(bucket, self._received[bucket.index], own)
-        own.div_(self._groups.grid.world_size)
-        self._shares.append(collectives.share_with_peers(bucket, self._buffers.main_grads, self._groups))
+        job = self._jobs[self._shared]
+        wait(job.exchange, self._check)
+        grads, received = job.buffers.grads, job.received
+        if received is not None:
+            collectives.sum_pieces(job.bucket, received, grads, self._groups)
+            self._pool.append(received)
+        job.shares = collectives.share_with_peers(job.bucket, grads, self._groups)
+        self._shared += 1
+
+    def _receive_buffer(self, job: _Job) -> Tensor:
+        grads = job.buffers.grads
+        numel = job.bucket.pieces[self._groups.rank].numel * self._groups.grid.world_size
+        for place, free in enumerate(self._pool):
+            if free.numel() == numel and free.dtype == grads.dtype:
+                return self._pool.pop(place)
+        if len(self._pool) >= _IN_FLIGHT:
+            self._pool.pop(0)
+        return torch.empty(numel, dtype=grads.dtype, device=grads.device)
 
 
 def _is_done(work: Work) -> bool:

@@ -1,7 +1,8 @@
 """One rank's part in a step: from gradients to the gathered parameters, and back to life after a fault."""
 
 import enum
-from collections import defaultdict
+import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_replica.errors import ProtocolError
+from lightning_replica._compat.torch import as_bytes
+from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.grid import Grid
 from lightning_replica.points import reach
-from lightning_replica.sharding import collectives
+from lightning_replica.sharding import collectives, moving, usage
+from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
-from lightning_replica.sharding.layout import plan_layout
+from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.reducer import Reducer
 from lightning_replica.works import Check, wait
@@ -36,74 +39,174 @@ class Commit:
     """What the world agreed on in the commit of one step.
 
     Attributes:
-        grad_norm_sq: Squared 2-norm of the averaged gradient of all parameters, each element counted once.
+        grad_norm_sq: Squared 2-norm of the averaged gradient of all parameters, each element counted once; still
+            multiplied by the loss scale.
+        non_finite: Ranks whose gradient holds an infinity or a NaN. Counted only under a loss scaler.
+        stop: Ranks that were asked to stop (SIGTERM).
+        used: Which parameters any rank has a gradient for, as `usage.pack` packs it.
     """
 
     grad_norm_sq: float
+    non_finite: float = 0.0
+    stop: float = 0.0
+    used: tuple[float, ...] = ()
 
     @property
     def vector(self) -> tuple[float, ...]:
         """The plain numbers, as they travel."""
-        return (self.grad_norm_sq,)
+        return (self.grad_norm_sq, self.non_finite, self.stop, *self.used)
+
+    @classmethod
+    def of(cls, vector: Sequence[float]) -> "Commit":
+        """The inverse of `vector`."""
+        return cls(vector[0], vector[1], vector[2], tuple(vector[3:]))
 
 
 @dataclass(frozen=True)
-class Clip:
-    """Gradient clipping that a step asked for: by global 2-norm or by value; None is none."""
+class Request:
+    """What the update shall do to the gradient first.
 
-    norm: float | None = None
-    value: float | None = None
+    Attributes:
+        scale: Loss scale to divide by; None if the loss is not scaled.
+        clip_norm: Largest global 2-norm; None is no limit.
+        clip_value: Largest absolute value of an element; None is no limit.
+    """
+
+    scale: float | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
 
 
 class ShardedState:
-    """The sharded parameters, gradients and optimizer of one rank.
+    """The sharded parameters, gradients and optimizers of one rank.
+
+    Args:
+        grid: The table of ranks.
+        rank: This rank.
+        parameters: All parameters of the module, in registration order.
+        optimizers: The user's optimizers.
+        bucket_bytes: Size at which a bucket is closed.
+        partition: How buckets are cut.
+        whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
+            costs a gather; otherwise it is so for the own shard only.
+        manual: Whether one step of this state is a batch with any number of optimizer steps.
 
     Attributes:
-        step: Updates applied to this rank's shard, t.
+        step: Steps applied to this rank's shard, t.
         phase: How far the step t -> t+1 has come.
         committed: The commit of step t -> t+1, from COMMITTED on.
-        clip: Clipping of the step under way.
+        request: What the update of the step under way does to the gradient.
     """
 
     def __init__(
-        self, grid: Grid, rank: int, parameters: Sequence[nn.Parameter], optimizer: Optimizer, bucket_bytes: int
+        self,
+        grid: Grid,
+        rank: int,
+        parameters: Sequence[nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        bucket_bytes: int,
+        partition: Partition = "element",
+        whole_gradients: bool = False,
+        manual: bool = False,
     ) -> None:
-        bucket_numel = max(1, bucket_bytes // parameters[0].element_size()) if parameters else 1
-        self.layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel)
-        self.buffers = Buffers(self.layout, parameters, grid.shard_of(rank))
-        self.reducer = Reducer(self.buffers, parameters)
-        self.optimizer = ShardedOptimizer(optimizer, self.buffers, parameters)
+        self.grid, self.rank = grid, rank
+        self.whole_gradients, self.manual = whole_gradients, manual
+        _check_disjoint(optimizers)
+        self.optimizers = [
+            ShardedOptimizer(optimizer, parameters, grid, rank, bucket_bytes, partition) for optimizer in optimizers
+        ]
+        if not self.buffers:
+            raise ConfigurationError(
+                "There is no parameter to train: no optimizer holds one with requires_grad=True."
+                " Check `configure_optimizers` and what was frozen."
+            )
+        self.reducer = Reducer()
+        for buffers in self.buffers:
+            self.reducer.add(buffers)
         self.step = 0
         self.phase = StepPhase.IDLE
         self.committed: Commit | None = None
-        self.clip = Clip()
+        self.request = Request()
+        self._backup: Backup | None = None
+        self._before_window: list[Tensor] | None = None
+
+    @property
+    def buffers(self) -> list[Buffers]:
+        """All flat buffers."""
+        return [buffers for optimizer in self.optimizers for buffers in optimizer.buffers]
 
     def connect(self, groups: Groups, check: Check) -> None:
         """Uses ``groups`` from now on."""
         self._groups, self._check = groups, check
         self.reducer.connect(groups, check)
 
+    def follow_groups(self) -> None:
+        """Takes in parameters that were added to a param group or unfrozen, drops what was removed."""
+        for optimizer in self.optimizers:
+            new, gone = optimizer.follow_groups()
+            self._watch(new, gone)
+
+    def _watch(self, new: Sequence[Buffers], gone: Sequence[Buffers]) -> None:
+        for buffers in new:
+            self.reducer.add(buffers)
+        for buffers in gone:
+            self.reducer.remove(buffers)
+
     # A step, in the order of calls
+
+    def begin_window(self, weights_may_differ: bool) -> None:
+        """The first batch of a step is about to begin.
+
+        Args:
+            weights_may_differ: Whether user code may have written to the weights since the last step.
+        """
+        self.follow_groups()
+        self._before_window = None
+        if weights_may_differ and not all(buffers.is_params() for buffers in self.buffers):
+            self._before_window = [buffers.main.clone() for buffers in self.buffers]
+            for buffers in self.buffers:
+                buffers.main_from_params()
+        self._backup = Backup(self.optimizers) if self.manual else None
 
     def before_backward(self, reduce: bool) -> None:
         """Makes ready for a backward pass; without ``reduce`` its gradients only accumulate."""
-        self.buffers.attach_gradients()
-        self.reducer.enabled = reduce
+        if self._backup is not None:
+            self._backup.keep_gradients()
+        if reduce and (self.whole_gradients or not self.manual):
+            self.reducer.begin(self._differentiable())
+        else:
+            self.reducer.reset()
 
-    def reduce(self) -> None:
-        """Completes the shard's averaged gradient."""
-        self.reducer.finish()
+    def after_backward(self, reduce: bool) -> None:
+        """The backward pass is over; where gradients are to be whole, now they become so."""
+        if reduce and self.whole_gradients:
+            self._expose(self._differentiable())
 
-    def commit(self) -> Commit:
+    def reduce(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
+        """Completes the shard's averaged gradient, of all optimizers or of some."""
+        active = self._buffers_of(optimizers)
+        if not self.whole_gradients:
+            self.reducer.finish(active)
+            return
+        if any(id(buffers) in self.reducer.private for buffers in active):
+            self._expose(active)
+        for buffers in active:  # hooks may have put other gradients in place, or taken some away
+            for bucket in buffers.layout.buckets:
+                buffers.complete(bucket)
+
+    def commit(self, stop: bool = False) -> Commit:
         """Agrees with all ranks that step t -> t+1 happens.
+
+        Args:
+            stop: Whether this rank was asked to stop.
 
         Raises:
             CollectiveError: If it did not come about here. Other ranks may have seen it succeed.
         """
-        vector = torch.tensor([self._own_norm_sq()], dtype=torch.float64)
+        vector = self._vector([] if self.manual else self.optimizers, stop)
         self.phase = StepPhase.ENTERED
         collectives.all_reduce(vector, self._groups, self._check)
-        self.committed = Commit(*vector.tolist())
+        self.committed = Commit.of(vector.tolist())
         self.phase = StepPhase.COMMITTED
         return self.committed
 
@@ -111,23 +214,52 @@ class ShardedState:
         """Applies the committed step to the own shard. Needs no other rank."""
         if self.phase is not StepPhase.COMMITTED or self.committed is None:
             raise ProtocolError(f"An update needs a commit, but this rank is in {self.phase} of step {self.step}.")
-        self.phase = StepPhase.UPDATING
-        reach("update")
-        if self.clip.value is not None:
-            self.buffers.main_grads.clamp_(-self.clip.value, self.clip.value)
-        self.optimizer.update(self._clip_coefficient(self.committed))
+        if not self.manual:
+            self.phase = StepPhase.UPDATING
+            reach("update")
+            self._update(self.optimizers, self.committed)
         self.step += 1
+        self._backup = self._before_window = None
         self._idle()
 
-    def gather(self) -> None:
-        """Rebuilds all parameters from the shards. Collective."""
-        self.buffers.params_from_main()
-        works = [collectives.gather(bucket, self.buffers.params, self._groups) for bucket in self.layout.buckets]
+    def step_one(self, optimizer: ShardedOptimizer) -> Commit:
+        """One optimizer's step inside a batch, under manual optimization. Collective.
+
+        Returns:
+            What the ranks agreed on; where gradients are whole they need not ask each other.
+        """
+        vector = self._vector([optimizer], False)
+        if not self.whole_gradients:
+            collectives.all_reduce(vector, self._groups, self._check)
+        commit = Commit.of(vector.tolist())
+        if self._backup is not None:
+            self._backup.keep_shard()
+        self.phase = StepPhase.UPDATING
+        reach("update")
+        self._update([optimizer], commit)
+        self.gather([optimizer])
+        if not self.whole_gradients:
+            for buffers in optimizer.buffers:
+                buffers.drop_gradients()
+        self._idle()
+        return commit
+
+    def gather(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
+        """Rebuilds parameters from the shards. Collective."""
+        works = []
+        for buffers in self._buffers_of(optimizers):
+            buffers.params_from_main()
+            works += [collectives.gather(bucket, buffers.params, self._groups) for bucket in buffers.layout.buckets]
         for index, bucket_works in enumerate(works):
             for work in bucket_works:
                 wait(work, self._check)
             if index == 0:
                 reach("gather")
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether gradients of this rank alone wait for a later batch; only then a batch ends without a commit."""
+        return bool(self.reducer.private)
 
     # After a fault (recovery.interface.Recoverable)
 
@@ -138,8 +270,8 @@ class ShardedState:
 
     @property
     def torn(self) -> bool:
-        """Whether a fault came while the shard was changing."""
-        return self.phase is StepPhase.UPDATING
+        """Whether a fault came while the shard was changing, and there is no copy of it."""
+        return self.phase is StepPhase.UPDATING and not (self._backup is not None and self._backup.whole)
 
     @property
     def commit_vector(self) -> tuple[float, ...] | None:
@@ -150,42 +282,41 @@ class ShardedState:
         """Makes the update that another rank saw committed."""
         if not self.entered:
             raise ProtocolError(f"Rank in {self.phase} of step {self.step} cannot roll forward.")
-        self.committed, self.phase = Commit(*vector), StepPhase.COMMITTED
+        self.committed, self.phase = Commit.of(vector), StepPhase.COMMITTED
         self.update()
 
-    def roll_back(self) -> None:
-        """Forgets the step under way: gradients, launches, the commit."""
-        self._idle()
+    def roll_back(self, kind: str) -> None:
+        """Forgets the step under way: gradients, launches, the commit, and what a batch has already updated.
+
+        Args:
+            kind: "tail" if hooks of the step before are called again; what they did to weights is undone then.
+        """
         self.reducer.reset()
-        self.buffers.zero_gradients()
+        if self._backup is not None:
+            self._backup.restore()
+        if not self.torn:
+            self._idle()
+        if kind == "tail" and self._before_window is not None:
+            for buffers, value in zip(self.buffers, self._before_window, strict=True):
+                buffers.main.copy_(value)
+        self._backup = self._before_window = None
+        self.follow_groups()
+        if not self.manual:
+            self.reducer.private.clear()
+            for buffers in self.buffers:
+                buffers.drop_gradients()
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """The shard in few large messages.
-
-        Returns:
-            A description in plain data, and one flat tensor for the values and each kind of optimizer state.
-        """
-        state = self.optimizer.state()
-        kinds = _by_kind(state["tensors"])
-        described = {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for name, tensor in state["tensors"].items()
-        }
-        manifest = {"step": self.step, "tensors": described, "scalars": state["scalars"]}
-        flat = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in kinds.values()]
-        return manifest, [self.buffers.main, *flat]
+        """The shard in few large messages: see `moving`."""
+        manifest, tensors = moving.export_shard(self.optimizers, with_gradients=self.manual)
+        return {"step": self.step, **manifest}, tensors
 
     def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
         """Takes a peer's shard: ``receive`` fills one flat tensor after the other, as `export_shard` lists them."""
         self.phase = StepPhase.UPDATING  # torn until all of it is here
-        shapes = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in manifest["tensors"].items()}
-        self.optimizer.prepare_state(shapes, manifest["scalars"])
-        receive(self.buffers.main)
-        for tensors in _by_kind(self.optimizer.state()["tensors"]).values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            receive(flat)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        for optimizer, layout in zip(self.optimizers, manifest["layouts"], strict=True):
+            self._watch(*optimizer.follow_layout(layout))
+        moving.import_shard(self.optimizers, manifest, receive)
         self.step = manifest["step"]
         self._idle()
 
@@ -193,28 +324,92 @@ class ShardedState:
         """Gathers all parameters; heals whatever a half-done gather left. Collective."""
         self.gather()
 
+    # Leaving
+
+    def digest(self) -> int:
+        """A CRC-32 of the shard's values and optimizer state; peers must have the same after every step."""
+        crc = 0
+        _, tensors = moving.export_shard(self.optimizers, with_gradients=False)
+        for tensor in tensors:
+            crc = zlib.crc32(as_bytes(tensor.cpu()), crc)
+        return crc
+
+    def release(self) -> None:
+        """Training is over: parameters get memory of their own, hooks go."""
+        for optimizer in self.optimizers:
+            for buffers in optimizer.buffers:
+                self.reducer.remove(buffers)
+                buffers.release()
+            optimizer.close()
+
     def _idle(self) -> None:
-        self.phase, self.committed, self.clip = StepPhase.IDLE, None, Clip()
+        self.phase, self.committed, self.request = StepPhase.IDLE, None, Request()
 
-    def _own_norm_sq(self) -> float:
-        """This rank's share of the squared gradient norm: its own pieces, so that R holders count once."""
-        total = 0.0
-        for bucket in self.layout.buckets:
-            where = bucket.local(self._groups.replica_index)
-            total += float(torch.linalg.vector_norm(self.buffers.main_grads[where.start : where.stop])) ** 2
-        return total
+    def _buffers_of(self, optimizers: Sequence[ShardedOptimizer] | None) -> list[Buffers]:
+        return [buffers for optimizer in optimizers or self.optimizers for buffers in optimizer.buffers]
 
-    def _clip_coefficient(self, commit: Commit) -> float | None:
-        """As ``torch.nn.utils.clip_grad_norm_`` computes it."""
-        if self.clip.norm is None:
-            return None
-        coefficient: float = self.clip.norm / (commit.grad_norm_sq**0.5 + 1e-6)
-        return min(1.0, coefficient)
+    def _differentiable(self) -> list[Buffers]:
+        """Buffers that backward may reach: a toggled-off optimizer's are not sent."""
+        return [buffers for buffers in self.buffers if any(p.requires_grad for p in buffers.parameters)]
+
+    def _expose(self, active: Sequence[Buffers]) -> None:
+        self.reducer.finish(active)
+        self.reducer.gather_gradients(active)
+        present = [flag for buffers in active for flag in buffers.present()]
+        vector = torch.tensor(usage.pack(present, self.grid.world_size), dtype=torch.float64)
+        collectives.all_reduce(vector, self._groups, self._check)
+        used = usage.unpack(vector.tolist(), len(present), self.grid.world_size)
+        for buffers in active:
+            buffers.show(used[: len(buffers.parameters)])
+            used = used[len(buffers.parameters) :]
+
+    def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool) -> Tensor:
+        """This rank's part of the commit: its own pieces, so that R holders count once."""
+        buffers = self._buffers_of(optimizers) if optimizers else []
+        own = [part for each in buffers for part in each.own_gradients()]
+        norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
+        scaled = self.request.scale is not None
+        non_finite = scaled and not all(bool(torch.isfinite(part).all()) for part in own)
+        present = [flag for each in buffers for flag in each.present()]
+        commit = Commit(
+            0.0 if non_finite else norm_sq, non_finite, stop, tuple(usage.pack(present, self.grid.world_size))
+        )
+        return torch.tensor(commit.vector, dtype=torch.float64)
+
+    def _update(self, optimizers: Sequence[ShardedOptimizer], commit: Commit) -> None:
+        buffers = self._buffers_of(optimizers)
+        used = usage.unpack(commit.used, sum(len(b.parameters) for b in buffers), self.grid.world_size)
+        for each in buffers:
+            each.used, used = used[: len(each.parameters)], used[len(each.parameters) :]
+        if commit.non_finite:  # as a GradScaler does: the step is counted, nothing is updated
+            return
+        for optimizer in optimizers:
+            optimizer.update(lambda gradients: self._prepare(gradients, commit))
+
+    def _prepare(self, gradients: list[Tensor], commit: Commit) -> None:
+        """Scales and clips as ``GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_`` do."""
+        request = self.request
+        inverse = 1.0 / (request.scale or 1.0)
+        coefficient = 1.0
+        if request.clip_norm is not None:
+            coefficient = min(1.0, request.clip_norm / (math.sqrt(commit.grad_norm_sq) * inverse + 1e-6))
+        for gradient in gradients:
+            if inverse != 1.0:
+                gradient.mul_(inverse)
+            if request.clip_value is not None:
+                gradient.clamp_(-request.clip_value, request.clip_value)
+            if coefficient != 1.0:
+                gradient.mul_(coefficient)
 
 
-def _by_kind(tensors: dict[str, Tensor]) -> dict[tuple[str, torch.dtype], list[Tensor]]:
-    """Groups ``{"<piece>/<key>": tensor}`` by key and dtype: one message a kind."""
-    kinds: defaultdict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        kinds[name.split("/", 1)[1], tensor.dtype].append(tensor)
-    return dict(kinds)
+def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    holder: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if holder.setdefault(id(parameter), number) != number:
+                    raise ConfigurationError(
+                        f"Optimizers {holder[id(parameter)]} and {number} hold the same parameter of shape"
+                        f" {tuple(parameter.shape)}; `replica_zero` keeps each parameter in one optimizer's buffers."
+                        " Give every parameter to one optimizer."
+                    )

@@ -8,66 +8,84 @@ from hypothesis import strategies as st
 
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.grid import Grid
-from lightning_replica.sharding.layout import Layout, plan_layout
+from lightning_replica.sharding.layout import Layout, Partition, balance, plan_layout
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Layout, list[int], int]:
+def layouts(draw: st.DrawFn) -> tuple[Layout, list[int], int, Partition]:
     replicas, shards = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    if replicas * shards == 1:
-        shards = 2
     numels = draw(st.lists(st.integers(0, 300), min_size=1, max_size=12))
     align = draw(st.sampled_from([1, 2, 16]))
-    layout = plan_layout(Grid(replicas * shards, replicas), numels, draw(st.integers(1, 500)), align)
-    return layout, numels, align
+    partition: Partition = draw(st.sampled_from(["element", "parameter"]))
+    grid = Grid(replicas * shards, replicas)
+    return plan_layout(grid, numels, draw(st.integers(1, 500)), partition, align), numels, align, partition
+
+
+Case = tuple[Layout, list[int], int, Partition]
 
 
 @given(layouts())
-def test_every_element_has_one_owner_shard(case: tuple[Layout, list[int], int]) -> None:
-    layout, numels, _ = case
+def test_every_element_has_one_owner_shard(case: Case) -> None:
+    layout, numels, _, partition = case
     owned: Counter[tuple[int, int]] = Counter()
     for shard in range(layout.grid.shards):
         for piece in layout.pieces(shard):
             owned.update((piece.parameter, i) for i in range(piece.param.start, piece.param.stop))
+            if partition == "parameter":
+                assert piece.param.numel == numels[piece.parameter]
     assert owned == Counter((index, i) for index, numel in enumerate(numels) for i in range(numel))
 
 
 @given(layouts())
-def test_ranges_invert_each_other(case: tuple[Layout, list[int], int]) -> None:
-    layout, _, _ = case
+def test_ranges_invert_each_other(case: Case) -> None:
+    layout = case[0]
     for shard in range(layout.grid.shards):
         end = 0
         for piece in layout.pieces(shard):
             assert piece.world.numel == piece.local.numel == piece.param.numel > 0
             assert piece.world == piece.param.shift(layout.world[piece.parameter].start)
-            assert end <= piece.local.start <= piece.local.stop <= layout.local_numel
+            assert end <= piece.local.start <= piece.local.stop <= layout.local_numels[shard]
             end = piece.local.stop
             bucket = next(b for b in layout.buckets if b.world.overlap(piece.world).numel)
-            rank = (piece.world.start - bucket.world.start) // bucket.piece_numel
+            rank = next(r for r, where in enumerate(bucket.pieces) if where.overlap(piece.world).numel)
             assert layout.grid.shard_of(rank) == shard
-            inside = piece.world.start - bucket.piece(rank).start
-            assert piece.local.start == bucket.local(layout.grid.replica_of(rank)).start + inside
+            inside = piece.world.start - bucket.pieces[rank].start
+            assert piece.local.start == bucket.locals[rank].start + inside
 
 
 @given(layouts())
-def test_buckets_tile_the_world_and_are_aligned(case: tuple[Layout, list[int], int]) -> None:
-    layout, numels, align = case
-    end = local = 0
+def test_buckets_tile_the_world_and_are_aligned(case: Case) -> None:
+    layout, numels, align, partition = case
+    end, local_ends = 0, [0] * layout.grid.shards
     for bucket in layout.buckets:
-        assert (bucket.world.start, bucket.local_start) == (end, local)
-        assert bucket.world.numel == layout.grid.world_size * bucket.piece_numel
-        assert bucket.piece_numel % align == 0
-        assert bucket.piece_numel > 0
-        end, local = bucket.world.stop, local + bucket.piece_numel * layout.grid.replicas
-    assert (end, local) == (layout.world_numel, layout.local_numel)
-    assert layout.local_numel * layout.grid.shards == layout.world_numel
+        assert bucket.world.numel > 0
+        for rank, (piece, local) in enumerate(zip(bucket.pieces, bucket.locals, strict=True)):
+            shard = layout.grid.shard_of(rank)
+            assert (piece.start, local.start) == (end, local_ends[shard])
+            assert piece.numel == local.numel
+            assert piece.numel % align == 0
+            end, local_ends[shard] = piece.stop, local.stop
+        assert bucket.is_even or partition == "parameter"
+    assert (end, tuple(local_ends)) == (layout.world_numel, layout.local_numels)
+    assert sum(layout.local_numels) == layout.world_numel
     members = [index for bucket in layout.buckets for index in bucket.parameters]
-    assert members == list(reversed(range(len(numels))))
+    assert sorted(members) == list(range(len(numels)))
+    if partition == "element":
+        assert members == list(reversed(range(len(numels))))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
+def test_whole_parameters_are_balanced(numels: list[int], ranks: int) -> None:
+    loads = [0] * ranks
+    for numel, owner in zip(numels, balance(numels, ranks), strict=True):
+        loads[owner] += numel
+    assert max(loads) <= max(max(numels), 4 / 3 * sum(numels) / ranks + max(numels) / 3)
+    assert max(loads) - min(loads) <= max(numels)
 
 
 @given(layouts())
-def test_parameters_do_not_overlap(case: tuple[Layout, list[int], int]) -> None:
-    layout, numels, _ = case
+def test_parameters_do_not_overlap(case: Case) -> None:
+    layout, numels, _, _ = case
     ordered = sorted((r for r in layout.world if r.numel), key=lambda r: r.start)
     assert all(a.stop <= b.start for a, b in zip(ordered, ordered[1:], strict=False))
     assert [r.numel for r in layout.world] == numels

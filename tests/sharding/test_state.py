@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import make_groups
-from lightning_replica.sharding.optimizer import check_element_wise
-from lightning_replica.sharding.state import Clip, ShardedState
+from lightning_replica.sharding.optimizer import check_optimizer
+from lightning_replica.sharding.state import Request, ShardedState
 from tests.support.ranks import open_world, run_ranks
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -53,10 +53,11 @@ def train(
     their_optimizer, our_optimizer = optimizer(theirs, name), optimizer(ours, name)
     ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
     grid = Grid(world_size, replicas)
-    state = ShardedState(grid, rank, list(ours.parameters()), our_optimizer, bucket_bytes=1000)
+    state = ShardedState(grid, rank, list(ours.parameters()), [our_optimizer], bucket_bytes=1000)
     state.connect(make_groups(grid, rank, 60), lambda: None)
     torch.manual_seed(rank)
     for _ in range(4):
+        state.begin_window(False)
         our_optimizer.zero_grad()
         their_optimizer.zero_grad()
         for part in range(accumulate):
@@ -66,7 +67,7 @@ def train(
             ours(x).square().mean().backward()
             with ddp.no_sync() if not last else torch.enable_grad():
                 ddp(x).square().mean().backward()
-        state.clip = Clip(**clip)
+        state.request = Request(**{f"clip_{kind}": limit for kind, limit in clip.items()})
         state.reduce()
         commit = state.commit()
         norm = torch.stack([p.grad.norm() for p in theirs.parameters() if p.grad is not None]).norm()
@@ -78,11 +79,10 @@ def train(
         state.update()
         state.gather()
         their_optimizer.step()
-    # An unused parameter has a zero gradient here, so that weight decay goes on; DDP leaves it out of the update.
-    both = [(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True) if b.grad is not None]
+    both = zip(ours.parameters(), theirs.parameters(), strict=True)
     difference = max(float((a - b).detach().abs().max()) for a, b in both if a.numel())
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ours.parameters())).hexdigest()
-    return {"difference": difference, "weights": weights, "buckets": len(state.layout.buckets)}
+    return {"difference": difference, "weights": weights, "buckets": len(state.buffers[0].layout.buckets)}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -113,12 +113,12 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
     open_world(rank, store, 2)
     net = model()
     grid = Grid(2, 2)
-    state = ShardedState(grid, rank, list(net.parameters()), optimizer(net, "AdamW"), 1000)
+    state = ShardedState(grid, rank, list(net.parameters()), [optimizer(net, "AdamW")], 1000)
     state.connect(make_groups(grid, rank, 60), lambda: None)
 
     def step() -> None:
         torch.manual_seed(state.step)
-        state.buffers.zero_gradients()
+        state.optimizers[0].optimizer.zero_grad()
         state.before_backward(reduce=True)
         net(torch.randn(8, 33)).square().mean().backward()
         state.reduce()
@@ -131,15 +131,15 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
     manifest, tensors = state.export_shard()
     sent = [tensor.clone() for tensor in tensors]
     if rank == 1:
-        state.buffers.main.fill_(float("nan"))
-        state.optimizer.optimizer.state.clear()
-        state.buffers.params.fill_(float("nan"))
+        state.buffers[0].main.fill_(float("nan"))
+        state.optimizers[0].optimizer.state.clear()
+        state.buffers[0].params.fill_(float("nan"))
         arriving = iter(sent)
         state.import_shard(manifest, lambda tensor: tensor.copy_(next(arriving)))
         assert not state.torn
     state.rebuild()
     step()
-    return hashlib.sha256(state.buffers.params.numpy().tobytes()).hexdigest(), manifest["step"]
+    return hashlib.sha256(state.buffers[0].params.numpy().tobytes()).hexdigest(), manifest["step"]
 
 
 def test_a_shard_moves_whole() -> None:
@@ -153,39 +153,50 @@ class Muonish(torch.optim.Optimizer):
         super().__init__(params, {})
 
 
-def test_optimizers_that_are_not_element_wise() -> None:
+def test_optimizers_that_cannot_be_cut() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    with pytest.raises(ConfigurationError, match=r"LBFGS is not known to update every element.*Use one of ASGD"):
-        check_element_wise(torch.optim.LBFGS([parameter]))
-    with pytest.raises(ConfigurationError, match="Muonish is not known"):
-        check_element_wise(Muonish([parameter]))
+    with pytest.raises(ConfigurationError, match=r"cannot shard LBFGS: it treats all parameters as one vector"):
+        check_optimizer(torch.optim.LBFGS([parameter]), "parameter")
+    with pytest.raises(ConfigurationError, match=r"cannot shard SparseAdam: it needs sparse gradients"):
+        check_optimizer(torch.optim.SparseAdam([parameter]), "element")
+    with pytest.raises(ConfigurationError, match=r"Muonish is not known.*partition='parameter'.*one of ASGD"):
+        check_optimizer(Muonish([parameter]), "element")
+    check_optimizer(Muonish([parameter]), "parameter")
 
 
-def test_an_optimizer_with_a_past() -> None:
+def test_a_parameter_in_two_optimizers() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    used = torch.optim.Adam([parameter])
-    parameter.sum().backward()
-    used.step()
-    with pytest.raises(ConfigurationError, match="already holds state for 1 parameters"):
-        check_element_wise(used)
+    optimizers = [torch.optim.SGD([parameter]), torch.optim.Adam([parameter])]
+    with pytest.raises(ConfigurationError, match=r"Optimizers 0 and 1 hold the same parameter of shape \(3,\)"):
+        ShardedState(Grid(2, 2), 0, [parameter], optimizers, 1000)
 
 
-def test_mixed_dtypes() -> None:
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
-    with pytest.raises(
-        ConfigurationError, match=r"one floating-point dtype.*torch.float32 on cpu, torch.float64 on cpu"
-    ):
-        ShardedState(Grid(2, 2), 0, parameters, torch.optim.SGD(parameters), 1000)
+def test_a_parameter_that_is_not_the_modules() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigurationError, match=r"SGD holds a parameter of shape \(3,\) that is not one of the"):
+        ShardedState(Grid(2, 2), 0, [], [torch.optim.SGD([parameter])], 1000)
 
 
-def test_a_gradient_set_to_none_is_zero_and_a_foreign_one_is_kept() -> None:
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    state = ShardedState(Grid(2, 2), 0, parameters, torch.optim.SGD(parameters), 1000)
-    state.buffers.grads.fill_(7.0)
-    parameters[0].grad = None
+def test_gradients_live_in_the_flat_buffer_and_none_stays_none() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    state = ShardedState(Grid(2, 2), 0, parameters, [torch.optim.SGD(parameters)], 1000)
+    buffers = state.buffers[0]
+    buffers.grads.fill_(7.0)
     parameters[1].grad = torch.tensor([3.0, 4.0])
-    state.buffers.attach_gradients()
-    assert [p.grad.tolist() for p in parameters] == [[0.0, 0.0, 0.0], [3.0, 4.0]]
+    (parameters[0].sum() + parameters[1].sum()).backward()
+    buffers.complete(buffers.layout.buckets[0])
+    assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [[1.0, 1.0, 1.0], [4.0, 5.0], None]
+    assert [buffers.whole(i, buffers.grads).tolist() for i in range(3)] == [[1.0, 1.0, 1.0], [4.0, 5.0], [0.0]]
     assert all(
-        p.grad.untyped_storage().data_ptr() == state.buffers.grads.untyped_storage().data_ptr() for p in parameters
+        p.grad.untyped_storage().data_ptr() == buffers.grads.untyped_storage().data_ptr() for p in parameters[:2]
     )
+
+
+def test_memory_format_is_kept() -> None:
+    image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    turned = nn.Parameter(torch.randn(3, 5).t())
+    values = [image.detach().clone(), turned.detach().clone()]
+    ShardedState(Grid(2, 1), 1, [image, turned], [torch.optim.SGD([image, turned])], 1000)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert turned.stride() == (1, 5)
+    assert all(torch.equal(a, b) for a, b in zip((image, turned), values, strict=True))

@@ -72,7 +72,7 @@ class Faults(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, Strategy)
-        listen(lambda point: self.reach(point, strategy._state.step if strategy._state else -1))
+        listen(lambda point: self.reach(point, strategy._training.state.step if strategy._training else -1))
         self.reach("setup", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -193,8 +193,8 @@ def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
     optimizer = trainer.optimizers[0]
     return {
         "weights": _digest(*model.parameters(), *model.buffers()),
-        "main": _digest(state.buffers.main),
-        "optimizer": _digest(*state.optimizer.state()["tensors"].values()),
+        "main": _digest(*[buffers.main for buffers in state.buffers]),
+        "optimizer": _digest(*[t for sharded in state.optimizers for t in sharded.state()[0].values()]),
         "groups": [[group["lr"], group["weight_decay"]] for group in optimizer.param_groups],
         "schedulers": repr([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},

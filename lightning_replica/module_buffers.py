@@ -1,0 +1,105 @@
+"""Buffers of the module, BatchNorm's statistics among them: the same on all ranks after every step, as under DDP."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_replica._compat.torch import data_version
+from lightning_replica.works import Work
+
+
+class ChangedBuffers:
+    """Tells which buffers of a module have been written to or replaced since it was last asked (masks never are).
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._marks: dict[str, tuple[int, int]] = {}
+
+    def names(self) -> list[str]:
+        """All buffers, in order of registration."""
+        return [name for name, _ in self._module.named_buffers()]
+
+    def changed(self) -> dict[str, Tensor]:
+        """Buffers that have changed since `settle`."""
+        return {
+            name: b for name, b in self._module.named_buffers() if self._marks.get(name) != (id(b), data_version(b))
+        }
+
+    def settle(self) -> None:
+        """What is there now counts as unchanged."""
+        self._marks = {name: (id(b), data_version(b)) for name, b in self._module.named_buffers()}
+
+
+class BufferSync:
+    """Gives every rank rank 0's buffers, once a step, before the snapshot of its tail is taken.
+
+    DDP does so at the start of the next forward pass, which comes to the same for every forward pass that follows.
+    Buffers that no rank has written to are not sent.
+
+    Args:
+        module: The module.
+        wait: Waits for a collective.
+    """
+
+    def __init__(self, module: nn.Module, wait: Callable[[Work], None]) -> None:
+        self._module, self._wait = module, wait
+        self._changes = ChangedBuffers(module)
+
+    def sync(self, group: dist.ProcessGroup) -> None:
+        """Broadcasts what has changed on any rank. Collective over ``group``."""
+        names = self._changes.names()
+        if not names:
+            return
+        changed = self._changes.changed()
+        flags = torch.tensor([name in changed for name in names], dtype=torch.uint8)
+        self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        buffers = dict(self._module.named_buffers())
+        agreed = [buffers[name] for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        with torch.no_grad():
+            for kind in _by_kind(agreed):
+                self._broadcast(kind, group)
+        self._changes.settle()
+
+    def forget(self) -> None:
+        """After a fault: everything counts as changed."""
+        self._changes = ChangedBuffers(self._module)
+
+    def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup) -> None:
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        self._wait(dist.broadcast(flat, 0, group=group, async_op=True))
+        if group.rank() != 0:
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+
+class BufferCopies:
+    """Copies of a module's buffers, made anew only for those that have changed.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._changes = ChangedBuffers(module)
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """A copy of every buffer by name; not to be written to."""
+        for name, buffer in self._changes.changed().items():
+            self._copies[name] = buffer.detach().clone()
+        self._changes.settle()
+        return {name: self._copies[name] for name in self._changes.names()}
+
+
+def _by_kind(buffers: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.numel():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    return list(kinds.values())

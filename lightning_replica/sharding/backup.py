@@ -1,0 +1,61 @@
+"""A copy of the shard, for batches that make more than one update.
+
+Under manual optimization a batch may step several times, and can only be done again from its start. So the first update
+of a batch window keeps a copy of the shard until the window is committed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_replica.sharding.optimizer import ShardedOptimizer
+
+
+class Backup:
+    """What an undo needs: the shard as it was, and the gradients that the window began with.
+
+    Args:
+        optimizers: The optimizers, before the window changes anything.
+    """
+
+    def __init__(self, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self._optimizers = tuple(optimizers)
+        self._present = [(buffers, buffers.present()) for optimizer in optimizers for buffers in optimizer.buffers]
+        self._grads: dict[int, Tensor] = {}
+        self._values: list[list[Tensor]] = []
+        self._states: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+        self.whole = False  # whether the shard's copy is complete
+
+    def keep_gradients(self) -> None:
+        """Call before a backward pass: copies gradients from before the window that it would add to."""
+        for buffers, present in self._present:
+            still_there = any(was and now for was, now in zip(present, buffers.present(), strict=True))
+            if still_there and id(buffers) not in self._grads:
+                self._grads[id(buffers)] = buffers.grads.clone()
+
+    def keep_shard(self) -> None:
+        """Call before an update: copies the shard, the first time."""
+        if self.whole:
+            return
+        self._values = [[buffers.main.clone() for buffers in optimizer.buffers] for optimizer in self._optimizers]
+        for optimizer in self._optimizers:
+            tensors, scalars = optimizer.state()
+            self._states.append(({name: tensor.clone() for name, tensor in tensors.items()}, dict(scalars)))
+        self.whole = True
+
+    def restore(self) -> None:
+        """Puts everything back. Gradients that the window zeroed first need no copy: it will do so again."""
+        if self.whole:
+            for optimizer, values, (tensors, scalars) in zip(self._optimizers, self._values, self._states, strict=True):
+                for buffers, value in zip(optimizer.buffers, values, strict=True):
+                    buffers.main.copy_(value)
+                optimizer.prepare_state({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, scalars)
+                with torch.no_grad():
+                    for name, tensor in optimizer.state()[0].items():
+                        tensor.copy_(tensors[name])
+        for buffers, present in self._present:
+            if id(buffers) in self._grads:
+                buffers.grads.copy_(self._grads[id(buffers)])
+            buffers.show(present)

@@ -1,0 +1,68 @@
+"""How a shard moves to another rank: a description in plain data, then few large flat tensors.
+
+The order of the tensors follows from the description: the values of each flat buffer, each kind of optimizer state
+of each optimizer, and, where a batch may begin with gradients, those.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_replica.sharding.optimizer import ShardedOptimizer
+
+
+def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -> tuple[dict[str, Any], list[Tensor]]:
+    """Describes and lists the shard.
+
+    Returns:
+        Plain data, and one flat tensor for the values of each buffer and for each kind of optimizer state.
+    """
+    manifest: dict[str, Any] = {"layouts": [], "tensors": [], "scalars": [], "gradients": []}
+    flat: list[Tensor] = []
+    for optimizer in optimizers:
+        tensors, scalars = optimizer.state()
+        manifest["layouts"].append([list(buffers.order) for buffers in optimizer.buffers])
+        manifest["scalars"].append(scalars)
+        manifest["tensors"].append(
+            {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        )
+        flat += [buffers.main for buffers in optimizer.buffers]
+        flat += [torch.cat([tensor.reshape(-1) for tensor in kind]) for kind in _by_kind(tensors)]
+        for buffers in optimizer.buffers:
+            present = buffers.present() if with_gradients else []
+            manifest["gradients"].append(present)
+            if any(present):
+                flat.append(buffers.grads)
+    return manifest, flat
+
+
+def import_shard(
+    optimizers: Sequence[ShardedOptimizer], manifest: dict[str, Any], receive: Callable[[Tensor], None]
+) -> None:
+    """Fills the shard with what ``receive`` brings; buffers must already be laid out as ``manifest`` says."""
+    gradients = iter(manifest["gradients"])
+    for optimizer, described, scalars in zip(optimizers, manifest["tensors"], manifest["scalars"], strict=True):
+        shapes = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in described.items()}
+        optimizer.prepare_state(shapes, scalars)
+        for buffers in optimizer.buffers:
+            receive(buffers.main)
+        for kind in _by_kind(optimizer.state()[0]):
+            flat = torch.cat([tensor.reshape(-1) for tensor in kind])
+            receive(flat)
+            for tensor, part in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        for buffers in optimizer.buffers:
+            present = next(gradients)
+            if any(present):
+                receive(buffers.grads)
+                buffers.show(present)
+
+
+def _by_kind(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
+    """Groups ``{"<piece>/<key>": tensor}`` by key and dtype: one message a kind."""
+    kinds: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((name.split("/", 1)[1], tensor.dtype), []).append(tensor)
+    return list(kinds.values())

@@ -1,0 +1,218 @@
+"""One fit: the sharded state, the host state and this process's part in the world, working together."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lightning_replica._compat.lightning import Sigterm
+from lightning_replica.devices import cpu
+from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError
+from lightning_replica.host import LightningHost
+from lightning_replica.messages import say
+from lightning_replica.module_buffers import BufferSync
+from lightning_replica.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.points import reach
+from lightning_replica.precision import ShardedStep
+from lightning_replica.recovery.recovery import describe
+from lightning_replica.session import Session
+from lightning_replica.sharding.layout import Partition
+from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.state import Commit, Request, ShardedState
+from lightning_replica.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+
+class Training:
+    """Makes the steps of one fit, and recovers between them. See docs/life_of_a_step.md.
+
+    Args:
+        trainer: The trainer that fits.
+        session: This process's part in the world.
+        precision: The precision plugin.
+        optimizers: The user's optimizers.
+        bucket_bytes: Size at which a gradient bucket is closed.
+        partition: How buckets are cut.
+        whole_gradients: Whether every gradient shall be whole after backward; "auto" asks the user's hooks.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        session: Session,
+        precision: ShardedStep,
+        optimizers: Sequence[Optimizer],
+        bucket_bytes: int,
+        partition: Partition,
+        whole_gradients: bool | Literal["auto"],
+    ) -> None:
+        module = trainer.lightning_module
+        self._trainer, self._session, self._precision = trainer, session, precision
+        self.manual = not module.automatic_optimization
+        self.whole_gradients = _resolve(whole_gradients, trainer)
+        self.state = ShardedState(
+            session.grid,
+            session.rank,
+            list(module.parameters()),
+            optimizers,
+            bucket_bytes,
+            partition,
+            self.whole_gradients,
+            self.manual,
+        )
+        self.host = LightningHost(trainer, self.state)
+        self._module_buffers = BufferSync(module, session.wait)
+        self._sigterm = Sigterm(trainer)
+        self._may_change_weights = may_change_weights(trainer, module)
+        self.weights_touched = True  # what came before the first step may have changed weights
+        self._accumulating = self._window_is_open = False
+        session.attach(self.state)
+        precision.attach(self)
+
+    # A step, in the order of calls
+
+    def begin_batch(self, first_of_window: bool) -> None:
+        """Before every batch; takes the first snapshot where a window begins.
+
+        Args:
+            first_of_window: Whether the step's gradients begin here; under manual optimization, we know better.
+        """
+        self._session.check()
+        if self._window_is_open if self.manual else not first_of_window:
+            return
+        self.state.begin_window(self._may_change_weights or self.weights_touched)
+        self.weights_touched = False
+        taken = self.host.begin_window(self.state.step)
+        self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
+
+    def before_backward(self, accumulating: bool) -> None:
+        """Makes ready for reductions that overlap backward."""
+        self._accumulating = accumulating
+        self.state.before_backward(reduce=not accumulating)
+
+    def after_backward(self) -> None:
+        """Before the hooks that follow a backward pass."""
+        self.state.after_backward(reduce=not self._accumulating)
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> None:
+        """Divides the whole gradient of an optimizer by the loss scale."""
+        for buffers in self._sharded(optimizer).buffers:
+            buffers.grads.mul_(1.0 / scale)
+
+    def step(self, optimizer: Optimizer, request: Request) -> None:
+        """After backward and its hooks: the update of one optimizer."""
+        self.state.request = request
+        if self.manual:
+            sharded = self._sharded(optimizer)
+            self.state.reduce([sharded])
+            self._precision.after_commit(self.state.step_one(sharded))
+        else:
+            self.state.reduce()
+            self._commit(self.host.closure_output())
+            self.state.gather()
+            reach("batch_end")
+
+    def end_manual_batch(self, output: dict[str, Any]) -> None:
+        """The end of a training step that has stepped by itself: now it counts."""
+        self._window_is_open = self.state.window_is_open
+        if not self._window_is_open:
+            self._commit(output)
+            reach("batch_end")
+
+    def _commit(self, output: dict[str, Any]) -> None:
+        state, session = self.state, self._session
+        self._module_buffers.sync(session.groups.world)
+        taken = self.host.enter_commit(state.step + 1, output)
+        session.mirrors.begin("tail", taken.step, taken.private_bytes())
+        session.mirrors.settle()
+        reach("before_commit")
+        commit = state.commit(self._sigterm.noted)
+        session.recovery.committed(state.step + 1, commit.vector)
+        reach("after_commit")
+        state.update()
+        self._after_commit(commit)
+
+    def _after_commit(self, commit: Commit) -> None:
+        """What follows from the commit alone; in a tail that is done again, it is done again too."""
+        if not self.manual:
+            self._precision.after_commit(commit)
+        if commit.stop:
+            self._sigterm.agree()
+
+    # Recovery, called by the fit loop
+
+    def begin(self) -> Snapshot | None:
+        """The last thing before the first batch. On a replacement: joins the others; returns where they go on."""
+        if self._session.newborn:
+            self._session.journal.close()
+            return self._recover("")
+        taken = self.host.begin()
+        self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
+        self._session.mirrors.settle()
+        self._session.arm()
+        return None
+
+    def end(self) -> None:
+        """The last thing in a fit: from here on nobody needs to go back."""
+        self._session.disarm()
+
+    def recover_from(self, error: Exception) -> Snapshot | None:
+        """Recovers from a fault that surfaced as ``error``; returns where training goes on.
+
+        Raises:
+            RecoveryError: If the run cannot go on; ``error`` itself where it was this rank's own.
+        """
+        raised = "" if _is_from_outside(error) else f"{type(error).__name__}: {error}"
+        if raised:
+            log.warning("rank %d: %s", self._session.rank, raised, exc_info=error)
+        error.__traceback__ = None  # its frames hold process groups and half a step's activations
+        try:
+            return self._recover(raised)
+        except RecoveryError as final:
+            if raised:
+                raise error from final
+            raise
+
+    def _recover(self, raised: str) -> Snapshot | None:
+        session = self._session
+        try:
+            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
+        except RecoveryError as final:
+            session.generations.give_up(str(final))
+            raise
+        session.newborn = False
+        self._window_is_open, self.weights_touched = False, True
+        self._module_buffers.forget()
+        if outcome.plan.kind == "tail" and outcome.plan.commit:
+            self._after_commit(Commit.of(outcome.plan.commit))
+        if session.rank == min(set(range(session.grid.world_size)) - set(outcome.replaced)):
+            say(describe(outcome))
+        return self.host.resume
+
+    def release(self) -> None:
+        """The trainer is done with this fit."""
+        self.state.release()
+
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
+        return next(sharded for sharded in self.state.optimizers if sharded.optimizer is inner)
+
+
+def _resolve(whole_gradients: bool | Literal["auto"], trainer: pl.Trainer) -> bool:
+    """Manual optimization shows gradients to the user's own code; hooks in between do likewise."""
+    module = trainer.lightning_module
+    if whole_gradients != "auto":
+        return whole_gradients
+    if not module.automatic_optimization:
+        return True
+    hook = who_sees_gradients(trainer, module)
+    if hook is not None and trainer.is_global_zero:
+        log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", hook)
+    return hook is not None
+
+
+def _is_from_outside(error: Exception) -> bool:
+    return isinstance(error, (CollectiveError, Interrupted)) or cpu.is_collective_failure(error)
