@@ -9,9 +9,13 @@ from torch import Tensor, nn
 from lightning_replica._compat.torch import data_version
 from lightning_replica.works import Work
 
+# Up to this many elements a buffer is compared by content: BatchNorm's kernels write to its statistics without
+# raising their version (tests/strategy/test_ddp.py, images_with_batch_norm). Larger ones are masks and tables.
+_SMALL = 1 << 16
+
 
 class ChangedBuffers:
-    """Tells which buffers of a module have been written to or replaced since it was last asked (masks never are).
+    """Tells which buffers of a module have been written to or replaced since it was last asked.
 
     Args:
         module: The module.
@@ -19,7 +23,7 @@ class ChangedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._marks: dict[str, tuple[int, int]] = {}
+        self._marks: dict[str, tuple[int, int, Tensor | None]] = {}
 
     def names(self) -> list[str]:
         """All buffers, in order of registration."""
@@ -27,13 +31,19 @@ class ChangedBuffers:
 
     def changed(self) -> dict[str, Tensor]:
         """Buffers that have changed since `settle`."""
-        return {
-            name: b for name, b in self._module.named_buffers() if self._marks.get(name) != (id(b), data_version(b))
-        }
+        return {name: buffer for name, buffer in self._module.named_buffers() if self._has_changed(name, buffer)}
 
     def settle(self) -> None:
         """What is there now counts as unchanged."""
-        self._marks = {name: (id(b), data_version(b)) for name, b in self._module.named_buffers()}
+        for name, buffer in self.changed().items():
+            content = buffer.detach().clone() if buffer.numel() <= _SMALL else None
+            self._marks[name] = (id(buffer), data_version(buffer), content)
+
+    def _has_changed(self, name: str, buffer: Tensor) -> bool:
+        known = self._marks.get(name)
+        if known is None or known[:2] != (id(buffer), data_version(buffer)):
+            return True
+        return known[2] is not None and not _same_bits(known[2], buffer)
 
 
 class BufferSync:
@@ -95,6 +105,11 @@ class BufferCopies:
             self._copies[name] = buffer.detach().clone()
         self._changes.settle()
         return {name: self._copies[name] for name in self._changes.names()}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN equals NaN here."""
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _by_kind(buffers: list[Tensor]) -> list[list[Tensor]]:

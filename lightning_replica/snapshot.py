@@ -156,7 +156,7 @@ def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
 def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     """The training loaders that can be put back."""
     combined = trainer.fit_loop._combined_loader
-    return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined else []
+    return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined is not None else []
 
 
 def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: BufferCopies) -> Snapshot:

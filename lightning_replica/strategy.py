@@ -1,6 +1,6 @@
 """`ReplicaZeroStrategy`: what Lightning sees."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -10,14 +10,15 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import fit_loop, objects
 from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry
+from lightning_replica.checkpoints import Checkpoints
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import ConfigurationError, ReplicaError
@@ -88,6 +89,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
         self._training: Training | None = None
+        self._checkpoints = Checkpoints()
         self._accumulating = self._step_done = False
 
     # Who we are
@@ -302,26 +304,38 @@ class ReplicaZeroStrategy(ParallelStrategy):
         gathered: Tensor = self.session.journal.entry(lambda: objects.all_gather(tensor, group, self.session.wait))
         return gathered
 
-    # Checkpoints, so far
+    # Checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing yet: checkpoints hold the weights."""
-        rank_zero_warn(
-            "`replica_zero` checkpoints hold weights but no optimizer state yet; training cannot resume from one."
-        )
-        return {}
+        """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
+        return self._checkpoints.optimizer_state(self.training, optimizer)
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Refuses: there is no optimizer state to go on from."""
-        raise ConfigurationError(
-            "`replica_zero` cannot resume training from a checkpoint yet (`fit(ckpt_path=...)`)."
-            " Load the weights with `load_from_checkpoint` and start anew."
-        )
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes this rank's part of the optimizer states."""
+        self._checkpoints.load_optimizers(self.training, checkpoint)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights, copied: as views they would drag the whole flat buffer along."""
+        """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
         state = super().lightning_module_state_dict()
+        if not self.is_global_zero:
+            return state
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint that DDP loads, too."""
+        self._checkpoints.complete(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def teardown(self) -> None:
+        """The module gets its parameters' memory back."""
+        super().teardown()
+        if self._training is not None:
+            self._training.release()
+
+
+# Trainer.fit lets compiled modules (`torch.compile`) pass for a list of classes only, DDPStrategy among them. Nothing is
+# inherited by this; `isinstance(strategy, DDPStrategy)` is true, and it is what trains under DDP that trains here.
+DDPStrategy.register(ReplicaZeroStrategy)
 
 
 def _check_numbers(**numbers: float) -> None:

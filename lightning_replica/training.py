@@ -18,6 +18,7 @@ from lightning_replica.points import reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.recovery import describe
 from lightning_replica.session import Session
+from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.state import Commit, Request, ShardedState
@@ -68,7 +69,7 @@ class Training:
         self._sigterm = Sigterm(trainer)
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
-        self._accumulating = self._window_is_open = False
+        self._accumulating = self._window_is_open = self._released = False
         session.attach(self.state)
         precision.attach(self)
 
@@ -99,14 +100,14 @@ class Training:
 
     def unscale(self, optimizer: Optimizer, scale: float) -> None:
         """Divides the whole gradient of an optimizer by the loss scale."""
-        for buffers in self._sharded(optimizer).buffers:
+        for buffers in self.sharded(optimizer).buffers:
             buffers.grads.mul_(1.0 / scale)
 
     def step(self, optimizer: Optimizer, request: Request) -> None:
         """After backward and its hooks: the update of one optimizer."""
         self.state.request = request
         if self.manual:
-            sharded = self._sharded(optimizer)
+            sharded = self.sharded(optimizer)
             self.state.reduce([sharded])
             self._precision.after_commit(self.state.step_one(sharded))
         else:
@@ -194,9 +195,21 @@ class Training:
 
     def release(self) -> None:
         """The trainer is done with this fit."""
-        self.state.release()
+        if not self._released:
+            self._released = True
+            self.state.release()
 
-    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def check(self) -> None:
+        """Raises `Interrupted` if the world has moved on."""
+        self._session.check()
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of this generation."""
+        return self._session.groups
+
+    def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """What has sharded an optimizer of the user's."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
         return next(sharded for sharded in self.state.optimizers if sharded.optimizer is inner)
 

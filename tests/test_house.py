@@ -16,14 +16,18 @@ LAYERS = [
     ["points", "grid", "works"],
     ["sharding"],
     ["recovery"],
+    ["checkpoint"],
     ["devices"],
     ["launch"],
     ["data"],
-    ["objects", "metrics", "snapshot", "host", "session", "precision"],
+    ["objects", "metrics", "module_buffers", "overrides", "precision", "session"],
+    ["snapshot", "host"],
+    ["training"],
+    ["checkpoints"],
     ["fit_loop", "strategy"],
     [""],
 ]
-NO_LIGHTNING = ["sharding", "recovery", "devices", "grid", "points", "works", "errors"]
+NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors"]
 
 
 def files() -> list[Path]:

@@ -136,9 +136,13 @@ class Buffers:
         """A piece in a flat tensor laid out as ``main`` is; whole parameters keep their shape."""
         return self._shape(piece, flat, piece.local)
 
+    def world_piece(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
+        """A piece in a flat tensor laid out as ``params`` is; whole parameters keep their shape."""
+        return self._shape(piece, flat, piece.world)
+
     def gradient_of(self, piece: ParameterPiece) -> Tensor:
         """The averaged gradient of a piece, in the dtype of ``main``: a view where that is the parameters' dtype."""
-        return self._shape(piece, self.grads, piece.world).to(self.main.dtype)
+        return self.world_piece(piece, self.grads).to(self.main.dtype)
 
     def split(self, piece: ParameterPiece, whole: Tensor) -> Tensor:
         """The part of ``whole``, a tensor in the shape of the piece's parameter, that belongs to the piece."""

@@ -236,6 +236,8 @@ class ShardedState:
             self._backup.keep_shard()
         self.phase = StepPhase.UPDATING
         reach("update")
+        for buffers in optimizer.buffers:  # the training step may have written to weights (as a WGAN clips them)
+            buffers.main_from_params()
         self._update([optimizer], commit)
         self.gather([optimizer])
         if not self.whole_gradients:

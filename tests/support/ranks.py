@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,13 @@ import torch.distributed as dist
 from tests.support.forked import _context
 
 _DIED = object()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:

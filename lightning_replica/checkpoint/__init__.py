@@ -1,0 +1,1 @@
+"""What is written to disk: optimizer state whole, in torch's own format, or in shards."""

@@ -1,0 +1,221 @@
+"""Optimizer state in torch's own format: what DDP writes, DDP reads.
+
+Gathering is a matter of one replica: its S ranks hold everything between them. Rank 0 gets the whole.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.sharding import collectives
+from lightning_replica.sharding.buffers import Buffers
+from lightning_replica.sharding.collectives import Groups
+from lightning_replica.sharding.optimizer import ELEMENT_WISE, Piece, ShardedOptimizer, is_like
+from lightning_replica.works import Check, wait
+
+
+@dataclass(frozen=True)
+class WholeOptimizer:
+    """One optimizer's state, of whole parameters.
+
+    Attributes:
+        state_dict: As ``torch.optim.Optimizer.state_dict`` returns it.
+        main: Main parameters by position in the param groups, where they have more bits than the parameters.
+    """
+
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    main: dict[int, Tensor] = field(default_factory=dict)
+
+
+def gather_optimizer(optimizer: ShardedOptimizer, groups: Groups, check: Check) -> WholeOptimizer:
+    """Collects an optimizer's state. Collective over the first replica; other ranks need not call it.
+
+    Returns:
+        The whole on rank 0, nothing on the others.
+    """
+    if groups.replica_index != 0:
+        return WholeOptimizer()
+    described = _share(_describe(optimizer), groups, check)
+    positions = _positions(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    main: dict[int, Tensor] = {}
+    for buffers in optimizer.buffers:
+        entries = {index: described[order] for index, order in enumerate(buffers.order) if order in described}
+        for key, dtype in _kinds(entries):
+            flat = _gather_flat(optimizer, buffers, dtype, partial(_entry, optimizer, key))
+            _collect(flat, groups, buffers, check)
+            for index in (index for index, entry in entries.items() if entry.get(key) == dtype):
+                position = positions[id(buffers.parameters[index])]
+                state.setdefault(position, {})[key] = _own_copy(buffers.whole(index, flat))
+        for index, entry in entries.items():
+            numbers = {key: value for key, value in entry.items() if not isinstance(value, torch.dtype)}
+            state.setdefault(positions[id(buffers.parameters[index])], {}).update(numbers)
+        if buffers.main.dtype != buffers.params.dtype:
+            flat = _gather_flat(optimizer, buffers, buffers.main.dtype, lambda piece: piece.parameter.detach())
+            _collect(flat, groups, buffers, check)
+            for index, parameter in enumerate(buffers.parameters):
+                main[positions[id(parameter)]] = _own_copy(buffers.whole(index, flat))
+    if groups.rank != 0:
+        return WholeOptimizer()
+    return WholeOptimizer({"state": state, "param_groups": _param_groups(optimizer)}, main)
+
+
+def load_optimizer(
+    optimizer: ShardedOptimizer, saved: Mapping[str, Any], main: Mapping[int, Tensor] | None = None
+) -> None:
+    """Takes this rank's part of a state that `gather_optimizer`, or any unsharded optimizer, has written.
+
+    The parameters must already hold the checkpoint's weights. Main parameters are taken where they round to those.
+
+    Args:
+        optimizer: The optimizer.
+        saved: As ``torch.optim.Optimizer.state_dict`` returns it.
+        main: Main parameters by position in the param groups.
+
+    Raises:
+        ConfigurationError: If the state is that of other parameters.
+    """
+    _check_groups(optimizer, saved)
+    positions = _positions(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for number, piece in enumerate(optimizer.pieces):
+        position = positions[id(piece.whole)]
+        entry = saved["state"].get(position)
+        if entry is not None:
+            state[number] = {key: _cut(piece, key, value) for key, value in entry.items()}
+        if main and position in main:
+            piece.parameter.data.copy_(_cut(piece, "main", main[position]))
+    numbers: dict[int, list[int]] = {}
+    for number, piece in enumerate(optimizer.pieces):
+        numbers.setdefault(id(piece.whole), []).append(number)
+    groups = [
+        {**group, "params": [number for parameter in own["params"] for number in numbers.get(id(parameter), [])]}
+        for group, own in zip(saved["param_groups"], optimizer.optimizer.param_groups, strict=True)
+    ]
+    with optimizer.swapped():
+        optimizer.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for buffers in optimizer.buffers:
+        buffers.main_from_params()
+
+
+def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
+    """What this rank knows of each parameter: a dtype where an entry must be put together, else the value."""
+    described: dict[int, dict[str, Any]] = {}
+    for piece in optimizer.pieces:
+        order = piece.buffers.order[piece.where.parameter]
+        for key, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
+            like = is_like(key, value, piece.parameter)
+            described.setdefault(order, {})[key] = value.dtype if like else value
+    return described
+
+
+def _share(own: dict[int, dict[str, Any]], groups: Groups, check: Check) -> dict[int, dict[str, Any]]:
+    """Merges what the ranks of the replica have described."""
+    merged: dict[int, dict[str, Any]] = {}
+    for payload in _all_gather_bytes(_to_bytes(own), groups.replica, check):
+        for order, entry in torch.load(io.BytesIO(payload), weights_only=True).items():
+            merged.setdefault(order, {}).update(entry)
+    return merged
+
+
+def _to_bytes(plain: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    return buffer.getvalue()
+
+
+def _all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    wait(dist.all_gather(sizes, torch.tensor([len(payload)]), group=group, async_op=True), check)
+    longest = max(int(size) for size in sizes)
+    message = torch.zeros(longest, dtype=torch.uint8)
+    message[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = [torch.empty_like(message) for _ in sizes]
+    wait(dist.all_gather(rows, message, group=group, async_op=True), check)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _kinds(entries: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, torch.dtype]]:
+    found = {(key, v) for entry in entries.values() for key, v in entry.items() if isinstance(v, torch.dtype)}
+    return sorted(found, key=str)
+
+
+def _entry(optimizer: ShardedOptimizer, key: str, piece: Piece) -> Tensor | None:
+    value = optimizer.optimizer.state.get(piece.parameter, {}).get(key)
+    return value if isinstance(value, Tensor) else None
+
+
+def _gather_flat(
+    optimizer: ShardedOptimizer, buffers: Buffers, dtype: torch.dtype, value_of: Callable[[Piece], Tensor | None]
+) -> Tensor:
+    """A flat tensor laid out as ``buffers.params`` with the own shard's pieces filled in."""
+    flat = torch.zeros(buffers.layout.world_numel, dtype=dtype, device=buffers.params.device)
+    for piece in optimizer.pieces:
+        value = value_of(piece) if piece.buffers is buffers else None
+        if value is not None and value.dtype == dtype:
+            buffers.world_piece(piece.where, flat).copy_(value)
+    return flat
+
+
+def _collect(flat: Tensor, groups: Groups, buffers: Buffers, check: Check) -> None:
+    works = [work for bucket in buffers.layout.buckets for work in collectives.gather(bucket, flat, groups)]
+    for work in works:
+        wait(work, check)
+
+
+def _own_copy(view: Tensor) -> Tensor:
+    return view.clone(memory_format=torch.preserve_format)
+
+
+def _positions(optimizer: ShardedOptimizer) -> dict[int, int]:
+    """Position of every parameter in the param groups, one after the other: torch's parameter ids."""
+    listed: list[nn.Parameter] = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    return {id(parameter): position for position, parameter in enumerate(listed)}
+
+
+def _param_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+    positions = _positions(optimizer)
+    return [
+        {**group, "params": [positions[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.optimizer.param_groups
+    ]
+
+
+def _cut(piece: Piece, key: str, value: Any) -> Any:
+    if is_like(key, value, piece.whole) or (key == "main" and isinstance(value, Tensor)):
+        return piece.buffers.split(piece.where, value)
+    return value
+
+
+def _check_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
+    name = type(optimizer.optimizer).__name__
+    if "state" not in saved or "param_groups" not in saved:
+        raise ConfigurationError(
+            f"The checkpoint holds no state for the optimizer {name}, only {sorted(saved)}. It was written with"
+            " `save_weights_only=True` or by a strategy that leaves optimizer state out; load its weights instead."
+        )
+    sizes = [len(group["params"]) for group in optimizer.optimizer.param_groups]
+    given = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != given:
+        raise ConfigurationError(
+            f"The checkpoint's optimizer has param groups of {given} parameters, the {name} of this model of {sizes}."
+            " It was written for another model, or for another `configure_optimizers`."
+        )
+    if not isinstance(optimizer.optimizer, ELEMENT_WISE):
+        return
+    positions = _positions(optimizer)
+    for parameter in (p for buffers in optimizer.buffers for p in buffers.parameters):
+        position = positions[id(parameter)]
+        for key, value in saved["state"].get(position, {}).items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape != parameter.shape:
+                raise ConfigurationError(
+                    f"The checkpoint's {name} state {key!r} of parameter {position} has shape {tuple(value.shape)}, the"
+                    f" parameter has {tuple(parameter.shape)}. It was written for another model."
+                )

@@ -1,0 +1,625 @@
+"""What trains under DDP: one small training for each thing that users rely on.
+
+Each function returns a module and the trainer's options; `fit` runs it under a strategy.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+Scenario = Callable[[], tuple["Net", dict[str, Any]]]
+SCENARIOS: dict[str, Scenario] = {}
+INPUTS = 12
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def data(samples: int = 64, batch: int = 4, **options: Any) -> DataLoader:
+    x = torch.randn(samples, INPUTS, generator=torch.Generator().manual_seed(5))
+    return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True) / 8), batch_size=batch, **options)
+
+
+class Net(L.LightningModule):
+    """Two layers; everything that scenarios change is an argument or an override."""
+
+    def __init__(self, optimizer: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.body = nn.Linear(INPUTS, 20)
+        self.head = nn.Linear(20, 1)
+        self._make = optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self._make(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return data(shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return data(16)
+
+
+# Optimizers, clipping, accumulation
+
+
+@scenario
+def plain() -> tuple[Net, dict[str, Any]]:
+    return Net(), {}
+
+
+@scenario
+def clip_norm() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"gradient_clip_val": 0.3}
+
+
+@scenario
+def clip_value() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+
+
+@scenario
+def accumulation() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"accumulate_grad_batches": 3}
+
+
+@scenario
+def accumulation_that_changes() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
+
+
+@scenario
+def fused() -> tuple[Net, dict[str, Any]]:
+    return Net(lambda p: torch.optim.Adam(p, lr=1e-2, fused=True)), {"gradient_clip_val": 0.3}
+
+
+@scenario
+def momentum() -> tuple[Net, dict[str, Any]]:
+    return Net(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)), {}
+
+
+@scenario
+def adagrad() -> tuple[Net, dict[str, Any]]:
+    """Its state is there before the first step."""
+    return Net(lambda p: torch.optim.Adagrad(p, lr=0.05)), {}
+
+
+@scenario
+def group_rates() -> tuple[Net, dict[str, Any]]:
+    class Groups(Net):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": 1e-3}]
+            return torch.optim.AdamW(groups, lr=2e-2)
+
+    return Groups(), {}
+
+
+# Schedulers
+
+
+@scenario
+def schedulers() -> tuple[Net, dict[str, Any]]:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9), "interval": "step"}
+            epoch = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "epoch"}
+            plateau = {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+                "monitor": "val",
+                "interval": "epoch",
+            }
+            return [optimizer], [step, epoch, plateau]
+
+    return Scheduled(), {}
+
+
+@scenario
+def one_cycle() -> tuple[Net, dict[str, Any]]:
+    class Cycled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+            steps = int(self.trainer.estimated_stepping_batches)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=steps)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    return Cycled(), {}
+
+
+@scenario
+def warm_up_in_optimizer_step() -> tuple[Net, dict[str, Any]]:
+    class WarmUp(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * (self.trainer.global_step + 1)
+            optimizer.step(closure=closure)
+
+    return WarmUp(), {}
+
+
+# Parameters
+
+
+@scenario
+def unused() -> tuple[Net, dict[str, Any]]:
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never = nn.Parameter(torch.ones(5))
+            self.sometimes = nn.Linear(INPUTS, 1)
+            self.empty = nn.Parameter(torch.ones(0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if batch_idx % 3 == 0 and self.global_rank == batch_idx % 2:  # on one rank only
+                loss = loss + self.sometimes(batch[0]).square().mean()
+            return loss
+
+    return Unused(), {"gradient_clip_val": 0.5}
+
+
+@scenario
+def frozen() -> tuple[Net, dict[str, Any]]:
+    net = Net()
+    net.body.weight.requires_grad_(False)
+    return net, {}
+
+
+@scenario
+def tied() -> tuple[Net, dict[str, Any]]:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.back = nn.Linear(20, INPUTS)
+            self.back.weight = nn.Parameter(self.body.weight.detach().t().clone())
+            self.again = nn.Linear(INPUTS, 20)
+            self.again.weight = self.body.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.body(x))
+            return self.head(torch.tanh(self.again(self.back(hidden))))
+
+    return Tied(), {}
+
+
+@scenario
+def dtypes_and_shapes() -> tuple[Net, dict[str, Any]]:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            self.turned = nn.Parameter(torch.randn(INPUTS, 20).t() / 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale + self.shift.float() + (x @ self.turned.t()).mean(1, keepdim=True)
+
+    return Mixed(), {"gradient_clip_val": 0.5}
+
+
+@scenario
+def images_with_batch_norm() -> tuple[Net, dict[str, Any]]:
+    class Images(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.bn = nn.BatchNorm2d(4)
+            self.conv.to(memory_format=torch.channels_last)
+            self.out = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.bn(self.conv(x.view(-1, 3, 2, 2))).flatten(1))
+
+    return Images(), {"accumulate_grad_batches": 2}
+
+
+# Autograd
+
+
+@scenario
+def activation_checkpointing() -> tuple[Net, dict[str, Any]]:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(lambda y: torch.tanh(self.body(y)), x, use_reentrant=False)
+            return self.head(hidden)
+
+    return Checkpointed(), {}
+
+
+@scenario
+def gradient_penalty() -> tuple[Net, dict[str, Any]]:
+    class Penalty(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0].requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return self.loss(batch) + 0.1 * gradient.square().mean()
+
+    return Penalty(), {}
+
+
+# Hooks that look at gradients or change weights
+
+
+@scenario
+def own_clipping() -> tuple[Net, dict[str, Any]]:
+    class OwnClipping(Net):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+        ) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.4, gradient_clip_algorithm="norm")
+            total = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+            self.log("clipped_norm", total)
+
+    return OwnClipping(), {}
+
+
+@scenario
+def logged_gradient_norm() -> tuple[Net, dict[str, Any]]:
+    class Logged(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    return Logged(), {}
+
+
+@scenario
+def changed_gradients() -> tuple[Net, dict[str, Any]]:
+    class Changed(Net):
+        def on_after_backward(self) -> None:
+            for parameter in self.body.parameters():
+                parameter.grad.mul_(0.5)
+            self.head.bias.grad = torch.ones_like(self.head.bias)
+            self.head.weight.grad = None
+
+    return Changed(), {}
+
+
+@scenario
+def clamped_weights() -> tuple[Net, dict[str, Any]]:
+    class Clamped(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+
+    return Clamped(), {}
+
+
+# Manual optimization
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@scenario
+def manual() -> tuple[Net, dict[str, Any]]:
+    class Once(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            optimizer.step()
+            return loss
+
+    return Once(), {}
+
+
+@scenario
+def manual_accumulation() -> tuple[Net, dict[str, Any]]:
+    class Accumulated(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch) / 3)
+            if (batch_idx + 1) % 3 == 0:
+                nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Accumulated(), {}
+
+
+@scenario
+def manual_closure() -> tuple[Net, dict[str, Any]]:
+    class WithClosure(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                loss = self.loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+
+    return WithClosure(), {}
+
+
+@scenario
+def gan() -> tuple[Net, dict[str, Any]]:
+    class Gan(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(1, 8)
+            self.verdict = nn.Linear(8, 1)
+
+        def judge(self, x: Tensor) -> Tensor:
+            return self.verdict(torch.relu(self.critic(x)))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            generator, critic = self.optimizers()
+            schedulers = self.lr_schedulers()
+            with generator.toggle_model():
+                self.manual_backward(-self.judge(self(batch[0])).mean())
+                generator.step()
+                generator.zero_grad()
+            for _ in range(2):  # more steps for one than for the other
+                with critic.toggle_model():
+                    loss = self.judge(self(batch[0]).detach()).mean() - self.judge(batch[1]).mean()
+                    self.manual_backward(loss)
+                    critic.step()
+                    critic.zero_grad()
+                for parameter in (*self.critic.parameters(), *self.verdict.parameters()):
+                    parameter.data.clamp_(-0.3, 0.3)
+            for scheduler in schedulers:
+                scheduler.step()
+            self.log("critic", loss, sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            generator = torch.optim.Adam([*self.body.parameters(), *self.head.parameters()], lr=1e-2)
+            critic = torch.optim.RMSprop([*self.critic.parameters(), *self.verdict.parameters()], lr=1e-2)
+            return [generator, critic], [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in (generator, critic)]
+
+    return Gan(), {}
+
+
+# Precision
+
+
+@scenario
+def double() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"precision": "64-true", "gradient_clip_val": 0.3}
+
+
+@scenario
+def bf16_mixed() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"precision": "bf16-mixed", "gradient_clip_val": 0.3}
+
+
+@scenario
+def bf16_true() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"precision": "bf16-true"}
+
+
+class Overflows(Net):
+    """One rank's loss overflows in the fourth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        bad = batch_idx == 3 and self.global_rank == 1 and self.trainer.current_epoch == 0
+        return loss * torch.inf if bad else loss
+
+
+def scaler() -> dict[str, Any]:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4))
+    return {"plugins": [plugin]}
+
+
+@scenario
+def half_mixed() -> tuple[Net, dict[str, Any]]:
+    return Overflows(), {**scaler(), "gradient_clip_val": 0.3}
+
+
+@scenario
+def half_mixed_seen() -> tuple[Net, dict[str, Any]]:
+    class Seen(Overflows):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    return Seen(), {**scaler(), "gradient_clip_val": 0.3}
+
+
+@scenario
+def half_mixed_manual() -> tuple[Net, dict[str, Any]]:
+    class Step(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss * torch.inf if batch_idx == 3 and self.global_rank == 1 else loss)
+            optimizer.step()
+
+    return Step(), scaler()
+
+
+# Callbacks
+
+
+@scenario
+def averaged_weights() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)], "max_epochs": 3}
+
+
+@scenario
+def averaged_weights_with_batch_norm() -> tuple[Net, dict[str, Any]]:
+    net, _ = images_with_batch_norm()
+    return net, {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)], "max_epochs": 3}
+
+
+@scenario
+def moving_average() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"callbacks": [WeightAveraging(avg_fn=get_ema_avg_fn(0.9))]}
+
+
+@scenario
+def early_stopping() -> tuple[Net, dict[str, Any]]:
+    return Net(), {"callbacks": [EarlyStopping("val", patience=1, min_delta=10.0)], "max_epochs": 6}
+
+
+@scenario
+def best_checkpoint() -> tuple[Net, dict[str, Any]]:
+    options = {"save_top_k": 1, "monitor": "val", "save_last": True, "every_n_train_steps": 3}
+    return Net(), {"callbacks": [ModelCheckpoint(dirpath=str(Path.cwd() / "best"), **options)]}
+
+
+@scenario
+def found_rate() -> tuple[Net, dict[str, Any]]:
+    class WithRate(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 1e-3
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    return WithRate(), {"callbacks": [LearningRateFinder(num_training_steps=6, early_stop_threshold=None)]}
+
+
+@scenario
+def finetuning() -> tuple[Net, dict[str, Any]]:
+    class Finetuned(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.body
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    return Finetuned(), {"callbacks": [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], "max_epochs": 3}
+
+
+@scenario
+def added_group() -> tuple[Net, dict[str, Any]]:
+    class Adds(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.head.parameters(), lr=1e-2)
+
+        def on_train_epoch_start(self) -> None:
+            if self.trainer.current_epoch == 1:
+                self.optimizers().add_param_group({"params": list(self.body.parameters()), "lr": 1e-3})
+
+    return Adds(), {}
+
+
+# Data
+
+
+class Stream(IterableDataset):
+    """Every rank reads its own part."""
+
+    def __iter__(self) -> Any:
+        import torch.distributed as dist
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        x = torch.randn(64, INPUTS, generator=torch.Generator().manual_seed(9))
+        for row in x[rank::world]:
+            yield row, row.square().sum().reshape(1) / 8
+
+
+@scenario
+def stream() -> tuple[Net, dict[str, Any]]:
+    class Streamed(Net):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Stream(), batch_size=4)
+
+    return Streamed(), {}
+
+
+@scenario
+def several_loaders() -> tuple[Net, dict[str, Any]]:
+    class Several(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+        def train_dataloader(self) -> Any:
+            return {"a": data(shuffle=True), "b": data(32, shuffle=True)}
+
+    return Several(), {}
+
+
+@scenario
+def ends_early() -> tuple[Net, dict[str, Any]]:
+    class Ends(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 4 else None
+
+    return Ends(), {}
+
+
+@scenario
+def compiled() -> tuple[Net, dict[str, Any]]:
+    class Silent(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)  # `self.log` does not compile under Lightning 2.6 and torch 2.13, on one device too
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+    return Silent(), {"compile": "aot_eager"}
+
+
+def fit(name: str, strategy: Any, devices: int, callbacks: tuple[Callback, ...] = ()) -> dict[str, Any]:
+    """Trains and returns what came of it: tensors by name, and plain values."""
+    L.seed_everything(11, verbose=False)
+    module, options = SCENARIOS[name]()
+    backend = options.pop("compile", None)
+    defaults = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    extra = [*options.pop("callbacks", []), *callbacks]
+    if not any(isinstance(callback, ModelCheckpoint) for callback in extra):
+        defaults["enable_checkpointing"] = False
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, callbacks=extra, **{**defaults, **options}
+    )
+    trainer.fit(torch.compile(module, backend=backend) if backend else module)
+    plain = {
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "rates": [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        "precision": trainer.precision_plugin.state_dict(),
+    }
+    return {"tensors": {key: value.clone() for key, value in module.state_dict().items()}, "plain": plain}
