@@ -8,10 +8,10 @@ import torch
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
+from lightning_replica.attributes import plain
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.metrics import from_plain, to_plain
-from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
@@ -27,7 +27,7 @@ class LightningHost:
 
     def __init__(self, trainer: pl.Trainer, state: ShardedState) -> None:
         self._trainer, self._state = trainer, state
-        self._buffers = BufferCopies(trainer.lightning_module)
+        self._copies = snapshots.Copies(trainer.lightning_module)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self.resume: Snapshot | None = None  # where the fit loop goes on; set by `restore`
 
@@ -35,7 +35,7 @@ class LightningHost:
 
     def begin(self) -> Snapshot:
         """The tail before step 0: training has not begun."""
-        taken = snapshots.take(self._trainer, "tail", 0, self._buffers)
+        taken = snapshots.take(self._trainer, "tail", 0, self._copies)
         taken.fresh = True
         return self._keep(taken)
 
@@ -44,7 +44,7 @@ class LightningHost:
         for loader in snapshots.exact_loaders(self._trainer):
             loader.mark()
         self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
-        return self._keep(snapshots.take(self._trainer, "batch", step, self._buffers))
+        return self._keep(snapshots.take(self._trainer, "batch", step, self._copies))
 
     def closure_output(self) -> dict[str, Any]:
         """What the closure of automatic optimization has returned."""
@@ -55,7 +55,7 @@ class LightningHost:
     def enter_commit(self, step: int, output: dict[str, Any]) -> Snapshot:
         """The commit that leads to ``step`` is about to begin; ``output`` is what the training step came to."""
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
-        taken = snapshots.take(self._trainer, "tail", step, self._buffers)
+        taken = snapshots.take(self._trainer, "tail", step, self._copies)
         taken.batch = epoch_loop._results.batch
         taken.output = output
         taken.loss = to_plain(output.get("loss"))
@@ -80,7 +80,7 @@ class LightningHost:
             for name, parameter in self._trainer.lightning_module.named_parameters()
             if id(parameter) not in trained
         }
-        replicated = {**taken.replicated, "frozen": frozen}
+        replicated = {**taken.replicated, "frozen": frozen, "attributes": plain(taken.attributes)}
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
     def private(self, kind: Kind, step: int) -> bytes:
@@ -94,6 +94,7 @@ class LightningHost:
         with torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
+        taken.attributes = taken.replicated.pop("attributes")
         snapshots.restore_groups(self._trainer, taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)

@@ -59,7 +59,9 @@ class Session:
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
-        if not self.newborn:
+        if self.newborn:
+            self._process_groups.stand_in()
+        else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
 

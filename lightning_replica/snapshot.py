@@ -15,9 +15,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_replica import attributes
 from lightning_replica._compat.lightning import load_loops
+from lightning_replica.callback_state import (
+    CallbackStates,
+    batch_norm_momenta,
+    follow_batch_norm_epoch,
+    follow_weight_averaging,
+    restore_callbacks,
+)
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
@@ -25,8 +32,8 @@ from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.recovery.interface import Kind
 
 _LENGTH = struct.Struct("<q")
-# Attributes beside its `state_dict` that decide whether ModelCheckpoint saves, and so whether ranks meet there.
-_CHECKPOINT_EXTRAS = ("_last_global_step_saved", "_last_checkpoint_saved")
+# What callbacks (stochastic weight averaging) change of the loop itself.
+_FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
 
 
 @dataclass
@@ -44,6 +51,8 @@ class Snapshot:
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; likewise.
         metric_states: States of torchmetrics objects; likewise. Empty on a replacement.
+        attributes: Plain attributes of the module; on a replacement, what may travel of them.
+        schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
     """
 
     kind: Kind
@@ -56,6 +65,8 @@ class Snapshot:
     batch: Any = None
     output: dict[str, Any] = field(default_factory=dict)
     metric_states: list[dict[str, Any]] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    schedulers: list[Any] | None = None
 
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored."""
@@ -77,7 +88,19 @@ class Snapshot:
         return cls(kind, step, state, private[start:], plain["results"], plain["loss"], plain["fresh"])
 
 
-def _capture(trainer: pl.Trainer, buffers: BufferCopies) -> dict[str, Any]:
+class Copies:
+    """Copies of what is large and changes seldom, kept from one snapshot to the next.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.buffers = BufferCopies(module)
+        self.callbacks = CallbackStates()
+
+
+def _capture(trainer: pl.Trainer, copies: Copies) -> dict[str, Any]:
     """The replicated host state, detached from the trainer."""
     module = trainer.lightning_module
     connector = trainer._logger_connector
@@ -90,7 +113,7 @@ def _capture(trainer: pl.Trainer, buffers: BufferCopies) -> dict[str, Any]:
         "groups": _groups(trainer),
         "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
-        "callbacks": {callback.state_key: _callback_state(callback) for callback in _callbacks(trainer)},
+        "callbacks": copies.callbacks.take(_callbacks(trainer)),
         "logged": [
             dict(connector._logged_metrics),
             dict(connector._callback_metrics),
@@ -98,7 +121,10 @@ def _capture(trainer: pl.Trainer, buffers: BufferCopies) -> dict[str, Any]:
         ],
         "logger_fx": [connector._first_loop_iter, connector._current_fx],
         "should_stop": trainer.should_stop,
-        "buffers": buffers.take(),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "fit_loop": {name: getattr(fit_loop, name) for name in _FIT_LOOP},
+        "buffers": copies.buffers.take(),
+        "momenta": batch_norm_momenta(module),
         "training": [m.training for m in module.modules()],
         "positions": [loader.position for loader in exact_loaders(trainer)],
     }
@@ -118,14 +144,21 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
     val_loop._has_run = state["val_has_run"]
     if state["precision"]:
         trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
+    if snapshot.schedulers is None:
+        follow_weight_averaging(trainer, state["callbacks"])
+    else:
+        trainer.lr_scheduler_configs[:] = snapshot.schedulers
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
-    for callback in _callbacks(trainer):
-        if callback.state_key in state["callbacks"]:
-            _load_callback(callback, copy.deepcopy(state["callbacks"][callback.state_key]))
+    restore_callbacks(_callbacks(trainer), state["callbacks"])
+    follow_batch_norm_epoch(trainer, state["momenta"])
+    attributes.put(module, snapshot.attributes)
     connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
     connector._first_loop_iter, connector._current_fx = state["logger_fx"]
     trainer.should_stop = state["should_stop"]
+    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    for name, value in state["fit_loop"].items():
+        setattr(fit_loop, name, value)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if name in state["buffers"]:
@@ -159,15 +192,17 @@ def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined is not None else []
 
 
-def take(trainer: pl.Trainer, kind: Kind, step: int, buffers: BufferCopies) -> Snapshot:
+def take(trainer: pl.Trainer, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer as it is now."""
     return Snapshot(
         kind,
         step,
-        _capture(trainer, buffers),
+        _capture(trainer, copies),
         cpu.rng_state(),
         export_results(trainer.fit_loop.epoch_loop._results),
         metric_states=copy_states(trainer.lightning_module),
+        attributes=attributes.take(trainer.lightning_module),
+        schedulers=list(trainer.lr_scheduler_configs),
     )
 
 
@@ -183,17 +218,3 @@ def _groups(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     found: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return found
-
-
-def _callback_state(callback: pl.Callback) -> dict[str, Any]:
-    state = {"state": copy.deepcopy(callback.state_dict())}
-    if isinstance(callback, ModelCheckpoint):
-        state["extras"] = {name: getattr(callback, name) for name in _CHECKPOINT_EXTRAS}
-    return state
-
-
-def _load_callback(callback: pl.Callback, state: dict[str, Any]) -> None:
-    if state["state"]:
-        callback.load_state_dict(state["state"])
-    for name, value in state.get("extras", {}).items():
-        setattr(callback, name, value)

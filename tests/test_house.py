@@ -20,7 +20,7 @@ LAYERS = [
     ["devices"],
     ["launch"],
     ["data"],
-    ["objects", "metrics", "module_buffers", "overrides", "precision", "session"],
+    ["attributes", "callback_state", "objects", "metrics", "module_buffers", "overrides", "precision", "session"],
     ["snapshot", "host"],
     ["training"],
     ["checkpoints"],

@@ -89,9 +89,9 @@ def load_optimizer(
         position = positions[id(piece.whole)]
         entry = saved["state"].get(position)
         if entry is not None:
-            state[number] = {key: _cut(piece, key, value) for key, value in entry.items()}
+            state[number] = {key: piece.cut(key, value) for key, value in entry.items()}
         if main and position in main:
-            piece.parameter.data.copy_(_cut(piece, "main", main[position]))
+            piece.parameter.data.copy_(piece.buffers.split(piece.where, main[position]))
     numbers: dict[int, list[int]] = {}
     for number, piece in enumerate(optimizer.pieces):
         numbers.setdefault(id(piece.whole), []).append(number)
@@ -186,12 +186,6 @@ def _param_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         {**group, "params": [positions[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.optimizer.param_groups
     ]
-
-
-def _cut(piece: Piece, key: str, value: Any) -> Any:
-    if is_like(key, value, piece.whole) or (key == "main" and isinstance(value, Tensor)):
-        return piece.buffers.split(piece.where, value)
-    return value
 
 
 def _check_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:

@@ -15,6 +15,20 @@ from lightning_replica.works import all_ended
 _PATIENCE_S = 0.1
 
 
+_STAND_IN = "stand_in"
+
+
+class _StandIn(dist.ProcessGroup):
+    """A group without connections; every collective fails at once."""
+
+    def getBackendName(self) -> str:
+        return _STAND_IN
+
+
+def _stand_in(_: dist.Store, rank: int, size: int, __: timedelta) -> dist.ProcessGroup:
+    return _StandIn(rank, size)  # type: ignore[call-arg]
+
+
 class ProcessGroups:
     """Owns the default group and whatever was made inside it.
 
@@ -57,6 +71,15 @@ class ProcessGroups:
                 self._own(group)
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
+
+    def stand_in(self) -> None:
+        """Opens a default group that knows rank and world size and nothing else.
+
+        A replacement has it until it has joined the others: user code on the way there may ask who it is.
+        """
+        if _STAND_IN not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_STAND_IN, _stand_in, devices=["cpu", "cuda"])
+        dist.init_process_group(_STAND_IN, store=dist.HashStore(), rank=self._rank, world_size=self._world_size)
 
     def add(self, ranks: list[int]) -> dist.ProcessGroup:
         """Makes a group of some ranks; only they call it."""

@@ -73,6 +73,12 @@ class Piece:
         """The module's parameter that this is a part of."""
         return self.buffers.parameters[self.where.parameter]
 
+    def cut(self, key: str, value: Any) -> Any:
+        """The piece's own part of an entry in the state of the whole parameter; numbers are copied, never shared."""
+        if is_like(key, value, self.whole):
+            return self.buffers.split(self.where, value)
+        return value.clone() if isinstance(value, Tensor) else value
+
     @property
     def used(self) -> bool:
         """Whether any rank has a gradient for the parameter."""
@@ -237,10 +243,7 @@ class ShardedOptimizer:
         """Cuts the state of a whole parameter into that of the pieces which this rank holds."""
         for piece in self.pieces:
             if piece.whole is parameter:
-                self.optimizer.state[piece.parameter] = {
-                    key: piece.buffers.split(piece.where, value) if is_like(key, value, parameter) else value
-                    for key, value in state.items()
-                }
+                self.optimizer.state[piece.parameter] = {key: piece.cut(key, value) for key, value in state.items()}
 
     def close(self) -> None:
         """Gives the optimizer its own ``zero_grad`` back."""

@@ -97,8 +97,6 @@ class Reducer:
                 self._launch()
             else:
                 self._share()
-                if self._shared == 1:
-                    reach("reduction")
         for job in self._jobs:
             for work in job.shares:
                 wait(work, self._check)
@@ -153,6 +151,8 @@ class Reducer:
             self._pool.append(received)
         job.shares = collectives.share_with_peers(job.bucket, grads, self._groups)
         self._shared += 1
+        if self._shared == 1:
+            reach("reduction")
 
     def _receive_buffer(self, job: _Job) -> Tensor:
         grads = job.buffers.grads

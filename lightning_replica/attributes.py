@@ -1,0 +1,63 @@
+"""Plain attributes of the LightningModule: counters, and the lists in which outputs are collected for an epoch's end.
+
+A rank that goes back a step puts them back, so that a batch that is done again is not counted twice. A replacement
+takes a peer's, where they are numbers, strings and containers of these; what differs from rank to rank belongs into
+metrics or buffers. Flags (bool) are left as they are: who raises once, shall not raise again because of us.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+_OWN_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+_CONTAINERS = (list, dict, set)
+
+
+def take(module: pl.LightningModule) -> dict[str, Any]:
+    """The attributes that the user's code has set: numbers and tensors as they are, containers copied."""
+    return {name: _copy(value) for name, value in vars(module).items() if _is_state(name, value)}
+
+
+def put(module: pl.LightningModule, saved: Mapping[str, Any]) -> None:
+    """The inverse of `take`. Containers are filled again in place; others may hold them too."""
+    for name, value in saved.items():
+        current = getattr(module, name, None)
+        if isinstance(value, list) and isinstance(current, list):
+            current[:] = _copy(value)
+        elif isinstance(value, (dict, set)) and type(current) is type(value):
+            current.clear()
+            current.update(_copy(value))
+        else:
+            setattr(module, name, _copy(value))
+
+
+def plain(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `take` may travel to another rank."""
+    return {name: value for name, value in saved.items() if _is_plain(value)}
+
+
+def _is_state(name: str, value: Any) -> bool:
+    if name in _OWN_OF_LIGHTNING or isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float, *_CONTAINERS)) or (isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, list):
+        return [_copy(item) if isinstance(item, _CONTAINERS) else item for item in value]
+    if isinstance(value, dict):
+        return {key: _copy(item) if isinstance(item, _CONTAINERS) else item for key, item in value.items()}
+    return set(value) if isinstance(value, set) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))

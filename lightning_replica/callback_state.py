@@ -1,0 +1,112 @@
+"""State of callbacks: what their ``state_dict`` says, and what Lightning's own keep beside it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor
+
+# Attributes beside the `state_dict` that decide what the callback does next.
+_EXTRAS: dict[type[pl.Callback], tuple[str, ...]] = {
+    ModelCheckpoint: ("_last_global_step_saved", "_last_checkpoint_saved"),
+    StochasticWeightAveraging: ("_initialized", "n_averaged", "_latest_update_epoch", "_scheduler_state")
+    + ("_accumulate_grad_batches",),
+    WeightAveraging: ("_latest_update_step", "_latest_update_epoch"),
+    BackboneFinetuning: ("_restarting", "previous_backbone_lr"),
+}
+# These hold a second model, which changes only when one of their extras does.
+_WITH_MODEL = (StochasticWeightAveraging, WeightAveraging)
+
+
+class CallbackStates:
+    """Takes and restores the state of a trainer's callbacks.
+
+    A callback of the user's has what its ``state_dict`` returns, as in a checkpoint; other attributes are left alone.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    def take(self, callbacks: Sequence[pl.Callback]) -> dict[str, Any]:
+        """The states by ``state_key``, detached from the callbacks."""
+        return {callback.state_key: self._take(callback) for callback in callbacks}
+
+    def _take(self, callback: pl.Callback) -> dict[str, Any]:
+        extras = {name: copy.deepcopy(getattr(callback, name)) for name in _extras(callback) if hasattr(callback, name)}
+        taken = {"state": copy.deepcopy(callback.state_dict()), "extras": extras}
+        if isinstance(callback, _WITH_MODEL) and callback._average_model is not None:
+            known = self._models.get(callback.state_key)
+            if known is None or known[0] != repr(extras):
+                tensors = callback._average_model.state_dict()
+                known = (repr(extras), {name: tensor.detach().clone() for name, tensor in tensors.items()})
+                self._models[callback.state_key] = known
+            taken["model"] = known[1]
+        return taken
+
+
+def restore_callbacks(callbacks: Sequence[pl.Callback], saved: Mapping[str, Any]) -> None:
+    """Puts back what `CallbackStates.take` saw."""
+    for callback in callbacks:
+        state = saved.get(callback.state_key)
+        if state is None:
+            continue
+        if state["state"]:
+            callback.load_state_dict(copy.deepcopy(state["state"]))
+        for name, value in state["extras"].items():
+            setattr(callback, name, copy.deepcopy(value))
+        if "model" in state and isinstance(callback, _WITH_MODEL) and callback._average_model is not None:
+            with torch.no_grad():
+                for name, tensor in callback._average_model.state_dict().items():
+                    tensor.copy_(state["model"][name])
+
+
+def follow_weight_averaging(trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
+    """On a replacement: gives stochastic weight averaging the scheduler that it has put in elsewhere.
+
+    The callback makes it in the first epoch that it averages in; here it is sent there for a moment. What else it does
+    is undone by the restoration that follows.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, StochasticWeightAveraging) or callback._initialized:
+            continue
+        if saved.get(callback.state_key, {}).get("extras", {}).get("_initialized"):
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            now, progress.processed = progress.processed, callback.swa_start
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            progress.processed = now
+
+
+def follow_batch_norm_epoch(trainer: pl.Trainer, momenta: Sequence[float | None]) -> None:
+    """Puts the momenta of BatchNorm layers back; stochastic weight averaging takes them away for its last epoch.
+
+    Args:
+        trainer: The trainer.
+        momenta: For every BatchNorm layer, as `batch_norm_momenta` saw it.
+    """
+    layers = _batch_norms(trainer.lightning_module)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging) and not hasattr(callback, "momenta"):
+            callback.momenta = {layer: layer.momentum for layer in layers}
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+
+
+def batch_norm_momenta(module: torch.nn.Module) -> list[float | None]:
+    """The momentum of every BatchNorm layer."""
+    return [layer.momentum for layer in _batch_norms(module)]
+
+
+def _batch_norms(module: torch.nn.Module) -> list[Any]:
+    return [layer for layer in module.modules() if hasattr(layer, "momentum") and hasattr(layer, "running_mean")]
+
+
+def _extras(callback: pl.Callback) -> tuple[str, ...]:
+    return tuple(name for cls, names in _EXTRAS.items() if isinstance(callback, cls) for name in names)
