@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -238,8 +239,8 @@ class ShardedOptimizer:
         for piece in self.pieces:
             if piece.whole is parameter:
                 self.optimizer.state[piece.parameter] = {
-                    key: piece.buffers.split(piece.where, value) if is_like(key, value, parameter) else value
-                    for key, value in state.items()
+                    key: piece.buffers.split(piece.where, value) if is_like(key, value, parameter) else deepcopy(value)
+                    for key, value in state.items()  # copies: a step counter that two pieces share counts twice
                 }
 
     def close(self) -> None:
