@@ -75,8 +75,9 @@ class Buffers:
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is None or parameter.grad is view:
             return
-        if parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
-            view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            view.copy_(gradient)
         parameter.grad = view
 
     def complete(self, bucket: Bucket) -> None:

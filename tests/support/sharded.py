@@ -1,7 +1,9 @@
 """Helpers to drive `ShardedState` step by step inside `run_ranks`, many states in one world."""
 
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import open_world
+
+Case: TypeAlias = Callable[[Groups], None]
 
 
 def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups:
@@ -86,3 +90,66 @@ def distance(a: Tensor, b: Tensor) -> float:
         return 0.0
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+class Twin:
+    """Parameters under a sharded optimizer, and copies of them under the same optimizer unsharded.
+
+    Copies of 16-bit parameters have 32 bits, as the shards have.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        parameters: Sequence[nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        **options: Any,
+    ) -> None:
+        self.groups = groups
+        self.ours, self.theirs = list(parameters), [_main_copy(parameter) for parameter in parameters]
+        self.optimizer, self.reference = make_optimizer(self.ours), make_optimizer(self.theirs)
+        self.strides = [parameter.stride() for parameter in parameters]
+        self.state = make_state(groups, parameters, self.optimizer, **options)
+        self.steps = 0
+
+    def step(self, used: Iterable[int] | None = None, set_to_none: bool = True) -> None:
+        """One step of both, with the same averaged gradients, for the parameters of those indices."""
+        self.optimizer.zero_grad(set_to_none)
+        self.reference.zero_grad(set_to_none)
+        gradients = exact_gradients([p.shape for p in self.ours], [p.dtype for p in self.ours], self.steps)
+        chosen = [i for i in range(len(self.ours)) if self.ours[i].requires_grad and (used is None or i in used)]
+        shares = [exact_share(gradients[i], self.groups) for i in chosen]
+        train_step(self.state, lambda: feed([self.ours[i] for i in chosen], shares), zero=False)
+        for i in chosen:
+            whole = torch.empty_like(self.theirs[i]).copy_(gradients[i])
+            self.theirs[i].grad = whole if self.theirs[i].grad is None else self.theirs[i].grad + whole
+        self.reference.step()
+        self.steps += 1
+
+    def check(self) -> None:
+        """Both have the same bits, and parameters their strides."""
+        for index, (ours, theirs) in enumerate(zip(self.ours, self.theirs, strict=True)):
+            assert same_bits(ours, theirs.to(ours.dtype)), (index, ours, theirs)
+            assert ours.stride() == self.strides[index], (index, ours.stride(), self.strides[index])
+
+
+def _main_copy(parameter: nn.Parameter) -> nn.Parameter:
+    dtype = torch.float32 if parameter.element_size() == 2 else parameter.dtype
+    copy = torch.empty_like(parameter, dtype=dtype).copy_(parameter.detach())
+    return nn.Parameter(copy.detach(), requires_grad=parameter.requires_grad)
+
+
+def run_cases(rank: int, store: Any, world_size: int, replicas: int, cases: Sequence[Case]) -> dict[str, str]:
+    """Runs one case after the other, up to the first that raises; "ok" or the traceback of each."""
+    groups = open_groups(rank, store, world_size, replicas)
+    outcomes: dict[str, str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for case in cases:
+            try:
+                case(groups)
+            except Exception:
+                outcomes[case.__name__] = traceback.format_exc()
+                break
+            outcomes[case.__name__] = "ok"
+    return outcomes
