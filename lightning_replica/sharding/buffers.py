@@ -70,15 +70,16 @@ class Buffers:
     def attach(self, index: int) -> None:
         """Moves a parameter's gradient into ``grads``, if it is not there yet.
 
-        ``None`` is what ``zero_grad`` leaves, so that the first gradient is written and not added.
+        ``None`` is what ``zero_grad`` leaves, so that the first gradient is written and not added. Users get an alias
+        of the view: ``parameter.grad.data = x`` would otherwise turn the view itself away from ``grads``.
         """
         parameter, view = self.parameters[index], self._grad_views[index]
-        if parameter.grad is None or parameter.grad is view:
+        if parameter.grad is None:
             return
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
-        parameter.grad = view
+            parameter.grad = view.detach()
 
     def complete(self, bucket: Bucket) -> None:
         """Makes all of a bucket's gradients ready to be sent; a gradient that is missing counts as zero."""
@@ -95,7 +96,7 @@ class Buffers:
     def show(self, used: Sequence[bool]) -> None:
         """Gives every parameter that ``used`` names its view as gradient, the others None."""
         for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
-            parameter.grad = view if there else None
+            parameter.grad = view.detach() if there else None
 
     def drop_gradients(self) -> None:
         """Leaves every parameter without gradient."""

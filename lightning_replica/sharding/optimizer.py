@@ -226,7 +226,8 @@ class ShardedOptimizer:
         self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], scalars: Mapping[str, Any]
     ) -> None:
         """Makes the optimizer's state as a peer describes it, tensors uninitialised, ready to be received."""
-        self.optimizer.state.clear()
+        for piece in self.pieces:
+            self.optimizer.state.pop(piece.parameter, None)
         for name, (dtype, shape) in shapes.items():
             parameter, key = self._owner(name)
             self.optimizer.state[parameter][key] = torch.empty(shape, dtype=dtype, device=parameter.device)

@@ -184,6 +184,8 @@ class ShardedState:
 
     def reduce(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
         """Completes the shard's averaged gradient, of all optimizers or of some."""
+        if self._backup is not None:
+            self._backup.keep_gradients()
         active = self._buffers_of(optimizers)
         if not self.whole_gradients:
             self.reducer.finish(active)
