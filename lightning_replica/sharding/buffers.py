@@ -67,6 +67,7 @@ class Buffers:
 
     # Gradients
 
+    @torch.no_grad()  # under `backward(create_graph=True)`, gradients have a graph of their own: the buffer must not
     def attach(self, index: int) -> None:
         """Moves a parameter's gradient into ``grads``, if it is not there yet.
 

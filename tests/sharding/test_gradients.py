@@ -1,5 +1,6 @@
 """Gradients that user code looks at and changes, and batches that step several optimizers several times."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -307,12 +308,52 @@ def frozen_state_outlives_an_undo(groups: Groups) -> None:
     torch.testing.assert_close(parameters[1].detach(), torch.full((7,), 1 - 0.1 / 1.5**0.5))
 
 
+def backward_with_a_graph(groups: Groups) -> None:
+    parameters, theirs = ([nn.Parameter(torch.full((30,), 0.5)), nn.Parameter(torch.ones(4, 2))] for _ in range(2))
+    optimizer, reference = SGD(parameters, lr=0.25), SGD(theirs, lr=0.25)
+    state = make_state(groups, parameters, optimizer)
+    for _ in range(3):
+        state.begin_window(False)
+        optimizer.zero_grad()
+        state.before_backward(reduce=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+            sum((groups.rank + 1) * p.pow(3).sum() for p in parameters).backward(create_graph=True)
+        apply(state)
+        for p in theirs:
+            p.grad = 2.5 * 3 * p.detach() ** 2
+        reference.step()
+        assert not any(buffers.grads.requires_grad for buffers in state.buffers)
+    for ours, their in zip(parameters, theirs, strict=True):
+        torch.testing.assert_close(ours, their)
+
+
+def whole_gradients_are_the_same_on_all_ranks(groups: Groups) -> None:
+    for partition in ("element", "parameter"):
+        for dtype in (torch.float32, torch.bfloat16):
+            parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((33, 20), (5,), (7,), (), (3,))]
+            optimizer = AdamW(parameters)
+            state = make_state(groups, parameters, optimizer, whole_gradients=True, partition=partition)
+            gradients = exact_gradients([p.shape for p in parameters], [dtype] * 5, 0)
+            used = [i for i in range(5) if i != 2 and (i != 4 or groups.rank == 3)]  # 2 by nobody, 4 by rank 3 only
+            shares = [4 * gradients[4] if i == 4 else exact_share(gradients[i], groups) for i in used]
+            state.begin_window(False)
+            state.before_backward(reduce=True)
+            feed([parameters[i] for i in used], shares)
+            state.after_backward(reduce=True)
+            assert parameters[2].grad is None
+            assert all(same_bits(parameters[i].grad, gradients[i]) for i in (0, 1, 3, 4))
+            apply(state)
+
+
 OF_TWO: list[Case] = [
     whole_gradients_are_those_of_ddp,
     gradients_that_nobody_zeroes_go_on,
     what_happens_to_gradients_before_the_step_counts,
 ]
 OF_FOUR: list[Case] = [
+    backward_with_a_graph,
+    whole_gradients_are_the_same_on_all_ranks,
     several_optimizers_and_steps_in_a_batch,
     a_batch_can_be_taken_back_from_anywhere,
     a_batch_may_begin_with_its_step,
