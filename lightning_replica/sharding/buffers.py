@@ -114,6 +114,14 @@ class Buffers:
 
     # Values
 
+    def reclaim(self) -> None:
+        """Moves weights that user code gave memory of their own (``p.data = x``) back into ``params``."""
+        for parameter, gradient, where in zip(self.parameters, self._grad_views, self.layout.world, strict=True):
+            view = self.params.as_strided(gradient.shape, gradient.stride(), where.start)
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
     def main_from_params(self) -> None:
         """Takes the shard's values from the parameters, where they differ: 32 bits stay if 16 of them agree."""
         for world, local in self._shard_ranges():

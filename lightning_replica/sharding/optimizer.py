@@ -240,7 +240,7 @@ class ShardedOptimizer:
         for piece in self.pieces:
             if piece.whole is parameter:
                 self.optimizer.state[piece.parameter] = {
-                    key: piece.buffers.split(piece.where, value) if is_like(key, value, parameter) else deepcopy(value)
+                    key: _cut(piece, value) if is_like(key, value, parameter) else deepcopy(value)
                     for key, value in state.items()  # copies: a step counter that two pieces share counts twice
                 }
 
@@ -259,6 +259,12 @@ class ShardedOptimizer:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
+
+
+def _cut(piece: Piece, value: Tensor) -> Tensor:
+    """The piece's part of a state entry, in the piece's dtype, as ``Optimizer.load_state_dict`` would have it."""
+    part = piece.buffers.split(piece.where, value)
+    return part.to(piece.parameter.dtype) if part.is_floating_point() else part
 
 
 def is_like(key: str, value: Any, parameter: Tensor) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, lr_scheduler, swa_utils
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, lr_scheduler, swa_utils
 
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import Groups, make_groups
@@ -69,6 +69,28 @@ def sixteen_bits_are_trained_in_thirty_two(groups: Groups) -> None:
             train(twin, 4)
             assert {buffers.main.dtype for buffers in twin.state.buffers} == {torch.float32}
             assert any(not torch.equal(p, p.to(dtype).float()) for p in twin.theirs)  # 16 bits would not have done
+
+
+def state_made_at_construction_has_thirty_two_bits_too(groups: Groups) -> None:
+    for flags in ({}, {"fused": True}):
+        parameters = plain((33, 20), (50,), dtype=torch.bfloat16)
+        parameters[1].requires_grad_(False)
+        twin = Twin(groups, parameters, lambda p, flags=flags: Adagrad(p, lr_decay=0.5, weight_decay=0.1, **flags))
+        train(twin)
+        for each in (twin.ours[1], twin.theirs[1]):
+            each.requires_grad_(True)
+        train(twin)
+
+
+def user_code_may_give_weights_other_memory(groups: Groups) -> None:
+    image = nn.Parameter(random(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    twin = Twin(groups, [image, *plain((30,), (0,))], adamw)
+    train(twin)
+    for each in (twin.ours, twin.theirs):
+        each[0].data = torch.arange(120.0).view(2, 3, 4, 5)
+        each[2].data = torch.ones(0)
+    twin.state.begin_window(weights_may_differ=True)
+    train(twin)
 
 
 def sixty_four_bits(groups: Groups) -> None:
@@ -257,6 +279,8 @@ CASES: list[Case] = [
     memory_with_holes_or_overlaps_becomes_contiguous,
     whole_matrices_keep_their_strides,
     sixteen_bits_are_trained_in_thirty_two,
+    state_made_at_construction_has_thirty_two_bits_too,
+    user_code_may_give_weights_other_memory,
     sixty_four_bits,
     dtypes_mix_in_one_optimizer,
     less_than_one_parameter_or_element_a_rank,
