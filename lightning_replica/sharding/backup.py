@@ -24,16 +24,19 @@ class Backup:
         self._optimizers = tuple(optimizers)
         self._present = [(buffers, buffers.present()) for optimizer in optimizers for buffers in optimizer.buffers]
         self._grads: dict[int, Tensor] = {}
+        self._gradients_are_kept = False
         self._values: list[list[Tensor]] = []
         self._states: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
         self.whole = False  # whether the shard's copy is complete
 
     def keep_gradients(self) -> None:
-        """Call before a backward pass: copies gradients from before the window that it would add to."""
+        """Call before gradients change: the first time, copies gradients that the window found."""
+        if self._gradients_are_kept:
+            return
         for buffers, present in self._present:
-            still_there = any(was and now for was, now in zip(present, buffers.present(), strict=True))
-            if still_there and id(buffers) not in self._grads:
+            if any(was and now for was, now in zip(present, buffers.present(), strict=True)):
                 self._grads[id(buffers)] = buffers.grads.clone()
+        self._gradients_are_kept = True
 
     def keep_shard(self) -> None:
         """Call before an update: copies the shard, the first time."""

@@ -67,17 +67,20 @@ class Buffers:
 
     # Gradients
 
+    @torch.no_grad()  # under `backward(create_graph=True)`, gradients have a graph of their own: the buffer must not
     def attach(self, index: int) -> None:
         """Moves a parameter's gradient into ``grads``, if it is not there yet.
 
-        ``None`` is what ``zero_grad`` leaves, so that the first gradient is written and not added.
+        ``None`` is what ``zero_grad`` leaves, so that the first gradient is written and not added. Users get an alias
+        of the view: ``parameter.grad.data = x`` would otherwise turn the view itself away from ``grads``.
         """
         parameter, view = self.parameters[index], self._grad_views[index]
-        if parameter.grad is None or parameter.grad is view:
+        if parameter.grad is None:
             return
-        if parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
-            view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        parameter.grad = view
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            view.copy_(gradient)
+            parameter.grad = view.detach()
 
     def complete(self, bucket: Bucket) -> None:
         """Makes all of a bucket's gradients ready to be sent; a gradient that is missing counts as zero."""
@@ -94,7 +97,7 @@ class Buffers:
     def show(self, used: Sequence[bool]) -> None:
         """Gives every parameter that ``used`` names its view as gradient, the others None."""
         for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
-            parameter.grad = view if there else None
+            parameter.grad = view.detach() if there else None
 
     def drop_gradients(self) -> None:
         """Leaves every parameter without gradient."""
@@ -110,6 +113,14 @@ class Buffers:
         return [_part(self.grads, world) for world, _ in self._shard_ranges()]
 
     # Values
+
+    def reclaim(self) -> None:
+        """Moves weights that user code gave memory of their own (``p.data = x``) back into ``params``."""
+        for parameter, gradient, where in zip(self.parameters, self._grad_views, self.layout.world, strict=True):
+            view = self.params.as_strided(gradient.shape, gradient.stride(), where.start)
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
 
     def main_from_params(self) -> None:
         """Takes the shard's values from the parameters, where they differ: 32 bits stay if 16 of them agree."""

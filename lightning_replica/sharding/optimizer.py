@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -74,10 +75,15 @@ class Piece:
         return self.buffers.parameters[self.where.parameter]
 
     def cut(self, key: str, value: Any) -> Any:
-        """The piece's own part of an entry in the state of the whole parameter; numbers are copied, never shared."""
-        if is_like(key, value, self.whole):
-            return self.buffers.split(self.where, value)
-        return value.clone() if isinstance(value, Tensor) else value
+        """The piece's own part of an entry in the state of the whole parameter.
+
+        In the piece's dtype, as ``Optimizer.load_state_dict`` would have it. What is not cut is copied: a step counter
+        that two pieces share would count twice.
+        """
+        if not is_like(key, value, self.whole):
+            return deepcopy(value)
+        part = self.buffers.split(self.where, value)
+        return part.to(self.parameter.dtype) if part.is_floating_point() else part
 
     @property
     def used(self) -> bool:
@@ -231,7 +237,8 @@ class ShardedOptimizer:
         self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], scalars: Mapping[str, Any]
     ) -> None:
         """Makes the optimizer's state as a peer describes it, tensors uninitialised, ready to be received."""
-        self.optimizer.state.clear()
+        for piece in self.pieces:
+            self.optimizer.state.pop(piece.parameter, None)
         for name, (dtype, shape) in shapes.items():
             parameter, key = self._owner(name)
             self.optimizer.state[parameter][key] = torch.empty(shape, dtype=dtype, device=parameter.device)

@@ -47,11 +47,13 @@ class Reducer:
         self.reset()
 
     def add(self, buffers: Buffers) -> None:
-        """Watches the gradients of ``buffers``."""
-        self._hooks[id(buffers)] = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, buffers, index))
-            for index, parameter in enumerate(buffers.parameters)
-        ]
+        """Watches the gradients of ``buffers``, also of parameters that are frozen for now."""
+        self._hooks[id(buffers)] = handles = []
+        for index, parameter in enumerate(buffers.parameters):
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook can be had in no other way; the parameter may be trained again
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, buffers, index)))
+            parameter.requires_grad_(trained)
 
     def remove(self, buffers: Buffers) -> None:
         """Takes the hooks off the parameters again."""

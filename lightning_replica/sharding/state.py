@@ -162,11 +162,19 @@ class ShardedState:
         """
         self.follow_groups()
         self._before_window = None
-        if weights_may_differ and not all(buffers.is_params() for buffers in self.buffers):
-            self._before_window = [buffers.main.clone() for buffers in self.buffers]
-            for buffers in self.buffers:
-                buffers.main_from_params()
+        if weights_may_differ:
+            self._take_weights()
         self._backup = Backup(self.optimizers) if self.manual else None
+
+    def _take_weights(self) -> None:
+        """Takes what user code has written to the weights into the shard."""
+        for buffers in self.buffers:
+            buffers.reclaim()
+        if all(buffers.is_params() for buffers in self.buffers):
+            return
+        self._before_window = [buffers.main.clone() for buffers in self.buffers]
+        for buffers in self.buffers:
+            buffers.main_from_params()
 
     def before_backward(self, reduce: bool) -> None:
         """Makes ready for a backward pass; without ``reduce`` its gradients only accumulate."""
@@ -184,6 +192,8 @@ class ShardedState:
 
     def reduce(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
         """Completes the shard's averaged gradient, of all optimizers or of some."""
+        if self._backup is not None:
+            self._backup.keep_gradients()
         active = self._buffers_of(optimizers)
         if not self.whole_gradients:
             self.reducer.finish(active)

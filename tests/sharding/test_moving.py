@@ -1,0 +1,107 @@
+"""What an optimizer holds, moved to a peer or taken back: nothing may be missing for any optimizer of torch."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from lightning_replica.grid import Grid
+from lightning_replica.sharding.backup import Backup
+from lightning_replica.sharding.optimizer import ELEMENT_WISE
+from lightning_replica.sharding.state import ShardedState
+from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
+
+
+def possible() -> list[tuple[str, dict[str, Any]]]:
+    return [(name, kwargs) for name, kwargs in torch_list() if name not in REFUSED and not IMPOSSIBLE & kwargs.keys()]
+
+
+def make(rank: int, name: str, kwargs: dict[str, Any]) -> ShardedState:
+    parameters = make_parameters(name)
+    partition = "element" if issubclass(getattr(torch.optim, name), ELEMENT_WISE) else "parameter"
+    return ShardedState(Grid(4, 2), rank, parameters, [build(name, kwargs, parameters)], 2000, partition)
+
+
+def update(state: ShardedState, seed: int) -> None:
+    """A step of the own shard with gradients that are not those of any parameter alone; needs no other rank."""
+    for buffers in state.buffers:
+        buffers.used = [True] * len(buffers.parameters)
+        buffers.grads.copy_(torch.randn(buffers.grads.shape, generator=torch.Generator().manual_seed(seed)))
+    for optimizer in state.optimizers:
+        optimizer.update(lambda gradients: None)
+
+
+def move(source: ShardedState, target: ShardedState) -> None:
+    manifest, tensors = source.export_shard()
+    arriving = iter([tensor.clone() for tensor in tensors])
+    target.import_shard(json.loads(json.dumps(manifest)), lambda tensor: tensor.copy_(next(arriving)))
+    assert next(arriving, None) is None
+
+
+def test_every_optimizer_moves_to_a_peer_and_goes_on_there() -> None:
+    for name, kwargs in possible():
+        source, target = make(0, name, kwargs), make(2, name, kwargs)
+        for seed in (1, 2):
+            update(source, seed)
+        update(target, 3)  # something else
+        assert source.digest() != target.digest(), (name, kwargs)
+        move(source, target)
+        assert source.digest() == target.digest(), (name, kwargs)
+        for state in (source, target):
+            update(state, 4)
+        assert source.digest() == target.digest(), (name, kwargs)
+
+
+def test_every_optimizer_can_be_taken_back() -> None:
+    for name, kwargs in possible():
+        state, untouched = make(1, name, kwargs), make(1, name, kwargs)
+        for steps in range(2):  # from the first step on, when most have no state yet
+            backup = Backup(state.optimizers)
+            backup.keep_shard()
+            before = state.digest()
+            update(state, 10)
+            assert state.digest() != before, (name, kwargs)
+            backup.restore()
+            assert state.digest() == before, (name, kwargs)
+            for each in (state, untouched):
+                update(each, steps)
+            assert state.digest() == untouched.digest(), (name, kwargs)
+
+
+def test_a_parameter_that_was_frozen_again_moves_too() -> None:
+    def build_one(rank: int) -> tuple[ShardedState, list[nn.Parameter]]:
+        parameters = [nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(40), requires_grad=False)]
+        return ShardedState(Grid(2, 2), rank, parameters, [AdamW(parameters)], 1000), parameters
+
+    (source, theirs), (target, ours) = build_one(0), build_one(1)
+    theirs[1].requires_grad_(True)
+    source.follow_groups()
+    update(source, 1)
+    theirs[1].requires_grad_(False)
+    move(source, target)
+    assert source.digest() == target.digest()
+    assert [p.requires_grad for p in ours] == [True, False]
+    ours[1].requires_grad_(True)
+    (ours[0].sum() + ours[1].sum()).backward()
+    assert all(id(buffers) in target.reducer.private for buffers in target.buffers)  # both are watched
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_user_code_wrote_are_taken_where_they_differ(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.ones(40, dtype=dtype))]
+    state = ShardedState(Grid(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], 1000)
+    buffers = state.buffers[0]
+    update(state, 1)
+    buffers.params_from_main()
+    before = buffers.main.clone()
+    state.begin_window(weights_may_differ=True)
+    assert torch.equal(buffers.main, before)  # 32 bits are not rounded to 16 for nothing
+    with torch.no_grad():
+        parameters[0][7] = 5.0
+    state.begin_window(weights_may_differ=True)
+    written = buffers.layout.world[0].start + 7
+    assert buffers.main[written] == 5.0
+    assert torch.equal(buffers.main != before, torch.arange(len(before)) == written)
