@@ -70,6 +70,13 @@ def test_hydra_with_a_misspelt_option(tmp_path: Path) -> None:
     assert "Key 'replcas' not in 'StrategyConf'" in done.stdout
 
 
+def test_hydra_multirun(tmp_path: Path) -> None:
+    done = run(tmp_path, "train_hydra.py", "--multirun", *TINY_HYDRA[1:], "trainer.devices=2,4")
+    assert done.returncode == 1
+    assert "Start one process for each job" in done.stdout
+    assert "fingerprint" not in done.stdout
+
+
 def test_cli_with_a_lost_rank(untouched: str, tmp_path: Path) -> None:
     kill = ["--trainer.callbacks+=gpt.Kill", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=2"]
     done = run(tmp_path, "train_cli.py", *TINY_CLI, *kill)
