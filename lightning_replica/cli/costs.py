@@ -86,8 +86,8 @@ class Memory:
     Attributes:
         parameters: What forward reads.
         gradients: What backward writes.
-        main: Main parameters; 0 where the optimizer updates the parameters themselves.
-        main_gradients: The gradient of the shard, in the main parameters' dtype.
+        main: The values that the optimizer updates, apart from what forward reads: those of the shard.
+        main_gradients: Their gradient, where it is not of the gradients' own dtype.
         optimizer: Optimizer state.
         receive: Room for gradients under way.
     """
@@ -116,8 +116,8 @@ def memory(job: Job) -> Memory:
     return Memory(
         parameters=whole * job.parameter_bytes,
         gradients=whole * job.gradient_bytes,
-        main=owned * job.main_bytes if job.parameter_bytes < job.main_bytes else 0,
-        main_gradients=owned * job.main_bytes,
+        main=owned * job.main_bytes,
+        main_gradients=owned * job.main_bytes if job.gradient_bytes < job.main_bytes else 0,
         optimizer=owned * job.state_bytes,
         receive=receive_bytes(job),
     )
@@ -126,7 +126,7 @@ def memory(job: Job) -> Memory:
 def ddp_memory(job: Job) -> Memory:
     """Bytes that a rank holds under DDP: everything is whole, buckets are copies of the gradients.
 
-    DDP has no main parameters: parameters of 16 bits, and so the optimizer state, are updated in 16 bits.
+    DDP updates the parameters themselves: those of 16 bits, and so the optimizer state, in 16 bits.
     """
     whole = job.parameters * job.parameter_bytes
     optimizer = job.parameters * job.state_bytes * job.parameter_bytes / job.main_bytes

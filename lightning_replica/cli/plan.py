@@ -108,8 +108,8 @@ def render(found: dict[str, Any]) -> str:
         for key, label in (
             ("parameters", "parameters"),
             ("gradients", "gradients"),
-            ("main", "main parameters"),
-            ("main_gradients", "gradient of the shard"),
+            ("main", "parameters of the shard"),
+            ("main_gradients", "their gradient"),
             ("optimizer", "optimizer state"),
             ("receive", "gradients under way"),
             ("total", "total"),

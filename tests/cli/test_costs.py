@@ -69,7 +69,8 @@ def test_a_job_by_hand() -> None:
     assert (held.parameters, held.gradients, held.receive) == (2000, 2000, 2000)
     assert (held.main, held.main_gradients, held.optimizer) == (1000, 1000, 2000)
     assert held.total == 10_000
-    assert memory(Job(8, 2, 1000, "bf16-mixed")).main == 0
+    held = memory(Job(8, 2, 1000, "bf16-mixed"))
+    assert (held.main, held.main_gradients, held.total) == (1000, 0, 12_000 + 1000 + 2000)
     assert memory(Job(8, 2, 1000, "64-true")).optimizer == 4000
     assert memory(Job(8, 2, 1000, optimizer_bytes=4)).optimizer == 1000
     assert ddp_memory(Job(8, 2, 1000, "bf16-mixed")).total == 4000 * 5

@@ -60,7 +60,8 @@ def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     rows = {cells[0]: cells[1:] for line in text.splitlines() if len(cells := re.split(r" {2,}", line.strip())) > 1}
     assert rows["optimizer state"] == ["52.15 GiB", "834.5 MiB", "1.63 GiB"]
-    assert rows["main parameters"] == ["-", "-", "-"]
+    assert rows["parameters of the shard"] == ["-", "417.2 MiB", "834.5 MiB"]
+    assert rows["their gradient"] == ["-", "-", "-"]
     assert rows["sent"] == ["51.34 GiB"] * 3
     assert rows["2 ranks"] == ["32", "2,016", "1.587%"]
     assert rows["2 nodes"] == ["4", "28", "14.286%"]
