@@ -48,6 +48,17 @@ class Text(Dataset[Tensor]):
         return self.data[start : start + self.length + 1].long()
 
 
+class TextData(L.LightningDataModule):
+    """`Text` for training, shuffled."""
+
+    def __init__(self, length: int = 64, batch_size: int = 4) -> None:
+        super().__init__()
+        self.length, self.batch_size = length, batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Text(self.length), batch_size=self.batch_size, shuffle=True)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer."""
 

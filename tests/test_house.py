@@ -26,6 +26,8 @@ LAYERS = [
     ["checkpoints"],
     ["fit_loop", "strategy"],
     [""],
+    ["cli", "conf"],
+    ["__main__"],
 ]
 NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors"]
 
@@ -116,6 +118,7 @@ after = dict(os.environ), logging.root.handlers[:], signal.getsignal(signal.SIGT
 assert before == after, (before, after)
 assert torch.equal(random, torch.get_rng_state())
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch_npu", "megatron", "hydra")]
+assert not [name for name in sys.modules if name.startswith(("lightning_replica.cli", "lightning_replica.conf"))]
 from lightning.pytorch.strategies import StrategyRegistry
 assert "replica_zero" in StrategyRegistry
 lightning_replica.ReplicaZeroStrategy.register_strategies(StrategyRegistry)  # twice is no error

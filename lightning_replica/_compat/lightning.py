@@ -28,6 +28,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
+from lightning_replica.errors import ConfigurationError
+
 __all__ = [
     "Closure",
     "Sigterm",
@@ -56,11 +58,22 @@ __all__ = [
 
 
 def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
-    """The command line that runs this very script again, and its working directory (None: this one)."""
+    """The command line that runs this very script again, and its working directory (None: this one).
+
+    Raises:
+        ConfigurationError: In a Hydra multirun, whose command line stands for all of its jobs.
+    """
     if _HYDRA_AVAILABLE:
         from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
 
         if HydraConfig.initialized():
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise ConfigurationError(
+                    "`--multirun` trains several times in one process, but `replica_zero` starts its ranks by running"
+                    " the command line again, and ends with its training. Start one process for each job, e.g. in a"
+                    " shell loop."
+                )
             return _hydra_subprocess_cmd(rank)
     return _basic_subprocess_cmd(), None
 

@@ -1,0 +1,1 @@
+"""The command line: ``lightning-replica doctor`` and ``lightning-replica plan``."""

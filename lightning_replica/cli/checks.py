@@ -1,0 +1,186 @@
+"""What `lightning-replica doctor` looks at: one function a question, each answered by a `Check`."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+import lightning_replica
+from lightning_replica.cli.output import size
+
+_SHM = Path("/dev/shm")
+_LITTLE_SHM_BYTES = 256 * 2**20
+_SMOKE_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        status: ``failed`` where training cannot work, ``note`` where it may matter.
+        found: What was found.
+        advice: What to do; empty where nothing is to be done.
+    """
+
+    name: str
+    status: Literal["ok", "note", "failed"]
+    found: str
+    advice: str = ""
+
+
+def versions() -> Iterator[Check]:
+    """Python, the system, and whether the packages are those that the installed package asks for."""
+    yield Check("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Check("python", "ok", platform.python_version())
+    yield Check("lightning_replica", "ok", lightning_replica.__version__)
+    for wanted in _requirements():
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        found = importlib.metadata.version(wanted.name)
+        if wanted.specifier.contains(found, prereleases=True):
+            yield Check(wanted.name, "ok", found)
+        else:
+            yield Check(wanted.name, "failed", found, f'Install a supported version: pip install "{wanted}"')
+
+
+def _requirements() -> list[Requirement]:
+    """What the package asks for; nothing is known of one that runs from its source without being installed."""
+    try:
+        return [Requirement(text) for text in importlib.metadata.requires("lightning-replica") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def devices() -> Iterator[Check]:
+    """Cores and accelerators."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("cpu", "ok", f"{cores} cores")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Check("cuda", "ok", ", ".join(names))
+    else:
+        yield Check("cuda", "note", "none")
+    npu = importlib.util.find_spec("torch_npu") is not None
+    yield Check("npu", "ok" if npu else "note", "torch_npu is installed" if npu else "none")
+
+
+def backends() -> Iterator[Check]:
+    """What collectives can run on; gloo is the one that is needed."""
+    for name in ("gloo", "nccl", "hccl"):
+        if dist.is_backend_available(name):
+            yield Check(name, "ok", "available")
+        elif name == "gloo":
+            yield Check(
+                name, "failed", "not available", "Install a torch that is built with gloo, as those of PyPI are."
+            )
+        else:
+            yield Check(name, "note", "not available")
+
+
+def memory() -> Iterator[Check]:
+    """Main memory, and the shared memory that data loaders' workers need."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = (page * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    yield Check("memory", "ok", f"{size(free)} unused of {size(total)}")
+    if not _SHM.exists():
+        yield Check(str(_SHM), "note", "not there")
+        return
+    free = shutil.disk_usage(_SHM).free
+    if free < _LITTLE_SHM_BYTES:
+        advice = "DataLoader workers pass batches through it. In Docker: --shm-size=2g"
+        yield Check(str(_SHM), "note", f"{size(free)} free", advice)
+    else:
+        yield Check(str(_SHM), "ok", f"{size(free)} free")
+
+
+def network() -> Iterator[Check]:
+    """Whether processes of this machine reach each other."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5) as one:
+            other, _ = server.accept()
+            with other:
+                one.sendall(b"x")
+                other.settimeout(5)
+                other.recv(1)
+        yield Check("TCP on 127.0.0.1", "ok", "works")
+    except OSError as error:
+        yield Check("TCP on 127.0.0.1", "failed", str(error), "Allow connections over the loopback interface.")
+        return
+    try:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+        client.set("key", "value")
+        client.wait(["key"], timedelta(seconds=10))
+        yield Check("store", "ok", "works")
+    except RuntimeError as error:
+        yield Check(
+            "store", "failed", str(error).splitlines()[0], "torch's TCPStore must be able to listen on 127.0.0.1."
+        )
+
+
+def smoke() -> Iterator[Check]:
+    """Trains on two ranks, untouched and with a rank that is killed, and compares every bit of the weights."""
+    name, ask = "2-rank training", "Please report this, with the output of `lightning-replica doctor --json`."
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [_Run(Path(folder, "untouched")), _Run(Path(folder, "hurt"), "--kill", "1")]
+        try:
+            untouched, hurt = [run.result() for run in runs]
+        except subprocess.SubprocessError:
+            tails = "\n".join(run.tail() for run in runs)
+            yield Check(name, "failed", f"a training failed, or took longer than {_SMOKE_TIMEOUT_S} s\n{tails}", ask)
+            return
+        finally:
+            for run in runs:
+                run.end()
+    if untouched == hurt:
+        yield Check(name, "ok", f"a killed rank was replaced; the weights are identical ({hurt[:12]})")
+    else:
+        yield Check(name, "failed", f"a killed rank was replaced; {hurt[:12]} instead of {untouched[:12]}", ask)
+
+
+class _Run:
+    """`smoke.py` as a process of its own; both run at once, as most of their time is the import of torch."""
+
+    def __init__(self, result: Path, *options: str) -> None:
+        self._result, self._log = result, result.with_suffix(".log")
+        environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}  # another launcher's
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_replica.cli.smoke", str(result), *options],
+                env={**environment, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def result(self) -> str:
+        code = self._process.wait(_SMOKE_TIMEOUT_S)
+        if code:
+            raise subprocess.CalledProcessError(code, self._process.args)
+        return self._result.read_text()
+
+    def tail(self) -> str:
+        return "\n".join(self._log.read_text().splitlines()[-15:])
+
+    def end(self) -> None:
+        """Its ranks end with it."""
+        self._process.kill()
+        self._process.wait()
+
+
+ALL = (versions, devices, backends, memory, network, smoke)

@@ -1,0 +1,156 @@
+"""What a job costs per rank: memory and traffic, for DDP, ZeRO-1 and `replica_zero`. Pure.
+
+Psi elements, N ranks, R replicas, S = N / R shards; p bytes per parameter element, g per gradient element.
+Activations, buffers of the model, autocast's 16-bit copies and what a backend needs for itself are not counted.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from lightning_replica.errors import ConfigurationError
+
+Precision = Literal["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+
+_PARAMETER_BYTES = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2, "bf16-mixed": 4, "16-mixed": 4}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and on what.
+
+    Attributes:
+        ranks: N, 1 or more.
+        replicas: R; divides ``ranks``.
+        parameters: Psi, the number of trained elements.
+        precision: As the Trainer knows it.
+        optimizer_bytes: Optimizer state per element. None: two values of the main parameters' dtype, as Adam has.
+
+    Raises:
+        ConfigurationError: If a value makes no sense.
+    """
+
+    ranks: int
+    replicas: int
+    parameters: int
+    precision: Precision = "32-true"
+    optimizer_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "replicas", "parameters"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be 1 or more.")
+        if self.ranks % self.replicas:
+            choices = ", ".join(str(r) for r in range(1, self.ranks + 1) if self.ranks % r == 0)
+            raise ConfigurationError(
+                f"replicas={self.replicas} does not divide ranks={self.ranks}: every shard must be held by the same"
+                f" number of ranks. Choose one of {choices}."
+            )
+        if self.precision not in get_args(Precision):
+            raise ConfigurationError(
+                f"precision={self.precision!r} is not known. Choose one of {', '.join(get_args(Precision))}."
+            )
+        if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
+            raise ConfigurationError(f"optimizer_bytes={self.optimizer_bytes} must be 0 or more.")
+
+    @property
+    def shards(self) -> int:
+        """S = N / R."""
+        return self.ranks // self.replicas
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes per parameter element, p."""
+        return _PARAMETER_BYTES[self.precision]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per gradient element, g: torch gives gradients their parameter's dtype."""
+        return self.parameter_bytes
+
+    @property
+    def main_bytes(self) -> int:
+        """Bytes per element of what the optimizer updates: parameters of 16 bits are updated in 32."""
+        return max(4, self.parameter_bytes)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state per element."""
+        return 2 * self.main_bytes if self.optimizer_bytes is None else self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds.
+
+    Attributes:
+        parameters: What forward reads.
+        gradients: What backward writes.
+        main: The values that the optimizer updates, apart from what forward reads: those of the shard.
+        main_gradients: Their gradient, where it is not of the gradients' own dtype.
+        optimizer: Optimizer state.
+        receive: Room for gradients under way.
+    """
+
+    parameters: float
+    gradients: float
+    main: float
+    main_gradients: float
+    optimizer: float
+    receive: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gradients + self.main + self.main_gradients + self.optimizer + self.receive
+
+
+def receive_bytes(job: Job) -> float:
+    """Room for the pieces that arrive during the reduction: one gradient buffer."""
+    return job.parameters * job.gradient_bytes
+
+
+def memory(job: Job) -> Memory:
+    """Bytes that a rank holds under `replica_zero`; with R = 1 that is ZeRO-1."""
+    whole, owned = job.parameters, job.parameters / job.shards
+    return Memory(
+        parameters=whole * job.parameter_bytes,
+        gradients=whole * job.gradient_bytes,
+        main=owned * job.main_bytes,
+        main_gradients=owned * job.main_bytes if job.gradient_bytes < job.main_bytes else 0,
+        optimizer=owned * job.state_bytes,
+        receive=receive_bytes(job),
+    )
+
+
+def ddp_memory(job: Job) -> Memory:
+    """Bytes that a rank holds under DDP: everything is whole, buckets are copies of the gradients.
+
+    DDP updates the parameters themselves: those of 16 bits, and so the optimizer state, in 16 bits.
+    """
+    whole = job.parameters * job.parameter_bytes
+    optimizer = job.parameters * job.state_bytes * job.parameter_bytes / job.main_bytes
+    return Memory(whole, whole, main=0, main_gradients=0, optimizer=optimizer, receive=whole)
+
+
+def sent_bytes(ranks: int, replicas: int, parameter_bytes: int, gradient_bytes: int) -> float:
+    """Bytes that a rank sends in a step per element: [g(N + R - 2) + p(N - R)] / N.
+
+    R = 1 is ZeRO-1; R = N is DDP, which reduces and gathers nothing.
+    """
+    return (gradient_bytes * (ranks + replicas - 2) + parameter_bytes * (ranks - replicas)) / ranks
+
+
+def traffic(job: Job) -> float:
+    """Bytes that a rank sends in a step."""
+    return job.parameters * sent_bytes(job.ranks, job.replicas, job.parameter_bytes, job.gradient_bytes)
+
+
+def zero1(job: Job) -> Job:
+    """The job without redundancy."""
+    return replace(job, replicas=1)
+
+
+def ddp_traffic(job: Job) -> float:
+    """Bytes that a rank sends in a step under DDP: 2 (N - 1) / N of the gradients."""
+    return traffic(replace(job, replicas=job.ranks))

@@ -1,0 +1,52 @@
+"""``lightning-replica doctor``: whether it works on this machine."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from lightning_replica.cli import checks
+from lightning_replica.cli.output import write
+
+_EPILOG = """\
+The training takes about half a minute: two ranks on the CPU, once untouched and once with a rank that is killed and
+replaced; both must end with the same weights, to the last bit.
+
+Exit code: 0 if everything works, 1 if something failed.
+"""
+_MARKS = {"ok": "ok", "note": "-", "failed": "FAILED"}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "doctor",
+        help="does it work on this machine?",
+        description="Looks at versions, devices, backends, memory and network, and trains on two ranks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Looks at everything, and writes what was found as it is found; returns the exit code."""
+    found = []
+    for look in checks.ALL:
+        for check in look():
+            found.append(check)
+            if not options.json:
+                write(line(check))
+    good = all(check.status != "failed" for check in found)
+    if options.json:
+        write(json.dumps({"ok": good, "checks": [asdict(check) for check in found]}, indent=2))
+    else:
+        write("\neverything works" if good else "\nsomething failed: see above")
+    return 0 if good else 1
+
+
+def line(check: checks.Check) -> str:
+    """A check for people."""
+    advice = f"\n{'':26}{check.advice}" if check.advice else ""
+    return f"{_MARKS[check.status]:<7}{check.name:<19}{check.found}{advice}"

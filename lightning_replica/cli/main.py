@@ -1,0 +1,32 @@
+"""The command line's entry."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import lightning_replica
+from lightning_replica.cli import doctor, plan
+from lightning_replica.errors import ConfigurationError
+
+_DESCRIPTION = "Looks at a machine or a job before `Trainer(strategy='replica_zero')` is used on it."
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser("lightning-replica", description=_DESCRIPTION)
+    top.add_argument("--version", action="version", version=f"lightning-replica {lightning_replica.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor.add_parser(commands)
+    plan.add_parser(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code, 2 where what was asked for makes no sense."""
+    options = parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except ConfigurationError as error:
+        sys.stderr.write(f"lightning-replica: {error}\n")
+        return 2
+    return code

@@ -1,0 +1,30 @@
+"""What the command line writes: the only place of the package that writes to stdout."""
+
+import sys
+from collections.abc import Sequence
+
+
+def write(text: str) -> None:
+    """Writes lines to stdout, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns under a header; the first column to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        return "  " + "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), "  " + "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, rows)])
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: ``26.08 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} TiB"

@@ -1,0 +1,155 @@
+"""``lightning-replica plan``: what a job would cost, and what it would survive."""
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from typing import Any, get_args
+
+from lightning_replica.cli import costs, losses
+from lightning_replica.cli.output import size, table, write
+
+_ROWS = 3  # numbers of simultaneous losses that are listed
+
+_EPILOG = """\
+example:
+  lightning-replica plan --ranks 64 --replicas 2 --params 7e9 --precision bf16-mixed --ranks-per-node 8
+
+Memory leaves out activations, the model's buffers, autocast's 16-bit copies and what a backend needs for itself.
+ZeRO-1 stands for the same strategy with one replica. Losses are simultaneous: within one step and its recovery.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "plan",
+        help="memory and traffic per rank, and which losses are survived",
+        description="Says what a job would cost per rank, compared with DDP and ZeRO-1, and what it would survive.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes that train")
+    parser.add_argument("--replicas", type=int, default=2, metavar="R", help="copies of each shard (default: 2)")
+    parser.add_argument("--params", type=_count, required=True, metavar="PSI", help="trained elements, e.g. 7e9")
+    names = ", ".join(get_args(costs.Precision))
+    parser.add_argument("--precision", default="32-true", help=f"one of {names} (default: 32-true)")
+    parser.add_argument(
+        "--optimizer-bytes",
+        type=float,
+        metavar="B",
+        help="optimizer state per element; 8 is Adam in 32 bits (default: two values of what is updated)",
+    )
+    parser.add_argument("--ranks-per-node", type=int, metavar="L", help="also look at losses of whole nodes")
+    parser.add_argument("--json", action="store_true", help="write JSON, in bytes")
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    number = float(text)
+    if not math.isfinite(number) or number != int(number):
+        raise ValueError
+    return int(number)
+
+
+_count.__name__ = "number of elements"  # argparse: "invalid number of elements value: ..."
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the plan; returns the exit code.
+
+    Raises:
+        ConfigurationError: If the options make no sense.
+    """
+    job = costs.Job(options.ranks, options.replicas, options.params, options.precision, options.optimizer_bytes)
+    found = plan(job, options.ranks_per_node)
+    write(json.dumps(found, indent=2) if options.json else render(found))
+    return 0
+
+
+def plan(job: costs.Job, ranks_per_node: int | None) -> dict[str, Any]:
+    """Everything that is to be said of a job, as plain data; sizes in bytes."""
+    zero1 = costs.zero1(job)
+    contenders = {
+        "DDP": (costs.ddp_memory(job), costs.ddp_traffic(job)),
+        "ZeRO-1": (costs.memory(zero1), costs.traffic(zero1)),
+        "replica_zero": (costs.memory(job), costs.traffic(job)),
+    }
+    found: dict[str, Any] = {
+        "job": {**asdict(job), "shards": job.shards, "optimizer_bytes": job.state_bytes},
+        "memory_bytes": {name: {**asdict(held), "total": held.total} for name, (held, _) in contenders.items()},
+        "sent_bytes_per_step": {name: sent for name, (_, sent) in contenders.items()},
+        "rank_losses": _losses(losses.by_rank(job.ranks, job.replicas)),
+    }
+    if ranks_per_node is not None:
+        found["node_losses"] = _losses(losses.by_node(job.ranks, job.replicas, ranks_per_node))
+    return found
+
+
+def _losses(holders: losses.Holders) -> dict[str, Any]:
+    return {
+        "total": holders.total,
+        "always_survived": holders.tolerance,
+        "complete_count": holders.even,
+        "fatal": [
+            {"losses": k, "sets": math.comb(holders.total, k), "fatal": holders.fatal(k),
+             "probability": float(holders.probability(k))}
+            for k in holders.countable(_ROWS)
+        ],
+    }  # fmt: skip
+
+
+def render(found: dict[str, Any]) -> str:
+    """The plan for people."""
+    job, held, sent = found["job"], found["memory_bytes"], found["sent_bytes_per_step"]
+    names = list(held)
+    rows = [
+        [label, *(size(held[name][key]) if held[name][key] else "-" for name in names)]
+        for key, label in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("main", "parameters of the shard"),
+            ("main_gradients", "their gradient"),
+            ("optimizer", "optimizer state"),
+            ("receive", "gradients under way"),
+            ("total", "total"),
+        )
+    ]
+    lines = [
+        f"{job['ranks']} ranks, {job['replicas']} replicas of {job['shards']} shards,"
+        f" {job['parameters']:,} parameters, {job['precision']}, {job['optimizer_bytes']:g} bytes of optimizer state"
+        " per element",
+        "\nMemory per rank",
+        table(["", *names], rows),
+        "\nTraffic per rank and step",
+        table(["", *names], [["sent", *(size(sent[name]) for name in names)]]),
+        *_render_losses("rank", found["rank_losses"]),
+    ]
+    if "node_losses" in found:
+        lines += _render_losses("node", found["node_losses"])
+    return "\n".join(lines)
+
+
+def _render_losses(noun: str, found: dict[str, Any]) -> list[str]:
+    safe, total = found["always_survived"], found["total"]
+    nouns = f"{noun}s"
+    if safe == 0:
+        lines = [f"\nNothing is protected: the loss of a single {noun} can lose a shard."]
+    else:
+        lines = [f"\nAny {f'{safe} {nouns}' if safe > 1 else f'one {noun}'} of {total} may be lost at a time."]
+    rows = [
+        [f"{row['losses']} {nouns if row['losses'] > 1 else noun}", f"{row['fatal']:,}", f"{row['sets']:,}",
+         _percent(row["probability"])]
+        for row in found["fatal"]
+    ]  # fmt: skip
+    lines.append(table(["lost at once", "sets that lose a shard", "of", "chance"], rows))
+    if not found["complete_count"] and total > 1:
+        lines.append(
+            "  A replica is not a whole number of nodes, so that nodes share more shards than they need to; make the"
+            " number of\n  nodes a multiple of the replicas. More losses are not counted."
+        )
+    return lines
+
+
+def _percent(chance: float) -> str:
+    return f"{chance:.3%}" if chance == 0 or chance >= 1e-5 else f"{chance:.1e}"

@@ -1,0 +1,82 @@
+"""A training of a second on two ranks: ``python -m lightning_replica.cli.smoke RESULT [--kill RANK]``.
+
+A script like a user's own, through the real supervisor. Writes the SHA-256 of the final weights to RESULT.
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_replica import ReplicaZeroStrategy
+
+_KILLED_IN_STEP = 3
+
+
+class Net(L.LightningModule):
+    """A few layers, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        """Anything with a gradient."""
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, as most jobs have it."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Kill(Callback):
+    """Ends a rank by SIGKILL, once."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        """Between backward and the update, where a gradient is already on its way to the peers."""
+        first_life = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
+        if (trainer.global_rank, trainer.global_step) == (self.rank, _KILLED_IN_STEP) and first_life:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Trains and writes the result, from rank 0."""
+    parser = argparse.ArgumentParser(description="A training of a second on two ranks.")
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--kill", type=int, metavar="RANK")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    L.seed_everything(1, verbose=False)
+    model = Net()
+    trainer = L.Trainer(
+        strategy=ReplicaZeroStrategy(replicas=2),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        callbacks=[] if options.kill is None else [Kill(options.kill)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 32)), batch_size=4, shuffle=True))
+    if trainer.is_global_zero:
+        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        options.result.write_text(hashlib.sha256(weights).hexdigest())
+
+
+if __name__ == "__main__":
+    main()

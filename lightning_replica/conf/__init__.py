@@ -1,0 +1,17 @@
+"""Hydra groups, for ``hydra.searchpath: [pkg://lightning_replica.conf]``.
+
+| group | option | what |
+|---|---|---|
+| strategy | replica_zero | the strategy with all its arguments, checked when the configuration is composed |
+| trainer | default | a Trainer that uses ``strategy``; your own ``trainer/default.yaml`` goes before it |
+| trainer | replica_zero | ``trainer/default`` with ``strategy/replica_zero`` |
+
+Importing this package, which Hydra does when it meets the search path, stores the schemas that the groups are checked
+against.
+"""
+
+from lightning_replica.conf.schema import StrategyConf, register
+
+__all__ = ["StrategyConf", "register"]
+
+register()

@@ -1,0 +1,149 @@
+"""lightning_replica.conf: what Hydra composes from it, and what it refuses."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_replica.conf
+from lightning_replica import ConfigurationError, ReplicaZeroStrategy
+from lightning_replica.conf.schema import StrategyConf, arguments, portable
+
+CONF = Path(lightning_replica.conf.__file__).parent
+YAML = CONF / "strategy" / "replica_zero.yaml"
+SEARCH_PATH = "hydra.searchpath=[pkg://lightning_replica.conf]"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's folder, as lightning-hydra-template lays it out."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "default.yaml").write_text(
+        "_target_: lightning.pytorch.trainer.Trainer\nmax_epochs: 10\naccelerator: cpu\ndevices: 1\nlogger: false\n"
+    )
+    (tmp_path / "train.yaml").write_text("defaults:\n  - _self_\n  - trainer: default\nseed: 1\n")
+    return tmp_path
+
+
+def composed(project: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(project), version_base="1.3"):
+        return compose("train", [SEARCH_PATH, *overrides])
+
+
+def test_yaml_schema_and_constructor_agree() -> None:
+    """Whoever adds an argument to the constructor adds one line to strategy/replica_zero.yaml; the schema follows."""
+    target = {"_target_": "lightning_replica.ReplicaZeroStrategy"}
+    expected = target | {name: default for name, (_, default) in arguments(ReplicaZeroStrategy).items()}
+    yaml = OmegaConf.to_container(OmegaConf.load(YAML))
+    assert isinstance(yaml, dict)
+    del yaml["defaults"]
+    assert list(yaml.items()) == list(expected.items())
+    assert {f.name: f.default for f in dataclasses.fields(StrategyConf)} == expected
+    described = re.findall(r"^(\w+): \S+ # \w+", YAML.read_text(), re.M)
+    assert described == list(expected)[1:], "every argument has a comment"
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (int, int),
+        (float | None, float | None),
+        (Literal["element", "parameter"], str),
+        (Literal[1, "auto"], int | str),
+        (bool | Literal["auto"], bool | str),
+        (L.Callback | None, Any),
+        (list[int] | None, Any),
+    ],
+)
+def test_types_that_omegaconf_knows(hint: Any, expected: Any) -> None:
+    assert portable(hint) == expected
+    OmegaConf.structured(dataclasses.make_dataclass("Conf", [("value", portable(hint))]))
+
+
+def test_a_user_takes_the_trainer(project: Path) -> None:
+    config = composed(project, "trainer=replica_zero", "strategy.replicas=4", "trainer.devices=8")
+    trainer = instantiate(config.trainer, callbacks=[])
+    assert isinstance(trainer.strategy, ReplicaZeroStrategy)
+    assert (trainer.strategy.grid.world_size, trainer.strategy.grid.replicas) == (8, 4)
+    assert trainer.max_epochs == 10  # from the user's own trainer/default.yaml
+
+
+def test_a_user_takes_the_strategy_alone(project: Path) -> None:
+    config = composed(project, "+strategy=replica_zero", "+trainer.strategy=${strategy}", "trainer.devices=2")
+    assert isinstance(instantiate(config.trainer).strategy, ReplicaZeroStrategy)
+
+
+def test_a_project_without_a_trainer(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("defaults:\n  - trainer: replica_zero\n")
+    trainer = instantiate(composed(tmp_path).trainer, logger=False)
+    assert isinstance(trainer.strategy, ReplicaZeroStrategy)
+    assert trainer.num_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strategy.replicas=abc", "Value 'abc' of type 'str' could not be converted to Integer"),
+        ("strategy.replicas=2.5", "Value '2.5' of type 'float' could not be converted to Integer"),
+        ("strategy.replicas=true", "Value 'True' of type 'bool' could not be converted to Integer"),
+        ("strategy.timeout_s=soon", "Value 'soon' of type 'str' could not be converted to Float"),
+        ("strategy.replcas=4", "Key 'replcas' not in 'StrategyConf'"),
+    ],
+)
+def test_a_command_line_with_a_mistake(project: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed(project, "trainer=replica_zero", override)
+    assert message in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("replcas: 4", "Key 'replcas' not in 'StrategyConf'"),
+        ("replicas: two", "Value 'two' of type 'str' could not be converted to Integer"),
+    ],
+)
+def test_a_yaml_with_a_mistake(project: Path, line: str, message: str) -> None:
+    (project / "train.yaml").write_text(f"defaults:\n  - trainer: replica_zero\n  - _self_\nstrategy:\n  {line}\n")
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed(project)
+    assert message in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_values_are_left_to_the_constructor(project: Path) -> None:
+    config = composed(project, "trainer=replica_zero", "strategy.replicas=0")
+    with pytest.raises(Exception, match="replicas=0 must be a number, 1 or more") as caught:
+        instantiate(config.strategy)
+    assert isinstance(caught.value.__cause__, ConfigurationError)
+
+
+COPIED = """
+import sys
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+with initialize_config_dir(sys.argv[1], version_base="1.3"):
+    print(type(instantiate(compose("train", ["+strategy=replica_zero"]).strategy)).__name__, flush=True)
+    instantiate(compose("train", ["+strategy=replica_zero", "+strategy.replcas=4"]).strategy)
+"""
+
+
+def test_a_copied_yaml_works_without_the_package_on_the_search_path(project: Path) -> None:
+    shutil.copytree(YAML.parent, project / "strategy")
+    command = [sys.executable, "-W", "ignore", "-c", COPIED, str(project)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "ReplicaZeroStrategy\n", done.stderr
+    assert "unexpected keyword argument 'replcas'" in done.stderr
+
+
+def test_the_link_at_the_root() -> None:
+    assert (CONF.parent.parent / "conf").resolve() == CONF.resolve()

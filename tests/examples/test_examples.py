@@ -1,0 +1,111 @@
+"""Every example as a user runs it, small: all of them train the same model and end with the same bits."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY_HYDRA = ["trainer.devices=2", "trainer.max_steps=4", "model.width=40", "model.depth=1"]
+TINY_CLI = ["fit", "--config", str(EXAMPLES / "train_cli.yaml"), *(f"--{option}" for option in TINY_HYDRA)]
+
+
+def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / script), *options],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+
+
+def fingerprint(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 0, done.stdout
+    (found,) = re.findall(r"^fingerprint (\w{64})$", done.stdout, re.M)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("plain")
+    done = run(folder, "train.py", "--devices", "2", "--steps", "4", "--width", "40", "--depth", "1")
+    assert "replica_zero:" not in done.stdout
+    assert not list(folder.iterdir())
+    return fingerprint(done)
+
+
+def output_folder(folder: Path) -> Path:
+    (found,) = folder.glob("outputs/*/*")
+    return found
+
+
+def test_hydra(untouched: str, tmp_path: Path) -> None:
+    assert fingerprint(run(tmp_path, "train_hydra.py", *TINY_HYDRA, "strategy.max_tries=5")) == untouched
+    assert "max_tries: 5" in (output_folder(tmp_path) / ".hydra" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hydra_with_a_lost_rank(rank: int, untouched: str, tmp_path: Path) -> None:
+    options = ["+experiment=lost_rank", "callbacks.kill.step=2", f"callbacks.kill.rank={rank}"]
+    done = run(tmp_path, "train_hydra.py", *TINY_HYDRA, *options)
+    assert fingerprint(done) == untouched
+    assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in done.stdout
+    assert len(re.findall(r"recovered at step 2 in [\d.]+ s", done.stdout)) == 1
+    # One folder for the supervisor, both ranks and the replacement; the configuration is the supervisor's.
+    found = {str(path.relative_to(output_folder(tmp_path))) for path in output_folder(tmp_path).rglob("*.*")}
+    logs = {"train_hydra.log", "train_ddp_process_0.log", "train_ddp_process_1.log"}
+    assert found == logs | {".hydra", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"}
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+
+def test_hydra_with_a_misspelt_option(tmp_path: Path) -> None:
+    done = run(tmp_path, "train_hydra.py", *TINY_HYDRA, "strategy.replcas=2")
+    assert done.returncode == 1
+    assert "Key 'replcas' not in 'StrategyConf'" in done.stdout
+
+
+def test_hydra_multirun(tmp_path: Path) -> None:
+    done = run(tmp_path, "train_hydra.py", "--multirun", *TINY_HYDRA[1:], "trainer.devices=2,4")
+    assert done.returncode == 1
+    assert "Start one process for each job" in done.stdout
+    assert "fingerprint" not in done.stdout
+
+
+def test_cli_with_a_lost_rank(untouched: str, tmp_path: Path) -> None:
+    kill = ["--trainer.callbacks+=gpt.Kill", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=2"]
+    done = run(tmp_path, "train_cli.py", *TINY_CLI, *kill)
+    assert fingerprint(done) == untouched
+    assert "Rank 0 died (SIGKILL); a new process takes its place (1 of 3)" in done.stdout
+
+
+def test_cli_by_class_path_and_its_arguments(untouched: str, tmp_path: Path) -> None:
+    strategy = ["class_path=lightning_replica.ReplicaZeroStrategy", "init_args.replicas=1"]
+    assert (
+        fingerprint(run(tmp_path, "train_cli.py", *TINY_CLI, *(f"--trainer.strategy.{s}" for s in strategy)))
+        == untouched
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("replcas=2", "Option 'replcas' is not accepted"),
+        ("replicas=two", "Expected a <class 'int'>"),
+    ],
+)
+def test_cli_with_a_mistake(option: str, message: str, tmp_path: Path) -> None:
+    done = run(tmp_path, "train_cli.py", *TINY_CLI, f"--trainer.strategy.init_args.{option}")
+    assert done.returncode == 2
+    assert message in done.stdout
+
+
+def test_examples_stay_small() -> None:
+    sizes = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("train*")}
+    assert set(sizes) == {"train.py", "train_hydra.py", "train_cli.py", "train_cli.yaml"}
+    assert max(sizes.values()) < 100
