@@ -120,6 +120,7 @@ class Training:
         """The end of a training step that has stepped by itself: now it counts."""
         self._window_is_open = self.state.window_is_open
         if not self._window_is_open:
+            self.state.end_batch()
             self._commit(output)
             reach("batch_end")
 

@@ -246,8 +246,7 @@ class ShardedState:
             self._backup.keep_shard()
         self.phase = StepPhase.UPDATING
         reach("update")
-        for buffers in optimizer.buffers:  # the training step may have written to weights (as a WGAN clips them)
-            buffers.main_from_params()
+        self._adopt(optimizer.buffers)
         self._update([optimizer], commit)
         self.gather([optimizer])
         if not self.whole_gradients:
@@ -255,6 +254,19 @@ class ShardedState:
                 buffers.drop_gradients()
         self._idle()
         return commit
+
+    def end_batch(self) -> None:
+        """A training step under manual optimization is over; what it wrote to weights since its last update counts."""
+        if not all(buffers.is_params() for buffers in self.buffers):
+            if self._backup is not None:
+                self._backup.keep_shard()
+            self._adopt(self.buffers)
+
+    def _adopt(self, written: Sequence[Buffers]) -> None:
+        """Takes weights that the training step has written to (as a WGAN clips them) into the shard."""
+        for buffers in written:
+            buffers.reclaim()
+            buffers.main_from_params()
 
     def gather(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
         """Rebuilds parameters from the shards. Collective."""
