@@ -8,7 +8,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_replica._compat.torch import update_scale
-from lightning_replica.sharding.state import Commit, Request
+from lightning_replica.sharding.commit import Commit, Request
 
 
 class Stepper(Protocol):

@@ -19,9 +19,10 @@ from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.recovery import describe
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import Groups
+from lightning_replica.sharding.commit import Commit, Request
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
-from lightning_replica.sharding.state import Commit, Request, ShardedState
+from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

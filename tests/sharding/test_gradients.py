@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW
 
 from lightning_replica.sharding.collectives import Groups
-from lightning_replica.sharding.state import ShardedState, StepPhase
+from lightning_replica.sharding.commit import StepPhase
+from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import run_ranks
 from tests.support.sharded import Case, apply, exact_gradients, exact_share, feed, make_state, run_cases, same_bits
 

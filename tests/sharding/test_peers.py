@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import Groups, make_groups
-from lightning_replica.sharding.state import Request
+from lightning_replica.sharding.commit import Request
 from tests.support.ranks import open_world, run_ranks
 from tests.support.sharded import make_state
 

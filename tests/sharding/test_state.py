@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import make_groups
+from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.optimizer import check_optimizer
-from lightning_replica.sharding.state import Request, ShardedState
+from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import open_world, run_ranks
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

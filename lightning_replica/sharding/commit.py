@@ -1,0 +1,57 @@
+"""What ranks agree on in a step, and how far one of them is in it."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class StepPhase(enum.Enum):
+    """How far this rank is in step t -> t+1. Each phase leads to the next; a fault leads to IDLE."""
+
+    IDLE = enum.auto()  # nothing that lasts has changed
+    ENTERED = enum.auto()  # the shard's gradient is complete, the commit has begun
+    COMMITTED = enum.auto()  # the commit vector is known: the step can no longer be undone
+    UPDATING = enum.auto()  # the shard is changing: torn, if a fault comes now
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What the world agreed on in the commit of one step.
+
+    Attributes:
+        grad_norm_sq: Squared 2-norm of the averaged gradient of all parameters, each element counted once; still
+            multiplied by the loss scale.
+        non_finite: Ranks whose gradient holds an infinity or a NaN. Counted only under a loss scaler.
+        stop: Ranks that were asked to stop (SIGTERM).
+        used: Which parameters any rank has a gradient for, as `usage.pack` packs it.
+    """
+
+    grad_norm_sq: float
+    non_finite: float = 0.0
+    stop: float = 0.0
+    used: tuple[float, ...] = ()
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """The plain numbers, as they travel."""
+        return (self.grad_norm_sq, self.non_finite, self.stop, *self.used)
+
+    @classmethod
+    def of(cls, vector: Sequence[float]) -> "Commit":
+        """The inverse of `vector`."""
+        return cls(vector[0], vector[1], vector[2], tuple(vector[3:]))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the update shall do to the gradient first.
+
+    Attributes:
+        scale: Loss scale to divide by; None if the loss is not scaled.
+        clip_norm: Largest global 2-norm; None is no limit.
+        clip_value: Largest absolute value of an element; None is no limit.
+    """
+
+    scale: float | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
