@@ -1,5 +1,6 @@
 """The user's own optimizer, at work on the pieces of a shard."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -191,6 +192,10 @@ class ShardedOptimizer:
             for group, params in zip(self.optimizer.param_groups, wholes, strict=True):
                 group["params"] = params
 
+    def position(self, parameter: nn.Parameter) -> int:
+        """The position of one of the module's parameters, in registration order."""
+        return self._order[id(parameter)]
+
     def update(self, prepare: Callable[[list[Tensor]], None]) -> None:
         """Makes one optimizer step on the shard; parameters that no rank has a gradient for are left out.
 
@@ -238,7 +243,9 @@ class ShardedOptimizer:
         for piece in self.pieces:
             if piece.whole is parameter:
                 self.optimizer.state[piece.parameter] = {
-                    key: piece.buffers.split(piece.where, value) if is_like(key, value, parameter) else value
+                    key: piece.buffers.split(piece.where, value)
+                    if is_like(key, value, parameter)
+                    else copy.deepcopy(value)  # each piece counts its own steps
                     for key, value in state.items()
                 }
 
