@@ -17,13 +17,14 @@ LAYERS = [
     ["sharding"],
     ["recovery"],
     ["devices"],
+    ["checkpoint"],
     ["launch"],
     ["data"],
     ["objects", "metrics", "snapshot", "host", "session", "precision"],
     ["fit_loop", "strategy"],
     [""],
 ]
-NO_LIGHTNING = ["sharding", "recovery", "devices", "grid", "points", "works", "errors"]
+NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors"]
 
 
 def files() -> list[Path]:
