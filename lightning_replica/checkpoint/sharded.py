@@ -71,7 +71,7 @@ def save_sharded(
     def prepare() -> list[dict[str, StateInfo]]:
         if together.rank == 0:
             publish.stage(path)
-            publish.write_file(directory / _PLAIN, _as_bytes(plain, "what is kept beside the tensors"))
+            publish.write_file(directory / _PLAIN, _as_bytes(plain, "what is kept beside the weights"))
         weights_of(state, names, extra_tensors)
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
         writes.add_extras(extra_tensors, together.rank, together.size)
@@ -201,20 +201,40 @@ def _put_state(
 
 def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:
     """As ``torch.save`` writes it, once it is clear that it can be read again."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(dict(content), buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="meta")
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    content = dict(content)
+    if not _is_plain(content):
         raise CheckpointError(
-            f"A checkpoint holds tensors and plain data only, and {what} is more than that: {reason}"
-            " Have your callbacks, hyperparameters and hooks save numbers, strings, lists, dicts and tensors."
-        ) from error
+            f"A checkpoint holds tensors and plain data only, but in {what} {_not_plain(content, 'checkpoint')}."
+            " Save numbers, strings, lists, dicts and tensors in its place."
+        )
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
     return buffer.getvalue()
 
 
+def _is_plain(content: Any) -> bool:
+    """Whether ``torch.load`` would read it with ``weights_only=True``."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="meta")
+    except Exception:
+        return False
+    return True
+
+
+def _not_plain(content: Any, where: str) -> str:
+    """Names the innermost thing that is not plain."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        if not _is_plain(value):
+            return _not_plain(value, f"{where}[{key!r}]")
+    return f"{where} is a {type(content).__module__}.{type(content).__qualname__}"
+
+
 def _read(directory: Path, name: str) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(io.BytesIO(publish.read_file(directory, name)), weights_only=True)
+    read: dict[str, Any] = torch.load(
+        io.BytesIO(publish.read_file(directory, name)), weights_only=True, map_location="cpu"
+    )
     return read

@@ -191,7 +191,9 @@ def bad_saves(rank: int, store: Any, root: str) -> dict[str, Any]:
     before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
     extras = {"frozen": run.net.frozen}
     texts = {
-        "plain": complaint(lambda: save_sharded(path, run.state, run.names, extras, {"x": argparse.Namespace(y=1)})),
+        "plain": complaint(
+            lambda: save_sharded(path, run.state, run.names, extras, {"x": [1, {"y": argparse.Namespace(z=1)}]})
+        ),
         "missing": complaint(lambda: save_sharded(path, run.state, run.names, {}, {})),
         "twice": complaint(lambda: save_sharded(path, run.state, run.names, {"scale": run.net.scale}, {})),
     }
@@ -205,7 +207,11 @@ def bad_saves(rank: int, store: Any, root: str) -> dict[str, Any]:
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     texts, second = run_ranks(2, bad_saves, str(tmp_path))
     assert texts == second, texts.get("raised")
-    assert texts["plain"].startswith("rank 0: A checkpoint holds tensors and plain data only, and what is kept beside")
+    assert texts["plain"] == (
+        "rank 0: A checkpoint holds tensors and plain data only, but in what is kept beside the weights"
+        " checkpoint['x'][1]['y'] is a argparse.Namespace. Save numbers, strings, lists, dicts and tensors in its"
+        " place."
+    )
     assert texts["missing"] == "frozen: neither trained nor among the extra tensors."
     assert texts["twice"].startswith("scale is trained, and so already part of the checkpoint")
     assert "Failed to validate global plan" in texts["hole"]
