@@ -97,6 +97,10 @@ def other_strides(rank: int, store: Any, root: str) -> dict[str, Any]:
         for partition in CASES[dtype_case].partitions:
             odd = world.run(dtype_case, 1, partition, net=Net(torch.channels_last))
             odd.train(2)
+            expected = odd.facts()
+            if partition == "parameter":  # an optimizer need not make its state in the parameter's format
+                for state in odd.state.optimizers[0].optimizer.state.values():
+                    state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)})
             odd.save(Path(root) / "step")
             for target in CASES[dtype_case].partitions:
                 loaded = world.run(dtype_case, 2, target, fresh=True)
@@ -106,7 +110,7 @@ def other_strides(rank: int, store: Any, root: str) -> dict[str, Any]:
                 back = world.run(dtype_case, 1, partition, fresh=True, net=Net(torch.channels_last))
                 loaded.save(Path(root) / "again")
                 back.load(Path(root) / "again")
-                same.append(back.facts() == odd.facts())
+                same.append(back.facts() == expected)
                 loaded.close()
                 back.close()
             odd.close()
