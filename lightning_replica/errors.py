@@ -5,6 +5,7 @@ ReplicaError
 ├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
 ├── Interrupted              the world has moved to a new generation; this rank's step ends here
 ├── TransferError            a shard or a snapshot arrived damaged or not at all
+├── CheckpointError          a checkpoint is damaged, unfinished, of another model, or could not be written
 ├── ProtocolError            ranks report what the commit rule rules out: a bug here, never a fault of the machine
 └── RecoveryError            the run cannot go on; the message says why and what was lost
 """
@@ -28,6 +29,13 @@ class Interrupted(ReplicaError):
 
 class TransferError(ReplicaError):
     """A shard or a snapshot arrived damaged or not at all."""
+
+
+class CheckpointError(ReplicaError):
+    """A checkpoint is damaged, unfinished, of another model, or could not be written. The message names file and cause.
+
+    Not a ``ValueError``: what was asked for is fine, what lies on the disk is not.
+    """
 
 
 class ProtocolError(ReplicaError):

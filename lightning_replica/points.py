@@ -22,6 +22,8 @@ Point: TypeAlias = Literal[
     "repair",
     "rollback",
     "resume",
+    "save",  # this rank's part of a sharded checkpoint is on the disk, nothing is published
+    "publish",  # the former checkpoint of that name is aside, the new one is not in its place
 ]
 
 Listener: TypeAlias = Callable[[Point], None]

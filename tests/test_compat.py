@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_replica._compat import lightning as compat
+from lightning_replica._compat import torch as torch_compat
 
 # What was followed, and how it read in lightning 2.6.6. If one changes: read what changed, follow it in
 # lightning_replica/fit_loop.py or host.py, then put the new digest here.
@@ -44,3 +46,8 @@ def test_what_is_followed_reads_the_same(name: str) -> None:
 
 def test_private_names_exist() -> None:
     assert all(hasattr(compat, name) for name in compat.__all__)
+
+
+def test_the_names_in_the_metadata_of_a_checkpoint_exist() -> None:
+    for module, names in torch_compat._DCP_METADATA.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in names), module

@@ -18,6 +18,7 @@ LAYERS = [
     ["recovery"],
     ["checkpoint"],
     ["devices"],
+    ["checkpoint"],
     ["launch"],
     ["data"],
     ["attributes", "callback_state", "objects", "metrics", "module_buffers", "overrides", "precision", "session"],

@@ -1,8 +1,34 @@
 """Names of torch that are private, or were renamed."""
 
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:  # costs a quarter of a second, which only those who save shall pay
+    from torch.distributed.checkpoint.metadata import Metadata
+
+# Everything that occurs in the pickled `.metadata` of PyTorch Distributed Checkpoint.
+_DCP_METADATA = {
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+}
 
 
 def data_version(tensor: Tensor) -> int:
@@ -29,3 +55,21 @@ def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     found = torch.full((), float(found_inf), dtype=torch.float32, device=scale.device)
     factors = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
     torch._amp_update_scale_(scale, growth, found, *factors)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _DCP_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into the metadata of a checkpoint")
+        return super().find_class(module, name)
+
+
+def read_dcp_metadata(file: Path) -> Metadata:
+    """What ``FileSystemReader.read_metadata`` reads, but without running whatever the file says.
+
+    Raises:
+        pickle.UnpicklingError: If the file holds anything but metadata.
+    """
+    with file.open("rb") as stream:
+        metadata: Metadata = _MetadataUnpickler(stream).load()
+    return metadata

@@ -91,12 +91,14 @@ class ParameterPiece:
         world: Range in the world buffer.
         local: Range in the shard's local buffer.
         param: Range in the flattened parameter itself.
+        rank: Whose piece it lies in. Over all ranks, every element of every parameter lies in one piece.
     """
 
     parameter: int
     world: Range
     local: Range
     param: Range
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ class Layout:
                     world = self.world[index].overlap(piece)
                     if world.numel:
                         to_local = world.shift(local.start - piece.start)
-                        found.append(ParameterPiece(index, world, to_local, world.shift(-self.world[index].start)))
+                        to_param = world.shift(-self.world[index].start)
+                        found.append(ParameterPiece(index, world, to_local, to_param, rank))
         return tuple(found)
 
 

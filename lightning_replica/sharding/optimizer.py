@@ -203,6 +203,10 @@ class ShardedOptimizer:
             for group, params in zip(self.optimizer.param_groups, wholes, strict=True):
                 group["params"] = params
 
+    def position(self, parameter: nn.Parameter) -> int:
+        """The position of one of the module's parameters, in registration order."""
+        return self._order[id(parameter)]
+
     def update(self, prepare: Callable[[list[Tensor]], None]) -> None:
         """Makes one optimizer step on the shard; parameters that no rank has a gradient for are left out.
 

@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 1e-2, "amsgrad": True},
     "AdamW": {"lr": 1e-2, "fused": True},
     "RMSprop": {"lr": 1e-2, "centered": True, "momentum": 0.5},
-    "Adagrad": {"lr": 1e-2},
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.5},
     "Adadelta": {},
     "Adamax": {},
     "NAdam": {},

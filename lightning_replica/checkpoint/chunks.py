@@ -1,0 +1,167 @@
+"""Flat tensors in pieces, written and read by PyTorch Distributed Checkpoint (DCP).
+
+[Note: flat tensors]
+Every tensor of a sharded checkpoint has one dimension: the elements of a parameter, in the order in which they lie in
+memory. A piece of the sharding is a run of them, which a piece of the parameter's own shape would not be. Shapes and
+strides are kept beside (`contents`).
+"""
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_replica._compat.torch import read_dcp_metadata
+from lightning_replica.checkpoint.together import Together
+from lightning_replica.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements of a flat tensor. See [Note: flat tensors].
+
+    Attributes:
+        name: Name of the whole tensor in the checkpoint.
+        numel: Elements of the whole tensor.
+        start: The first of this chunk's elements.
+        data: (elements of the chunk,) what is written, or read into.
+    """
+
+    name: str
+    numel: int
+    start: int
+    data: Tensor
+
+    @property
+    def place(self) -> ChunkStorageMetadata:
+        """Where the chunk lies in the whole, in DCP's words."""
+        return ChunkStorageMetadata(torch.Size([self.start]), self.data.shape)
+
+    @property
+    def index(self) -> MetadataIndex:
+        """The chunk's key, in DCP's words."""
+        return MetadataIndex(self.name, [self.start])
+
+
+def write_chunks(directory: Path, chunks: Sequence[Chunk], together: Together) -> None:
+    """Writes this rank's chunks into files of its own, and brings them to the disk. Collective.
+
+    Together the ranks' chunks must tile every tensor that they name.
+
+    Raises:
+        CheckpointError: On every rank, if any could not write, or the chunks leave holes or overlap.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save({}, storage_writer=_Writer(directory), planner=_SavePlanner(chunks), process_group=together.group)
+        except dcp.CheckpointException as error:  # not an Exception
+            texts = [f"rank {rank}: {type(raised).__name__}: {raised}" for rank, (raised, _) in error.failures.items()]
+            raise CheckpointError(f"{directory} could not be written: {'; '.join(texts)}") from error
+
+
+def written_by(directory: Path, rank: int) -> list[Path]:
+    """The files that rank ``rank`` of the group has written its chunks to."""
+    return sorted(directory.glob(f"__{rank}_*.distcp"))
+
+
+def read_chunks(directory: Path, chunks: Sequence[Chunk], files: Collection[str]) -> None:
+    """Reads into ``chunks``, wherever their elements were written. Needs no other rank.
+
+    Args:
+        directory: What `write_chunks` wrote.
+        chunks: What to read. No two of them are the same place.
+        files: The names of files that may be read.
+
+    Raises:
+        CheckpointError: If a chunk is not all there, or lies in another file.
+    """
+    reader, planner = _Reader(directory, files), _LoadPlanner(chunks)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, sync_files=True)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # without the path, which is about to change
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, directory: Path, files: Collection[str]) -> None:
+        super().__init__(directory)
+        self._directory, self._files = directory, files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_dcp_metadata(self._directory / ".metadata")
+        foreign = {info.relative_path for info in metadata.storage_data.values()} - set(self._files)
+        if foreign:
+            raise CheckpointError(
+                f"The checkpoint {self._directory} cannot be used: it refers to {min(foreign)!r}, which its manifest"
+                " does not list. Use another checkpoint."
+            )
+        return metadata
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = {chunk.index: chunk for chunk in chunks}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    index=index,
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk.place, TensorProperties(dtype=chunk.data.dtype), torch.Size([chunk.numel])
+                    ),
+                )
+                for index, chunk in self._chunks.items()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[index].data
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._chunks = {chunk.index: chunk for chunk in chunks}
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for chunk in self._chunks.values():
+            stored = self.metadata.state_dict_metadata.get(chunk.name) if self.metadata is not None else None
+            if not isinstance(stored, TensorStorageMetadata):
+                raise CheckpointError(f"The checkpoint holds no tensor {chunk.name!r}, which its contents list.")
+            found = create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
+            if sum(item.lengths.numel() for item in found) != chunk.data.numel():
+                raise CheckpointError(f"The checkpoint holds only a part of the tensor {chunk.name!r}.")
+            items += found
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[index].data

@@ -1,0 +1,194 @@
+"""What a sharded checkpoint holds beside its tensors: shapes, hyperparameters, whatever is a number. Plain data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_replica.errors import CheckpointError
+
+_NAMED_AT_MOST = 3
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """How a tensor looked before its elements were written in the order in which they lie in memory.
+
+    Attributes:
+        dtype: Such as "float32".
+        shape: As torch has it.
+        stride: Likewise; elements leave no holes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorInfo":
+        """Describes a tensor whose elements leave no holes."""
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    def empty(self) -> Tensor:
+        """(numel,) uninitialised."""
+        return torch.empty(self.numel, dtype=named_dtype(self.dtype))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The flat elements in their shape again."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    def same_order(self, tensor: Tensor) -> bool:
+        """Whether the elements of ``tensor`` lie in memory in the same order. Takes the same shape for granted."""
+        return all(
+            a == b for a, b, size in zip(self.stride, tensor.stride(), self.shape, strict=True) if size != 1
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """The optimizer's state of one parameter.
+
+    Attributes:
+        like: Dtype of every entry that has one element for every element of the parameter.
+        whole: Every other tensor that is more than one number.
+        plain: Everything else, as it is.
+    """
+
+    like: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, TensorInfo] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """One optimizer.
+
+    Attributes:
+        name: Its class.
+        groups: Its param groups, with names in place of parameters.
+        state: By parameter; one that was never updated has none.
+    """
+
+    name: str
+    groups: list[dict[str, Any]]
+    state: dict[str, StateInfo]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that one needs to know to read the tensors.
+
+    Attributes:
+        weights: Every parameter and buffer, by the first of its names.
+        aliases: The other names of those that have several.
+        main: Dtype of the main parameters, for every parameter that has them.
+        optimizers: In order.
+    """
+
+    weights: dict[str, TensorInfo]
+    aliases: dict[str, str]
+    main: dict[str, str]
+    optimizers: list[OptimizerInfo]
+
+    def as_plain(self) -> dict[str, Any]:
+        """For ``torch.save``; loadable with ``weights_only=True``."""
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, read: Mapping[str, Any]) -> "Contents":
+        """The inverse of `as_plain`."""
+        return cls(
+            {name: TensorInfo(**info) for name, info in read["weights"].items()},
+            read["aliases"],
+            read["main"],
+            [
+                OptimizerInfo(each["name"], each["groups"], {k: _state_of(v) for k, v in each["state"].items()})
+                for each in read["optimizers"]
+            ],
+        )
+
+
+def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        saved: What the checkpoint holds.
+        weights: What the module has.
+        groups: The names of the parameters of each param group of each optimizer.
+
+    Raises:
+        CheckpointError: If anything differs; it names up to three differences.
+    """
+    _refuse("parameters or buffers", _weight_differences(saved.weights, weights))
+    if len(saved.optimizers) != len(groups):
+        raise CheckpointError(
+            f"The checkpoint is of another model: it has {len(saved.optimizers)} optimizers, and there are"
+            f" {len(groups)} here. Load it into the model that wrote it."
+        )
+    _refuse(
+        "param groups",
+        [
+            text
+            for number, (info, here) in enumerate(zip(saved.optimizers, groups, strict=True))
+            for text in _group_differences(number, info, here)
+        ],
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"The checkpoint holds tensors of dtype {name!r}, which this torch does not have.")
+    return found
+
+
+def _weight_differences(saved: Mapping[str, TensorInfo], here: Mapping[str, TensorInfo]) -> list[str]:
+    found = []
+    for name in [*here, *(name for name in saved if name not in here)]:
+        if name not in saved:
+            found.append(f"{name} ({here[name]}) is not in the checkpoint")
+        elif name not in here:
+            found.append(f"{name} ({saved[name]}) is only in the checkpoint")
+        elif str(saved[name]) != str(here[name]):
+            found.append(f"{name} is {saved[name]} in the checkpoint and {here[name]} here")
+    return found
+
+
+def _group_differences(number: int, saved: OptimizerInfo, here: Sequence[Sequence[str]]) -> list[str]:
+    if len(saved.groups) != len(here):
+        return [f"optimizer {number} ({saved.name}) has {len(saved.groups)} in the checkpoint and {len(here)} here"]
+    found = []
+    for place, (group, names) in enumerate(zip(saved.groups, here, strict=True)):
+        moved = set(group["params"]) ^ set(names)
+        if moved:
+            found.append(f"group {place} of optimizer {number} ({saved.name}) differs in {min(moved)}")
+    return found
+
+
+def _refuse(what: str, differences: Sequence[str]) -> None:
+    if differences:
+        more = f"; and {len(differences) - _NAMED_AT_MOST} more" if len(differences) > _NAMED_AT_MOST else ""
+        raise CheckpointError(
+            f"The checkpoint is of another model: {len(differences)} {what} differ:"
+            f" {'; '.join(differences[:_NAMED_AT_MOST])}{more}. Load it into the model that wrote it."
+        )
+
+
+def _state_of(read: Mapping[str, Any]) -> StateInfo:
+    return StateInfo(read["like"], {k: TensorInfo(**info) for k, info in read["whole"].items()}, read["plain"])

@@ -1,0 +1,66 @@
+"""A sharded checkpoint as one file that plain Lightning loads and goes on from."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint.contents import Contents, TensorInfo
+from lightning_replica.checkpoint.reads import Reads
+from lightning_replica.checkpoint.sharded import read_contents, read_plain
+from lightning_replica.checkpoint.writes import state_key, weight_key
+
+
+def export(path: str | Path, file: str | Path) -> None:
+    """Writes what is in the sharded checkpoint ``path`` to ``file``, in the form of an ordinary ``.ckpt``.
+
+    In this process alone, without process groups; all of the checkpoint must fit into memory. Main parameters, which
+    plain Lightning does not have, are left out.
+
+    Args:
+        path: The directory.
+        file: What to write; replaced as a whole, if it is there.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
+    """
+    directory, file = publish.published(Path(path)), Path(file)
+    manifest = publish.verify(directory)
+    contents, plain = read_contents(directory), read_plain(directory)
+    reads = Reads(contents)
+    weights = {name: reads.whole(weight_key(name), info) for name, info in contents.weights.items()}
+    weights |= {alias: weights[name] for alias, name in contents.aliases.items()}
+    optimizers = [_optimizer_state(number, contents, reads) for number in range(len(contents.optimizers))]
+    reads.run(directory, manifest.files)
+    others = plain.get("state_dict", {})  # what modules add to their state dict that is no tensor
+    _replace(file, {**plain, "state_dict": {**others, **weights}, "optimizer_states": optimizers})
+
+
+def _optimizer_state(number: int, contents: Contents, reads: Reads) -> dict[str, Any]:
+    """What ``Optimizer.state_dict`` gives: parameters are numbers, in order of the param groups."""
+    info = contents.optimizers[number]
+    place = {name: k for k, name in enumerate(name for group in info.groups for name in group["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for name, entries in info.state.items():
+        if name not in place:
+            continue
+        weight = contents.weights[name]
+        like = {key: TensorInfo(dtype, weight.shape, weight.stride) for key, dtype in entries.like.items()}
+        tensors = {
+            key: reads.whole(state_key(number, name, key), each) for key, each in {**like, **entries.whole}.items()
+        }
+        state[place[name]] = {**entries.plain, **tensors}
+    groups = [{**group, "params": [place[name] for name in group["params"]]} for group in info.groups]
+    return {"state": state, "param_groups": groups}
+
+
+def _replace(file: Path, checkpoint: dict[str, Any]) -> None:
+    """Writes beside ``file`` and renames: there is never half of it under its name."""
+    unfinished = file.with_name(file.name + ".tmp")
+    with unfinished.open("wb") as stream:
+        torch.save(checkpoint, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(file)

@@ -1,0 +1,240 @@
+"""Saving and loading a sharded checkpoint: into any other number of ranks, replicas, and partition.
+
+    <path>/
+      manifest.json    what the directory holds: sizes, checksums, versions (`publish`)
+      plain.pt         whatever the caller keeps with it
+      contents.pt      shapes, hyperparameters, numbers of optimizers (`contents`)
+      .metadata        which elements lie where, by PyTorch Distributed Checkpoint (DCP)
+      __<i>_0.distcp   the elements that writer i wrote
+
+The tensors are ``model.<name>``, ``main.<name>`` (32-bit main parameters where parameters have 16 bits) and
+``optimizer.<number>.<key>.<name>``. See [Note: flat tensors] in `chunks`.
+"""
+
+import io
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint.chunks import write_chunks, written_by
+from lightning_replica.checkpoint.contents import Contents, StateInfo, check_model
+from lightning_replica.checkpoint.publish import FileInfo, Manifest
+from lightning_replica.checkpoint.reads import Reads
+from lightning_replica.checkpoint.together import Together
+from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
+from lightning_replica.errors import CheckpointError
+from lightning_replica.points import reach
+from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.state import ShardedState
+
+_PLAIN, _CONTENTS, _METADATA = "plain.pt", "contents.pt", ".metadata"
+
+
+def save_sharded(
+    path: str | Path,
+    state: ShardedState,
+    names: Sequence[str],
+    extra_tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    ranks: Collection[int] | None = None,
+) -> None:
+    """Writes a checkpoint, every element once, all ranks in parallel. Collective.
+
+    At every instant ``path`` is what it was before or the whole new checkpoint; see `publish` for what a crash leaves.
+    On return, on any rank, it is published.
+
+    Args:
+        path: The directory to write.
+        state: The sharded state.
+        names: Name of every parameter, in registration order.
+        extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks.
+        plain: What else to keep: tensors and plain data. Rank 0 of the group writes it.
+        aliases: For every further name of a parameter or buffer (tied weights), its first.
+        group: Who saves; None is the default group.
+        ranks: Whose pieces this rank writes; None is its own. Where only survivors save, one writes those of a peer
+            that is gone. Over the group, the pieces of all ranks, each once.
+
+    Raises:
+        CheckpointError: On every rank of the group, if any could not do its part. What was published stays.
+    """
+    path, together = Path(path), Together(group)
+    directory, writes = publish.staging(path), Writes()
+
+    def prepare() -> list[dict[str, StateInfo]]:
+        if together.rank == 0:
+            publish.stage(path)
+            publish.write_file(directory / _PLAIN, _as_bytes(plain, "what is kept beside the weights"))
+        weights_of(state, names, extra_tensors)
+        writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
+        writes.add_extras(extra_tensors, together.rank, together.size)
+        return writes.state
+
+    described = together.all(prepare)
+    write_chunks(directory, writes.chunks, together)
+
+    def finish() -> dict[str, FileInfo]:
+        files = written_by(directory, together.rank)
+        if together.rank == 0:
+            weights = weights_of(state, names, extra_tensors)
+            contents = describe(state, weights, aliases or {}, names, described)
+            publish.write_file(directory / _CONTENTS, _as_bytes(contents.as_plain(), "the optimizers' state"))
+            files += [directory / name for name in (_PLAIN, _CONTENTS, _METADATA)]
+        reach("save")
+        return {file.name: FileInfo.of(file) for file in files}
+
+    everyone = together.all(finish)
+
+    def publish_it() -> None:
+        if together.rank == 0:
+            files = {name: info for each in everyone for name, info in each.items()}
+            grid, partition = state.grid, state.buffers[0].partition
+            publish.publish(path, Manifest(files, grid.world_size, grid.replicas, partition))
+
+    together.run(publish_it)
+
+
+def load_sharded(
+    path: str | Path,
+    state: ShardedState,
+    names: Sequence[str],
+    extra_tensors: Mapping[str, Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Reads a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
+
+    Each rank reads all weights, and of the rest only what its shard needs. Optimizers take their state through their
+    own ``load_state_dict``. Checksums are taken once, each by one rank.
+
+    Args:
+        path: The directory.
+        state: The sharded state; of any number of ranks, replicas, and partition.
+        names: Name of every parameter, in registration order.
+        extra_tensors: What the module's state dict has beside the trained parameters, by name.
+        group: Who loads; None is the default group.
+
+    Raises:
+        CheckpointError: On every rank of the group, if the checkpoint is damaged or of another model, before anything
+            has changed; or if one could not read.
+    """
+    path, together = Path(path), Together(group)
+
+    def check() -> tuple[Path, Manifest, Contents]:
+        directory = publish.published(path)
+        manifest = publish.verify(directory, share=(together.rank, together.size))
+        contents = read_contents(directory)
+        check_model(contents, weights_of(state, names, extra_tensors), group_names(state, names))
+        return directory, manifest, contents
+
+    directory, manifest, contents = together.run(check)
+
+    @torch.no_grad()
+    def read() -> None:
+        reads = Reads(contents)
+        reads.values(state, names)
+        reads.extras(extra_tensors)
+        states = [reads.state(number, sharded, names) for number, sharded in enumerate(state.optimizers)]
+        reads.run(directory, manifest.files)
+        for sharded, found, info in zip(state.optimizers, states, contents.optimizers, strict=True):
+            _put_state(sharded, found, info.groups)
+
+    together.run(read)
+
+
+def read_plain(path: str | Path) -> dict[str, Any]:
+    """What was given as ``plain``. Needs no other rank.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged. Checksums of tensors are left to `load_sharded`.
+    """
+    return _read(publish.published(Path(path)), _PLAIN)
+
+
+def read_contents(directory: Path) -> Contents:
+    """What the published ``directory`` holds."""
+    return Contents.of_plain(_read(directory, _CONTENTS))
+
+
+def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a checkpoint of ``module`` holds beside the trained parameters.
+
+    Returns:
+        The tensors of its state dict that are frozen, in no optimizer, or buffers; and for every further name of a
+        tensor its first, which for a parameter is the one in ``named_parameters``.
+    """
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    trained = {id(parameter) for buffers in state.buffers for parameter in buffers.parameters}
+    extra_tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+        elif id(tensor) not in trained:
+            extra_tensors[name] = tensor
+    return extra_tensors, aliases
+
+
+def _put_state(
+    sharded: ShardedOptimizer, found: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Gives the optimizer state and hyperparameters by its own ``load_state_dict``: its casts and hooks apply."""
+    place = {id(piece.parameter): number for number, piece in enumerate(sharded.pieces)}
+    with sharded.swapped():
+        numbered = [
+            {**saved, "params": [place[id(parameter)] for parameter in group["params"]]}
+            for saved, group in zip(groups, sharded.optimizer.param_groups, strict=True)
+        ]
+        listed = {number for group in numbered for number in group["params"]}
+        state = {number: entries for number, entries in found.items() if number in listed}
+        sharded.optimizer.load_state_dict({"state": state, "param_groups": numbered})
+
+
+def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:
+    """As ``torch.save`` writes it, once it is clear that it can be read again."""
+    content = dict(content)
+    if not _is_plain(content):
+        raise CheckpointError(
+            f"A checkpoint holds tensors and plain data only, but in {what} {_not_plain(content, 'checkpoint')}."
+            " Save numbers, strings, lists, dicts and tensors in its place."
+        )
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _is_plain(content: Any) -> bool:
+    """Whether ``torch.load`` would read it with ``weights_only=True``."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="meta")
+    except Exception:
+        return False
+    return True
+
+
+def _not_plain(content: Any, where: str) -> str:
+    """Names the innermost thing that is not plain."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        if not _is_plain(value):
+            return _not_plain(value, f"{where}[{key!r}]")
+    return f"{where} is a {type(content).__module__}.{type(content).__qualname__}"
+
+
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    read: dict[str, Any] = torch.load(
+        io.BytesIO(publish.read_file(directory, name)), weights_only=True, map_location="cpu"
+    )
+    return read

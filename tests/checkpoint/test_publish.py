@@ -1,0 +1,135 @@
+"""A published directory is there as a whole, and knows when it was damaged."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint.publish import FileInfo, Manifest
+from lightning_replica.errors import CheckpointError
+from lightning_replica.points import listen
+
+
+def write(path: Path, content: bytes = b"some content") -> Path:
+    directory = publish.stage(path)
+    for name in ("a", "b"):
+        publish.write_file(directory / name, content)
+    files = {name: FileInfo.of(directory / name) for name in ("a", "b")}
+    publish.publish(path, Manifest(files, 4, 2, "element"))
+    return path
+
+
+def test_what_is_published_is_what_was_written(tmp_path: Path) -> None:
+    path = write(tmp_path / "deep" / "step=1.ckpt")
+    manifest = publish.verify(path)
+    assert (manifest.world_size, manifest.replicas, manifest.partition) == (4, 2, "element")
+    assert manifest.files["a"] == FileInfo(12, zlib.crc32(b"some content"))
+    assert set(manifest.versions) == {"lightning-replica", "lightning", "torch"}
+    assert publish.read_file(path, "b") == b"some content"
+    assert sorted(file.name for file in path.parent.iterdir()) == ["step=1.ckpt"]
+
+
+def edit(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        manifest = json.loads((path / "manifest.json").read_text())
+        change(manifest)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return do
+
+
+def replace_by_link(path: Path) -> None:
+    (path / "b").rename(path.parent / "elsewhere")
+    (path / "b").symlink_to(path.parent / "elsewhere")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (lambda path: (path / "b").write_bytes(b"some c0ntent"), r"the checksum of b differs from what was"),
+    "truncated": (lambda path: (path / "b").write_bytes(b"some"), r"b has 4 bytes, and was written with 12"),
+    "missing": (lambda path: (path / "b").unlink(), r"b is missing"),
+    "a directory": (lambda path: ((path / "b").unlink(), (path / "b").mkdir()), r"b is missing"),
+    "link": (replace_by_link, r"b is a symbolic link"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), r"it has no manifest.json, so it was not written"),
+    "no json": (lambda path: (path / "manifest.json").write_text("{"), r"manifest.json cannot be read \(JSONDecode"),
+    "not a dict": (lambda path: (path / "manifest.json").write_text("[]"), r"manifest.json cannot be read \(TypeErr"),
+    "no files": (edit(lambda m: m.pop("files")), r"manifest.json cannot be read \(KeyError: 'files'"),
+    "escape": (edit(lambda m: m["files"].update({"../x": m["files"]["a"]})), r"lists '../x', which is not a file name"),
+    "absolute": (edit(lambda m: m["files"].update({"/etc/fstab": m["files"]["a"]})), r"lists '/etc/fstab', which is"),
+    "format": (edit(lambda m: m.update(format=9)), r"has format 9, and this version.* reads format 1.*wrote it: \{'li"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    do, message = DAMAGE[damage]
+    path = write(tmp_path / "step")
+    publish.verify(path)
+    do(path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        publish.verify(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "link", "no manifest"])
+def test_a_damaged_file_is_not_read(tmp_path: Path, damage: str) -> None:
+    path = write(tmp_path / "step")
+    DAMAGE[damage][0](path)
+    with pytest.raises(CheckpointError, match=r"size or checksum of b differs|b is |no manifest"):
+        publish.read_file(path, "b")
+
+
+def test_checksums_are_shared(tmp_path: Path) -> None:
+    path = write(tmp_path / "step")
+    (path / "b").write_bytes(b"some c0ntent")
+    publish.verify(path, share=(0, 2))
+    with pytest.raises(CheckpointError, match="the checksum of b"):
+        publish.verify(path, share=(1, 2))
+
+
+def test_what_was_never_finished_is_not_used_and_then_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    publish.write_file(publish.stage(path) / "half", b"of it")
+    with pytest.raises(CheckpointError, match=r"no sharded checkpoint at .*step. .*step.tmp was never finished"):
+        publish.verify(path)
+    write(path)
+    assert sorted(file.name for file in path.iterdir()) == ["a", "b", "manifest.json"]
+    with pytest.raises(CheckpointError, match=r"There is no sharded checkpoint at .*nowhere\.$"):
+        publish.verify(tmp_path / "nowhere")
+
+
+class Crash(Exception):
+    pass
+
+
+def crash(point: str) -> None:
+    if point == "publish":
+        raise Crash
+
+
+def test_a_crash_while_replacing_leaves_the_former(tmp_path: Path) -> None:
+    path = write(tmp_path / "step", b"former")
+    stop = listen(crash)
+    with pytest.raises(Crash):
+        write(path, b"newer")
+    stop()
+    assert not path.exists()
+    publish.verify(path)
+    assert publish.read_file(publish.published(path), "a") == b"former"
+    publish.stage(path)  # the next one begins, and this shall not cost us the former
+    assert publish.read_file(publish.published(path), "a") == b"former"
+    write(path, b"newest")
+    assert publish.read_file(publish.published(path), "a") == b"newest"
+    assert [file.name for file in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.mark.parametrize("before", ["file", "link"])
+def test_whatever_has_the_name_is_replaced(tmp_path: Path, before: str) -> None:
+    path, other = tmp_path / "last", write(tmp_path / "other")
+    path.write_text("a file") if before == "file" else path.symlink_to(other)
+    write(path, b"newest")
+    assert not path.is_symlink()
+    assert publish.read_file(path, "a") == b"newest"
+    assert publish.read_file(other, "a") == b"some content"
