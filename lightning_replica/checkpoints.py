@@ -1,27 +1,48 @@
 """What a Lightning checkpoint holds under this strategy, and how a fit takes it back."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
+import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.training import Training
 
+StateDictType: TypeAlias = Literal["full", "sharded"]
 # What other strategies have no use for, and drop when they write the checkpoint again.
 OWN_KEY = "replica_zero"
 
 
 class Checkpoints:
-    """Lightning's checkpoint hooks: an ordinary ``.ckpt`` whose optimizer state is whole."""
+    """Lightning's checkpoint hooks, in two forms.
 
-    def __init__(self) -> None:
+    "full" is an ordinary ``.ckpt`` whose optimizer state is whole: DDP reads it. "sharded" is a directory to which
+    every rank writes its part. Which of the two a checkpoint is, is seen when it is loaded.
+
+    Args:
+        form: What to write.
+    """
+
+    def __init__(self, form: StateDictType) -> None:
+        self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
+        self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
+
+    def is_sharded(self, training: Training | None) -> bool:
+        """Whether what is saved now goes to shards; without a fit there are none."""
+        return self._form == "sharded" and training is not None
+
+    # Saving, in the order of calls
 
     def optimizer_state(self, training: Training, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer on rank 0, nothing on other ranks. Collective."""
+        from lightning_replica.checkpoint.full import gather_optimizer
+
+        if self._form == "sharded":
+            return {}
         sharded = training.sharded(optimizer)
         whole = gather_optimizer(sharded, training.groups, training.check)
         self._main[training.state.optimizers.index(sharded)] = whole.main
@@ -31,16 +52,53 @@ class Checkpoints:
         """Adds what only this strategy reads: main parameters, where weights have 16 bits."""
         main, self._main = self._main, {}
         if any(main.values()):
-            checkpoint[OWN_KEY] = {"main": main}
+            checkpoint.setdefault(OWN_KEY, {})["main"] = main
 
-    def load_optimizers(self, training: Training, checkpoint: Mapping[str, Any]) -> None:
-        """Gives every optimizer its part.
+    def save_sharded(
+        self, training: Training, module: pl.LightningModule, checkpoint: dict[str, Any], path: Path
+    ) -> None:
+        """Every rank writes its part. Collective."""
+        from lightning_replica.checkpoint import sharded
+
+        extras, aliases = sharded.beside_trained(module, training.state)
+        names = [name for name, _ in module.named_parameters()]
+        others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
+        plain = {**checkpoint, "state_dict": others, "optimizer_states": []}
+        sharded.save_sharded(path, training.state, names, extras, plain, aliases=aliases)
+
+    # Loading, in the order of calls
+
+    def open(self, path: Path, fitting: bool) -> dict[str, Any] | None:
+        """What a sharded checkpoint holds beside shards, if ``path`` is one; outside of a fit, all of it."""
+        if not (path.is_dir() or path.with_name(path.name + ".old").is_dir()):
+            return None
+        from lightning_replica.checkpoint.export import read_whole
+        from lightning_replica.checkpoint.sharded import read_plain
+
+        if not fitting:
+            return read_whole(path)
+        self._directory = path
+        return read_plain(path)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether weights come from a sharded checkpoint, once there is somewhere to put them."""
+        return self._directory is not None
+
+    def load_optimizers(self, training: Training, module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        """Gives every optimizer its part; of a sharded checkpoint, weights too.
 
         Raises:
             ConfigurationError: If the checkpoint is another model's.
         """
-        saved = checkpoint["optimizer_states"]
         training.state.follow_groups()
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            _load_shards(training, module, directory)
+            return
+        from lightning_replica.checkpoint.full import load_optimizer
+
+        saved = checkpoint["optimizer_states"]
         if len(saved) != len(training.state.optimizers):
             raise ConfigurationError(
                 f"The checkpoint holds the state of {len(saved)} optimizers, this model has"
@@ -49,3 +107,16 @@ class Checkpoints:
         main = checkpoint.get(OWN_KEY, {}).get("main", {})
         for number, (sharded, state) in enumerate(zip(training.state.optimizers, saved, strict=True)):
             load_optimizer(sharded, state, main.get(number))
+
+
+def _load_shards(training: Training, module: pl.LightningModule, directory: Path) -> None:
+    from lightning_replica.checkpoint import sharded
+
+    extras, _ = sharded.beside_trained(module, training.state)
+    names = [name for name, _ in module.named_parameters()]
+    sharded.load_sharded(directory, training.state, names, extras)
+
+
+def absent(path: Path) -> dict[str, Any]:
+    """What a replacement takes for a checkpoint that is gone by now; its state comes from a peer."""
+    return {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}, "path": str(path)}

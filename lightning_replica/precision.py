@@ -86,5 +86,7 @@ def sharded(plugin: Precision) -> ShardedStep:
     """Gives the plugin, with all it holds, a class that is its own and `ShardedStep`."""
     if not isinstance(plugin, ShardedStep):
         cls = type(plugin)
-        plugin.__class__ = type(f"Sharded{cls.__name__}", (ShardedStep, cls), {"__doc__": cls.__doc__})
+        # Lightning files the plugin's state in checkpoints under the name of its class: other strategies look there.
+        names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+        plugin.__class__ = type(cls.__name__, (ShardedStep, cls), names)
     return cast("ShardedStep", plugin)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_replica import fit_loop, objects
 from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry
-from lightning_replica.checkpoints import Checkpoints
+from lightning_replica.checkpoints import Checkpoints, StateDictType, absent
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import ConfigurationError, ReplicaError
@@ -44,6 +45,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         whole_gradients: Whether every ``.grad`` is the averaged gradient after backward, as under DDP. It costs a
             gather; without it, ``.grad`` is only a part, and clipping is done in the update. "auto" does it where code
             of the user's may look: under manual optimization, and with hooks such as ``on_before_optimizer_step``.
+        state_dict_type: "full" writes checkpoints that every other strategy loads, gathered on rank 0; "sharded" writes
+            directories (PyTorch Distributed Checkpoint), all ranks in parallel. Both are loaded by any number of ranks.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         max_restarts: Processes that may be replaced in one run.
         max_tries: Recoveries at one step before the run ends.
@@ -67,6 +70,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         replicas: int = 2,
         partition: Partition = "element",
         whole_gradients: bool | Literal["auto"] = "auto",
+        state_dict_type: StateDictType = "full",
         bucket_bytes: int = 16 * 2**20,
         max_restarts: int = 3,
         max_tries: int = 3,
@@ -83,13 +87,14 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if not isinstance(max_restarts, int) or max_restarts < 0:
             raise ConfigurationError(f"{max_restarts=} must be a whole number, 0 or more.")
         _check_choice("partition", partition, ("element", "parameter"))
+        _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         _check_choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
         self._partition, self._whole_gradients = partition, whole_gradients
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
         self._training: Training | None = None
-        self._checkpoints = Checkpoints()
+        self._checkpoints = Checkpoints(state_dict_type)
         self._accumulating = self._step_done = False
 
     # Who we are
@@ -311,19 +316,41 @@ class ReplicaZeroStrategy(ParallelStrategy):
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the optimizer states."""
-        self._checkpoints.load_optimizers(self.training, checkpoint)
+        """Takes this rank's part of the optimizer states; a replacement gets it from a peer."""
+        if not self.session.newborn and self.lightning_module is not None:
+            self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of either form."""
+        path = Path(str(checkpoint_path))
+        if self.session.newborn and not path.exists():
+            return absent(path)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        opened = self._checkpoints.open(path, fitting)
+        return super().load_checkpoint(checkpoint_path, weights_only) if opened is None else opened
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes the weights, unless they come with the optimizers' shards or from a peer."""
+        if not self._checkpoints.is_open and not self.session.newborn:
+            super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
+        if self._checkpoints.is_sharded(self._training):
+            return {}
         state = super().lightning_module_state_dict()
         if not self.is_global_zero:
             return state
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint that DDP loads, too."""
+        """Writes a checkpoint in the form of ``state_dict_type``."""
         self._checkpoints.complete(checkpoint)
+        if self._checkpoints.is_sharded(self._training) and self.lightning_module is not None:
+            path = Path(str(filepath))
+            self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
+            return
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:

@@ -26,7 +26,16 @@ def export(path: str | Path, file: str | Path) -> None:
     Raises:
         CheckpointError: If the checkpoint is damaged.
     """
-    directory, file = publish.published(Path(path)), Path(file)
+    _replace(Path(file), read_whole(path))
+
+
+def read_whole(path: str | Path) -> dict[str, Any]:
+    """What `export` writes, in memory.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
+    """
+    directory = publish.published(Path(path))
     manifest = publish.verify(directory)
     contents, plain = read_contents(directory), read_plain(directory)
     reads = Reads(contents)
@@ -35,7 +44,7 @@ def export(path: str | Path, file: str | Path) -> None:
     optimizers = [_optimizer_state(number, contents, reads) for number in range(len(contents.optimizers))]
     reads.run(directory, manifest.files)
     others = plain.get("state_dict", {})  # what modules add to their state dict that is no tensor
-    _replace(file, {**plain, "state_dict": {**others, **weights}, "optimizer_states": optimizers})
+    return {**plain, "state_dict": {**others, **weights}, "optimizer_states": optimizers}
 
 
 def _optimizer_state(number: int, contents: Contents, reads: Reads) -> dict[str, Any]:

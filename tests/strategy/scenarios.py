@@ -602,7 +602,15 @@ def compiled() -> tuple[Net, dict[str, Any]]:
     return Silent(), {"compile": "aot_eager"}
 
 
-def fit(name: str, strategy: Any, devices: int, callbacks: tuple[Callback, ...] = ()) -> dict[str, Any]:
+def fit(
+    name: str,
+    strategy: Any,
+    devices: int,
+    callbacks: tuple[Callback, ...] = (),
+    epochs: int | None = None,
+    load: str | None = None,
+    save: Path | None = None,
+) -> dict[str, Any]:
     """Trains and returns what came of it: tensors by name, and plain values."""
     L.seed_everything(11, verbose=False)
     module, options = SCENARIOS[name]()
@@ -611,10 +619,11 @@ def fit(name: str, strategy: Any, devices: int, callbacks: tuple[Callback, ...] 
     extra = [*options.pop("callbacks", []), *callbacks]
     if not any(isinstance(callback, ModelCheckpoint) for callback in extra):
         defaults["enable_checkpointing"] = False
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, callbacks=extra, **{**defaults, **options}
-    )
-    trainer.fit(torch.compile(module, backend=backend) if backend else module)
+    options = {**defaults, **options, **({} if epochs is None else {"max_epochs": epochs})}
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, callbacks=extra, **options)
+    trainer.fit(torch.compile(module, backend=backend) if backend else module, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
     plain = {
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,
