@@ -1,5 +1,6 @@
 """The R x S table of ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_replica.errors import ConfigurationError
@@ -48,6 +49,17 @@ class Grid:
     def peers(self, rank: int) -> tuple[int, ...]:
         """The R ranks that own the shard of ``rank``, itself included, in order of replica."""
         return tuple(range(self.shard_of(rank), self.world_size, self.shards))
+
+    def together(self, nodes: Sequence[str]) -> tuple[int, ...]:
+        """Shards of which two holders stand on one node although there are several nodes.
+
+        Args:
+            nodes: Name of every rank's node, in order of rank.
+        """
+        if len(set(nodes)) == 1:
+            return ()
+        held = {shard: [nodes[rank] for rank in self.peers(shard)] for shard in range(self.shards)}
+        return tuple(shard for shard, places in held.items() if len(set(places)) < len(places))
 
     def replica_ranks(self, rank: int) -> tuple[int, ...]:
         """The S ranks of the replica of ``rank``, itself included, in order of shard."""

@@ -1,13 +1,16 @@
 """One process's part in the world: its connections, its groups, its way in and out."""
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import nn
 
+from lightning_replica import agreement
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
@@ -23,6 +26,8 @@ from lightning_replica.recovery.recovery import Limits, Recovery
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.works import Work, wait
+
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -59,11 +64,32 @@ class Session:
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
+        self._compare_worlds()
         if self.newborn:
             self._process_groups.stand_in()
         else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
+
+    def _compare_worlds(self) -> None:
+        """Before anyone waits in a process group, which a rank with other ideas would never join."""
+        facts = {"replicas": self.grid.replicas, **agreement.versions(), "_node": agreement.node()}
+        advice = "Start every rank from the same script, with the same options, in the same environment."
+        everyone = agreement.compare(
+            self.generations, "world", self.rank, self.grid, facts, advice, self._limits.rendezvous_s
+        )
+        together = self.grid.together([each["_node"] for each in everyone])
+        if together and self.rank == 0:
+            log.warning(
+                "Shards %s are held by several ranks of one node: losing that node loses them. Choose `replicas` so"
+                " that the ranks of a replica, world_size / replicas, fill whole nodes.",
+                ", ".join(map(str, together)),
+            )
+
+    def compare_models(self, module: nn.Module) -> None:
+        """Makes sure that all ranks are about to train the same parameters."""
+        topic = f"model/{self._fits}"
+        agreement.compare_models(self.generations, topic, self.rank, self.grid, module, self._limits.rendezvous_s)
 
     def attach(self, state: ShardedState) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup."""

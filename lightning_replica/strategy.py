@@ -26,6 +26,7 @@ from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.launcher import SupervisorLauncher
+from lightning_replica.messages import say
 from lightning_replica.precision import ShardedStep, sharded
 from lightning_replica.recovery.recovery import Limits
 from lightning_replica.session import Session, join
@@ -83,9 +84,9 @@ class ReplicaZeroStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        _check_numbers(replicas=replicas, bucket_bytes=bucket_bytes, timeout_s=timeout_s, max_tries=max_tries)
-        if not isinstance(max_restarts, int) or max_restarts < 0:
-            raise ConfigurationError(f"{max_restarts=} must be a whole number, 0 or more.")
+        _check_whole(1, replicas=replicas, bucket_bytes=bucket_bytes, max_tries=max_tries)
+        _check_whole(0, max_restarts=max_restarts)
+        _check_seconds(timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
         _check_choice("partition", partition, ("element", "parameter"))
         _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         _check_choice("whole_gradients", whole_gradients, (True, False, "auto"))
@@ -155,6 +156,14 @@ class ReplicaZeroStrategy(ParallelStrategy):
                 f"accelerator={type(self.accelerator).__name__}: `replica_zero` runs on CPU so far."
                 " Set `Trainer(accelerator='cpu')`."
             )
+        device = getattr(self.precision_plugin, "device", "cpu")
+        if device != "cpu":
+            raise ConfigurationError(
+                f"precision={self.precision_plugin.precision!r} is for {device}, the accelerator is cpu."
+                " Give its plugin `device='cpu'`, or let `Trainer(precision=...)` choose."
+            )
+        if grid.world_size == 1:
+            say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
         self._launcher = SupervisorLauncher(grid.world_size, self._max_restarts)
 
     def set_world_ranks(self) -> None:
@@ -186,6 +195,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if not self.session.newborn:
             self._sync_module()
         if fitting:
+            self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
             self.setup_optimizers(trainer)
             self._training = Training(
@@ -365,10 +375,16 @@ class ReplicaZeroStrategy(ParallelStrategy):
 DDPStrategy.register(ReplicaZeroStrategy)
 
 
-def _check_numbers(**numbers: float) -> None:
+def _check_whole(least: int, **numbers: object) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
-            raise ConfigurationError(f"{name}={value!r} must be a number, 1 or more.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value!r} must be a whole number, {least} or more.")
+
+
+def _check_seconds(**durations: object) -> None:
+    for name, value in durations.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigurationError(f"{name}={value!r} must be a number of seconds, more than 0.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

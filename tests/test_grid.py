@@ -34,3 +34,11 @@ def test_replicas_that_do_not_divide(replicas: int) -> None:
 def test_one_rank() -> None:
     grid = Grid(1, 1)
     assert (grid.shards, grid.peers(0), grid.replica_ranks(0)) == (1, (0,), (0,))
+
+
+def test_peers_on_one_node_are_named() -> None:
+    grid = Grid(8, 2)
+    assert grid.together(["a"] * 4 + ["b"] * 4) == ()
+    assert grid.together(["a"] * 8) == ()  # where there is one node only, nothing can be done about it
+    assert grid.together(["a"] * 6 + ["b"] * 2) == (0, 1)
+    assert Grid(8, 1).together(["a"] * 4 + ["b"] * 4) == ()

@@ -89,24 +89,23 @@ class Generations:
             time.sleep(pause_s)
             pause_s = min(0.02, 1.5 * pause_s)
 
-    def post(self, generation: int, rank: int, report: dict[str, Any]) -> None:
-        """Leaves ``report`` for everyone in ``generation``."""
-        self.store.set(f"report/{generation}/{rank}", json.dumps(report))
-
-    def collect(self, generation: int, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Every rank's report, in order of rank.
+    def share(
+        self, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int, timeout_s: float
+    ) -> list[dict[str, Any]]:
+        """Leaves ``plain`` for everyone and returns what every rank has left under ``topic``, in order of rank.
 
         Raises:
             Interrupted: If the world moves on meanwhile.
-            RecoveryError: If a rank does not report in time.
+            RecoveryError: If a rank does not come in time.
         """
-        keys = [f"report/{generation}/{rank}" for rank in range(world_size)]
+        self.store.set(f"{topic}/{rank}", json.dumps(plain))
+        keys = [f"{topic}/{other}" for other in range(world_size)]
 
         def complete() -> bool:
             return self.store.check(keys)
 
         try:
-            self.wait_for(complete, generation, timeout_s, "every rank's report")
+            self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}")
         except RecoveryError as error:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise RecoveryError(f"{error} Missing: ranks {missing}.") from error

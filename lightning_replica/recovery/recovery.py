@@ -180,8 +180,10 @@ class Recovery:
         )
 
     def _exchange_reports(self, own: Report) -> list[Report]:
-        self._generations.post(self.generation, self._rank, own.to_plain())
-        plain = self._generations.collect(self.generation, self._grid.world_size, self._limits.rendezvous_s)
+        topic, timeout_s = f"report/{self.generation}", self._limits.rendezvous_s
+        plain = self._generations.share(
+            topic, self._rank, own.to_plain(), self.generation, self._grid.world_size, timeout_s
+        )
         return [Report.from_plain(report) for report in plain]
 
     def _move(self, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:

@@ -48,23 +48,22 @@ def test_begin_next_is_never_shared(store: Any) -> None:
 
 def test_collect_gives_every_report_in_order(store: Any) -> None:
     generations = Generations(store)
-    generations.post(2, 1, {"rank": 1})
-    generations.post(2, 0, {"rank": 0})
-    assert generations.collect(2, 2, 5) == [{"rank": 0}, {"rank": 1}]
+    with pytest.raises(RecoveryError, match=r"Missing: ranks \[0\]"):
+        generations.share("report/2", 1, {"rank": 1}, 2, 2, 0.05)
+    assert generations.share("report/2", 0, {"rank": 0}, 2, 2, 5) == [{"rank": 0}, {"rank": 1}]
 
 
 def test_collect_names_who_is_missing(store: Any) -> None:
     generations = Generations(store)
-    generations.post(0, 1, {})
-    with pytest.raises(RecoveryError, match=r"Waited 0 s for every rank's report.*Missing: ranks \[0, 2\]"):
-        generations.collect(0, 3, 0.05)
+    with pytest.raises(RecoveryError, match=r"Waited 0 s for every rank's part in 'report'.*Missing: ranks \[0, 2\]"):
+        generations.share("report", 1, {}, 0, 3, 0.05)
 
 
 def test_waiting_ends_with_the_generation(store: Any) -> None:
     generations = Generations(store)
     generations.begin(1, "rank 2 is gone")
     with pytest.raises(Interrupted, match="rank 2 is gone"):
-        generations.collect(0, 2, 5)
+        generations.share("report", 0, {}, 0, 2, 5)
 
 
 def test_waiting_ends_with_the_verdict(store: Any) -> None:
@@ -73,7 +72,7 @@ def test_waiting_ends_with_the_verdict(store: Any) -> None:
     generations.give_up("no replacement")
     generations.give_up("something later")
     with pytest.raises(RecoveryError, match="no replacement"):
-        generations.collect(0, 2, 5)
+        generations.share("report", 0, {}, 0, 2, 5)
 
 
 def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any) -> None:
