@@ -43,6 +43,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         whole_gradients: Whether every ``.grad`` is the averaged gradient after backward, as under DDP. It costs a
             gather; without it, ``.grad`` is only a part, and clipping is done in the update. "auto" does it where code
             of the user's may look: under manual optimization, and with hooks such as ``on_before_optimizer_step``.
+        shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
+            sending through sockets.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         max_restarts: Processes that may be replaced in one run.
         max_tries: Recoveries at one step before the run ends.
@@ -66,6 +68,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         replicas: int = 2,
         partition: Partition = "element",
         whole_gradients: bool | Literal["auto"] = "auto",
+        shared_memory: bool = True,
         bucket_bytes: int = 16 * 2**20,
         max_restarts: int = 3,
         max_tries: int = 3,
@@ -82,9 +85,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if not isinstance(max_restarts, int) or max_restarts < 0:
             raise ConfigurationError(f"{max_restarts=} must be a whole number, 0 or more.")
         _check_choice("partition", partition, ("element", "parameter"))
+        _check_choice("shared_memory", shared_memory, (True, False))
         _check_choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
         self._partition, self._whole_gradients = partition, whole_gradients
+        self._shared_memory = shared_memory
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
         self._training: Training | None = None
@@ -189,6 +194,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
                 self._bucket_bytes,
                 self._partition,
                 self._whole_gradients,
+                self._shared_memory,
             )
         self.setup_precision_plugin()
 

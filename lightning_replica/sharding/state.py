@@ -15,7 +15,7 @@ from lightning_replica._compat.torch import as_bytes
 from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.grid import Grid
 from lightning_replica.points import reach
-from lightning_replica.sharding import collectives, moving, usage
+from lightning_replica.sharding import collectives, moving, shared, usage
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
@@ -90,6 +90,7 @@ class ShardedState:
         whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
             costs a gather; otherwise it is so for the own shard only.
         manual: Whether one step of this state is a batch with any number of optimizer steps.
+        shared_memory: Whether ranks of one machine read each other's memory instead of sending.
 
     Attributes:
         step: Steps applied to this rank's shard, t.
@@ -108,8 +109,10 @@ class ShardedState:
         partition: Partition = "element",
         whole_gradients: bool = False,
         manual: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         self.grid, self.rank = grid, rank
+        self._shared_memory, self._mapped = shared_memory and grid.world_size > 1, False
         self.whole_gradients, self.manual = whole_gradients, manual
         _check_disjoint(optimizers)
         self.optimizers = [
@@ -139,6 +142,7 @@ class ShardedState:
         """Uses ``groups`` from now on."""
         self._groups, self._check = groups, check
         self.reducer.connect(groups, check)
+        self._mapped = False
 
     def follow_groups(self) -> None:
         """Takes in parameters that were added to a param group or unfrozen, drops what was removed."""
@@ -151,6 +155,15 @@ class ShardedState:
             self.reducer.add(buffers)
         for buffers in gone:
             self.reducer.remove(buffers)
+        if new or gone:
+            self._mapped = False
+
+    def _map(self) -> None:
+        """Maps the other ranks' memory where that is possible and not done yet. Collective."""
+        if self._shared_memory and not self._mapped:
+            blocks = [(buffers.block, buffers.layout) for buffers in self.buffers]
+            self.reducer.memory = shared.connect(self._groups, self._check, blocks)
+            self._mapped = True
 
     # A step, in the order of calls
 
@@ -162,8 +175,10 @@ class ShardedState:
         """
         self.follow_groups()
         self._before_window = None
+        self._map()
         if weights_may_differ and not all(buffers.is_params() for buffers in self.buffers):
             self._before_window = [buffers.main.clone() for buffers in self.buffers]
+            self._reclaim()
             for buffers in self.buffers:
                 buffers.main_from_params()
         self._backup = Backup(self.optimizers) if self.manual else None
@@ -246,6 +261,10 @@ class ShardedState:
 
     def gather(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
         """Rebuilds parameters from the shards. Collective."""
+        self._map()
+        if self.reducer.memory is not None:
+            self._gather_shared(self.reducer.memory, self._buffers_of(optimizers))
+            return
         works = []
         for buffers in self._buffers_of(optimizers):
             buffers.params_from_main()
@@ -255,6 +274,19 @@ class ShardedState:
                 wait(work, self._check)
             if index == 0:
                 reach("gather")
+
+    def _gather_shared(self, memory: shared.SharedMemory, active: Sequence[Buffers]) -> None:
+        memory.fence()
+        for number, (buffers, bucket) in enumerate([(b, bucket) for b in active for bucket in b.layout.buckets]):
+            memory.gather(buffers.block, bucket, buffers.params)
+            if number == 0:
+                reach("gather")
+        memory.release()
+
+    def _reclaim(self) -> None:
+        """Before ``main`` is written to: others may still be reading it."""
+        if self.reducer.memory is not None:
+            self.reducer.memory.reclaim()
 
     @property
     def window_is_open(self) -> bool:
@@ -381,6 +413,7 @@ class ShardedState:
         used = usage.unpack(commit.used, sum(len(b.parameters) for b in buffers), self.grid.world_size)
         for each in buffers:
             each.used, used = used[: len(each.parameters)], used[len(each.parameters) :]
+        self._reclaim()
         if commit.non_finite:  # as a GradScaler does: the step is counted, nothing is updated
             return
         for optimizer in optimizers:
