@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat.torch import same_bits
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Partition, Range, plan_layout
 from lightning_replica.sharding.shared import Block
@@ -126,7 +127,7 @@ class Buffers:
     def is_params(self) -> bool:
         """Whether the shard's values are what the parameters say: false if user code has written to them."""
         return all(
-            torch.equal(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
+            same_bits(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
             for world, local in self._shard_ranges()
         )
 
