@@ -48,6 +48,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             of the user's may look: under manual optimization, and with hooks such as ``on_before_optimizer_step``.
         state_dict_type: "full" writes checkpoints that every other strategy loads, gathered on rank 0; "sharded" writes
             directories (PyTorch Distributed Checkpoint), all ranks in parallel. Both are loaded by any number of ranks.
+        shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
+            sending through sockets.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         max_restarts: Processes that may be replaced in one run.
         max_tries: Recoveries at one step before the run ends.
@@ -72,6 +74,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         partition: Partition = "element",
         whole_gradients: bool | Literal["auto"] = "auto",
         state_dict_type: StateDictType = "full",
+        shared_memory: bool = True,
         bucket_bytes: int = 16 * 2**20,
         max_restarts: int = 3,
         max_tries: int = 3,
@@ -89,9 +92,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
         _check_seconds(timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
         _check_choice("partition", partition, ("element", "parameter"))
         _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        _check_choice("shared_memory", shared_memory, (True, False))
         _check_choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
         self._partition, self._whole_gradients = partition, whole_gradients
+        self._shared_memory = shared_memory
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
         self._training: Training | None = None
@@ -206,6 +211,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
                 self._bucket_bytes,
                 self._partition,
                 self._whole_gradients,
+                self._shared_memory,
             )
         self.setup_precision_plugin()
 

@@ -39,6 +39,7 @@ class Training:
         bucket_bytes: Size at which a gradient bucket is closed.
         partition: How buckets are cut.
         whole_gradients: Whether every gradient shall be whole after backward; "auto" asks the user's hooks.
+        shared_memory: Whether ranks of one machine read each other's memory instead of sending.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Training:
         bucket_bytes: int,
         partition: Partition,
         whole_gradients: bool | Literal["auto"],
+        shared_memory: bool = True,
     ) -> None:
         module = trainer.lightning_module
         self._trainer, self._session, self._precision = trainer, session, precision
@@ -64,6 +66,7 @@ class Training:
             partition,
             self.whole_gradients,
             self.manual,
+            shared_memory,
         )
         self.host = LightningHost(trainer, self.state)
         self._module_buffers = BufferSync(module, session.wait)

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat.torch import same_bits
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Partition, Range, plan_layout
+from lightning_replica.sharding.shared import Block
 
 _MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -32,6 +34,7 @@ class Buffers:
             gradient in the pieces of the own shard, and after `Reducer.gather_gradients` everywhere.
         main: (local_numel,) parameter dtype, 32 bits where that has 16. The shard's values, which the optimizer
             updates.
+        block: The memory of ``grads`` and ``main``, which ranks of the same machine may read.
         used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
 
@@ -50,9 +53,10 @@ class Buffers:
         self.rank, self.partition = rank, partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         self.params = torch.zeros(self.layout.world_numel, dtype=dtype, device=device)
-        self.grads = torch.zeros_like(self.params)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
-        self.main = torch.zeros(local_numel, dtype=_MAIN_DTYPES.get(dtype, dtype), device=device)
+        main_dtype = _MAIN_DTYPES.get(dtype, dtype)
+        self.block = Block(self.layout.world_numel, local_numel, dtype, main_dtype, device)
+        self.grads, self.main = self.block.grads, self.block.main
         self.pieces = self.layout.pieces(grid.shard_of(rank))
         self.used = [False] * len(self.parameters)
         self._grad_views: list[Tensor] = []
@@ -134,7 +138,7 @@ class Buffers:
     def is_params(self) -> bool:
         """Whether the shard's values are what the parameters say: false if user code has written to them."""
         return all(
-            torch.equal(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
+            same_bits(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
             for world, local in self._shard_ranges()
         )
 

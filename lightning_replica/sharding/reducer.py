@@ -14,6 +14,7 @@ from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.layout import Bucket
+from lightning_replica.sharding.shared import SharedMemory
 from lightning_replica.works import Check, Work, wait
 
 # Exchanges under way at a time; each has a receive buffer of a bucket's size.
@@ -38,12 +39,19 @@ class Reducer:
     Two stages a bucket: its pieces are exchanged and each rank adds up its own, then the average goes to the peers.
     Each stage is launched strictly in the same order on every rank, so that collectives of one group meet. The
     order is that of registration, backwards, over all buffers of all optimizers that take part.
+
+    Over shared memory nothing is sent, so nothing can leave early: both stages are done in `finish`.
+
+    Attributes:
+        memory: Set where all ranks can read each other's memory; collectives only say when, then.
+        private: Ids of buffers with gradients that other ranks do not know of.
     """
 
     def __init__(self) -> None:
         self._hooks: dict[int, list[Any]] = {}
         self._pool: list[Tensor] = []
-        self.private: set[int] = set()  # ids of buffers with gradients that other ranks do not know of
+        self.memory: SharedMemory | None = None
+        self.private: set[int] = set()
         self.reset()
 
     def add(self, buffers: Buffers) -> None:
@@ -64,6 +72,7 @@ class Reducer:
     def connect(self, groups: Groups, check: Check) -> None:
         """Uses ``groups`` from now on; whatever was under way on others is forgotten."""
         self._groups, self._check = groups, check
+        self.memory = None
         self.reset()
 
     def reset(self) -> None:
@@ -94,7 +103,9 @@ class Reducer:
         """
         if not self._active:  # no backward announced itself: reduce what there is
             self.begin(active)
-        while self._shared < len(self._jobs):
+        if self.memory is not None:
+            self._read(self.memory)
+        while self.memory is None and self._shared < len(self._jobs):
             if self._can_launch():
                 self._launch()
             else:
@@ -107,6 +118,15 @@ class Reducer:
 
     def gather_gradients(self, active: Sequence[Buffers]) -> None:
         """After `finish`: makes all of ``grads`` the averaged gradient, as under DDP."""
+        if self.memory is not None:
+            self.memory.fence()
+            grid, holders = self._groups.grid, self._groups.grid.replica_ranks(self._groups.rank)
+            for buffers in active:
+                for bucket in buffers.layout.buckets:
+                    self.memory.take_averages(
+                        buffers.block, bucket, range(grid.world_size), lambda rank: holders[grid.shard_of(rank)]
+                    )
+            return
         works = [
             work
             for buffers in active
@@ -134,8 +154,22 @@ class Reducer:
         while self._shared < self._launched and _is_done(self._jobs[self._shared].exchange):
             self._share()
 
+    def _read(self, memory: SharedMemory) -> None:
+        """The reduction over shared memory."""
+        for job in self._jobs:
+            job.buffers.complete(job.bucket)
+        memory.fence()
+        for number, job in enumerate(self._jobs):
+            memory.average(job.buffers.block, job.bucket)
+            if number == 0:
+                reach("reduction")
+        memory.fence()
+        for job in self._jobs:
+            peers = self._groups.grid.peers(self._groups.rank)
+            memory.take_averages(job.buffers.block, job.bucket, peers, lambda rank: rank)
+
     def _can_launch(self) -> bool:
-        return self._launched < len(self._jobs) and self._launched - self._shared < _IN_FLIGHT
+        return self.memory is None and self._launched < len(self._jobs) and self._launched - self._shared < _IN_FLIGHT
 
     def _launch(self) -> None:
         job = self._jobs[self._launched]

@@ -13,15 +13,16 @@ from lightning_replica._compat.torch import as_bytes
 from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.grid import Grid
 from lightning_replica.points import reach
-from lightning_replica.sharding import collectives, moving, usage
+from lightning_replica.sharding import collectives, moving, shared, usage
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.commit import Commit, Request, StepPhase
+from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.reducer import Reducer
-from lightning_replica.works import Check, wait
+from lightning_replica.works import Check
 
 
 class ShardedState:
@@ -37,6 +38,7 @@ class ShardedState:
         whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
             costs a gather; otherwise it is so for the own shard only.
         manual: Whether one step of this state is a batch with any number of optimizer steps.
+        shared_memory: Whether ranks of one machine read each other's memory instead of sending.
 
     Attributes:
         step: Steps applied to this rank's shard, t.
@@ -55,8 +57,10 @@ class ShardedState:
         partition: Partition = "element",
         whole_gradients: bool = False,
         manual: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         self.grid, self.rank = grid, rank
+        self._shared_memory, self._mapped = shared_memory and grid.world_size > 1, False
         self.whole_gradients, self.manual = whole_gradients, manual
         _check_disjoint(optimizers)
         self.optimizers = [
@@ -86,6 +90,7 @@ class ShardedState:
         """Uses ``groups`` from now on."""
         self._groups, self._check = groups, check
         self.reducer.connect(groups, check)
+        self._mapped = False
 
     def follow_groups(self) -> None:
         """Takes in parameters that were added to a param group or unfrozen, drops what was removed."""
@@ -98,6 +103,15 @@ class ShardedState:
             self.reducer.add(buffers)
         for buffers in gone:
             self.reducer.remove(buffers)
+        if new or gone:
+            self._mapped = False
+
+    def _map(self) -> None:
+        """Maps the other ranks' memory where that is possible and not done yet. Collective."""
+        if self._shared_memory and not self._mapped:
+            blocks = [(buffers.block, buffers.layout) for buffers in self.buffers]
+            self.reducer.memory = shared.connect(self._groups, self._check, blocks)
+            self._mapped = True
 
     # A step, in the order of calls
 
@@ -109,6 +123,7 @@ class ShardedState:
         """
         self.follow_groups()
         self._before_window = None
+        self._map()
         if weights_may_differ:
             self._take_weights()
         self._backup = Backup(self.optimizers) if self.manual else None
@@ -120,6 +135,7 @@ class ShardedState:
         if all(buffers.is_params() for buffers in self.buffers):
             return
         self._before_window = [buffers.main.clone() for buffers in self.buffers]
+        self._reclaim()
         for buffers in self.buffers:
             buffers.main_from_params()
 
@@ -211,21 +227,20 @@ class ShardedState:
 
     def _adopt(self, written: Sequence[Buffers]) -> None:
         """Takes weights that the training step has written to (as a WGAN clips them) into the shard."""
+        self._reclaim()
         for buffers in written:
             buffers.reclaim()
             buffers.main_from_params()
 
     def gather(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
         """Rebuilds parameters from the shards. Collective."""
-        works = []
-        for buffers in self._buffers_of(optimizers):
-            buffers.params_from_main()
-            works += [collectives.gather(bucket, buffers.params, self._groups) for bucket in buffers.layout.buckets]
-        for index, bucket_works in enumerate(works):
-            for work in bucket_works:
-                wait(work, self._check)
-            if index == 0:
-                reach("gather")
+        self._map()
+        gather_parameters(self._buffers_of(optimizers), self._groups, self._check, self.reducer.memory)
+
+    def _reclaim(self) -> None:
+        """Before ``main`` is written to: others may still be reading it."""
+        if self.reducer.memory is not None:
+            self.reducer.memory.reclaim()
 
     @property
     def window_is_open(self) -> bool:
@@ -352,6 +367,7 @@ class ShardedState:
         used = usage.unpack(commit.used, sum(len(b.parameters) for b in buffers), self.grid.world_size)
         for each in buffers:
             each.used, used = used[: len(each.parameters)], used[len(each.parameters) :]
+        self._reclaim()
         if commit.non_finite:  # as a GradScaler does: the step is counted, nothing is updated
             return
         for optimizer in optimizers:

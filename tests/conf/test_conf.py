@@ -122,7 +122,7 @@ def test_a_yaml_with_a_mistake(project: Path, line: str, message: str) -> None:
 
 def test_values_are_left_to_the_constructor(project: Path) -> None:
     config = composed(project, "trainer=replica_zero", "strategy.replicas=0")
-    with pytest.raises(Exception, match="replicas=0 must be a number, 1 or more") as caught:
+    with pytest.raises(Exception, match="replicas=0 must be a whole number, 1 or more") as caught:
         instantiate(config.strategy)
     assert isinstance(caught.value.__cause__, ConfigurationError)
 

@@ -47,14 +47,21 @@ def optimizer(net: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def train(
-    rank: int, store: Any, world_size: int, replicas: int, name: str, clip: dict[str, float], accumulate: int = 1
+    rank: int,
+    store: Any,
+    world_size: int,
+    replicas: int,
+    name: str,
+    clip: dict[str, float],
+    accumulate: int = 1,
+    shared: bool = True,
 ) -> dict[str, Any]:
     open_world(rank, store, world_size)
     ours, theirs = model(), model()
     their_optimizer, our_optimizer = optimizer(theirs, name), optimizer(ours, name)
     ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
     grid = Grid(world_size, replicas)
-    state = ShardedState(grid, rank, list(ours.parameters()), [our_optimizer], bucket_bytes=1000)
+    state = ShardedState(grid, rank, list(ours.parameters()), [our_optimizer], 1000, shared_memory=shared)
     state.connect(make_groups(grid, rank, 60), lambda: None)
     torch.manual_seed(rank)
     for _ in range(4):
@@ -83,7 +90,8 @@ def train(
     both = zip(ours.parameters(), theirs.parameters(), strict=True)
     difference = max(float((a - b).detach().abs().max()) for a, b in both if a.numel())
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ours.parameters())).hexdigest()
-    return {"difference": difference, "weights": weights, "buckets": len(state.buffers[0].layout.buckets)}
+    found = {"difference": difference, "weights": weights, "buckets": len(state.buffers[0].layout.buckets)}
+    return {**found, "mapped": state.reducer.memory is not None}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -96,8 +104,10 @@ def test_an_element_wise_optimizer_trains_as_under_ddp(name: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [{}, {"norm": 0.1}, {"value": 0.01}], ids=["none", "norm", "value"])
-def test_the_bits_do_not_depend_on_replicas(clip: dict[str, float]) -> None:
-    runs = [run_ranks(4, train, 4, replicas, "AdamW", clip, 2) for replicas in (1, 2, 4)]
+def test_the_bits_do_not_depend_on_replicas_or_shared_memory(clip: dict[str, float]) -> None:
+    cases = [(1, True), (2, True), (4, True), (1, False), (2, False)]
+    runs = [run_ranks(4, train, 4, replicas, "AdamW", clip, 2, shared) for replicas, shared in cases]
+    assert [run[0]["mapped"] for run in runs] == [shared for _, shared in cases]
     assert len({result["weights"] for run in runs for result in run}) == 1, runs
     assert runs[0][0]["difference"] < 2e-6
 

@@ -242,7 +242,7 @@ def images_with_batch_norm() -> tuple[Net, dict[str, Any]]:
     class Images(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
+            self.conv = nn.Conv2d(3, 4, 1, bias=False)  # before BatchNorm its gradient is noise
             self.bn = nn.BatchNorm2d(4)
             self.conv.to(memory_format=torch.channels_last)
             self.out = nn.Linear(16, 1)
