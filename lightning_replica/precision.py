@@ -19,6 +19,9 @@ class Stepper(Protocol):
     def unscale(self, optimizer: Optimizer, scale: float) -> None:
         """Divides the whole gradient of an optimizer by ``scale``."""
 
+    def clip(self, optimizer: Optimizer, limit: float) -> None:
+        """Scales the whole gradient of an optimizer to a 2-norm of at most ``limit``."""
+
     def step(self, optimizer: Optimizer, request: Request) -> None:
         """Reduces, commits, updates and gathers."""
 
@@ -66,7 +69,7 @@ class ShardedStep(Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Has this step's gradient scaled to a global 2-norm of at most ``clip_val``."""
         if self._stepper.whole_gradients:
-            super().clip_grad_by_norm(optimizer, clip_val)
+            self._stepper.clip(optimizer, float(clip_val))
         else:
             self._request = Request(self._request.scale, clip_norm=float(clip_val))
 

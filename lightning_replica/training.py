@@ -107,6 +107,12 @@ class Training:
         for buffers in self.sharded(optimizer).buffers:
             buffers.grads.mul_(1.0 / scale)
 
+    def clip(self, optimizer: Optimizer, limit: float) -> None:
+        """Clips the whole gradient of an optimizer by its norm."""
+        sharded = self.sharded(optimizer)
+        self.state.attach_gradients([sharded])
+        self.state.clip_whole(sharded, limit)
+
     def step(self, optimizer: Optimizer, request: Request) -> None:
         """After backward and its hooks: the update of one optimizer."""
         self.state.request = request

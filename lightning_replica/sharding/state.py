@@ -163,9 +163,25 @@ class ShardedState:
             return
         if any(id(buffers) in self.reducer.private for buffers in active):
             self._expose(active)
-        for buffers in active:  # hooks may have put other gradients in place, or taken some away
+        self.attach_gradients(optimizers)
+
+    def attach_gradients(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
+        """Takes whole gradients as they are now; hooks may have put others in place, or taken some away."""
+        for buffers in self._buffers_of(optimizers):
             for bucket in buffers.layout.buckets:
                 buffers.complete(bucket)
+
+    def clip_whole(self, optimizer: ShardedOptimizer, limit: float) -> None:
+        """Scales an optimizer's whole gradient to a global 2-norm of at most ``limit``. Collective.
+
+        The norm has the bits of the one in the commit: it must make no difference whether somebody looks at gradients.
+        """
+        vector = self._vector([optimizer], False)
+        collectives.all_reduce(vector, self._groups, self._check)
+        coefficient = _clip_coefficient(limit, math.sqrt(float(vector[0])))
+        for buffers in optimizer.buffers:
+            if coefficient != 1.0:
+                buffers.grads.mul_(coefficient)
 
     def commit(self, stop: bool = False) -> Commit:
         """Agrees with all ranks that step t -> t+1 happens.
@@ -379,7 +395,7 @@ class ShardedState:
         inverse = 1.0 / (request.scale or 1.0)
         coefficient = 1.0
         if request.clip_norm is not None:
-            coefficient = min(1.0, request.clip_norm / (math.sqrt(commit.grad_norm_sq) * inverse + 1e-6))
+            coefficient = _clip_coefficient(request.clip_norm, math.sqrt(commit.grad_norm_sq) * inverse)
         for gradient in gradients:
             if inverse != 1.0:
                 gradient.mul_(inverse)
@@ -387,6 +403,11 @@ class ShardedState:
                 gradient.clamp_(-request.clip_value, request.clip_value)
             if coefficient != 1.0:
                 gradient.mul_(coefficient)
+
+
+def _clip_coefficient(limit: float, norm: float) -> float:
+    """As ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return min(1.0, limit / (norm + 1e-6))
 
 
 def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
