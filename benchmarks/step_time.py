@@ -1,6 +1,7 @@
 """Step time and bytes on the wire of `replica_zero` and its peers, through Lightning, alternated step by step.
 
     python benchmarks/step_time.py --ranks 4 --steps 40
+    python benchmarks/step_time.py --ranks 4 --steps 40 --sockets    # replica_zero without shared memory
 
 Every contender is a Trainer in a thread of its own, in the same processes. A baton goes round: one contender makes
 one step, with the others asleep, then the next. So all meet the same noise of the machine, and only steps of the same
@@ -21,7 +22,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,7 +37,10 @@ from lightning_replica.launch.supervisor import Supervisor, start_script
 
 warnings.filterwarnings("ignore")
 WARM_UP = 3
-CONTENDERS = ["DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2 HSDP", "replica_zero"]
+SHARED = """replica_zero reads the other ranks' memory on this one machine, as it does by default; the others have only
+sockets. Between machines the table of the same name with `_sockets` counts."""
+SOCKETS = "replica_zero sends through sockets as the others do (shared_memory=False)."
+CONTENDERS = ["DDP", "DDP, bucket views", "DDP + ZeroRedundancyOptimizer", "FSDP2 HSDP", "replica_zero"]
 
 
 class Baton:
@@ -62,15 +65,19 @@ class Baton:
         self._left.remove(number)
 
 
-class Turn(Callback):
-    """Passes the baton before every step and measures what lies between."""
+class Turn:
+    """Passes the baton before every step and measures what lies between.
+
+    Called from the training step, not from a callback: a batch hook of the user's might change weights, for which
+    replica_zero looks.
+    """
 
     def __init__(self, number: int, baton: Baton) -> None:
         self.number, self.baton = number, baton
         self.seconds: list[float] = []
         self.bytes: list[float] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def step(self, trainer: L.Trainer) -> None:
         dist.barrier()
         if trainer.global_step > WARM_UP:
             self.seconds.append(time.perf_counter() - self.began)
@@ -84,11 +91,13 @@ class Turn(Callback):
 class Module(L.LightningModule):
     """The model under one contender."""
 
-    def __init__(self, contender: str) -> None:
+    def __init__(self, contender: str, turn: Turn) -> None:
         super().__init__()
         self.contender, self.model = contender, Transformer()
+        self.turn = (turn,)
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.turn[0].step(self.trainer)
         return loss_of(self.model, batch[0])
 
     def configure_optimizers(self) -> Any:
@@ -110,12 +119,12 @@ class HSDPStrategy(DDPStrategy):
         fully_shard(module.model, mesh=mesh, reshard_after_forward=False)
 
 
-def strategy_of(contender: str) -> Any:
+def strategy_of(contender: str, sockets: bool) -> Any:
     if contender == "replica_zero":
-        return ReplicaZeroStrategy(replicas=2)
+        return ReplicaZeroStrategy(replicas=2, shared_memory=not sockets)
     if contender == "FSDP2 HSDP":
         return HSDPStrategy()
-    return DDPStrategy(gradient_as_bucket_view=True)
+    return DDPStrategy(gradient_as_bucket_view=contender == "DDP, bucket views")
 
 
 def loopback_bytes() -> int:
@@ -126,48 +135,48 @@ def loopback_bytes() -> int:
     return 0
 
 
-def fit(number: int, turn: Turn, baton: Baton, ranks: int, steps: int) -> None:
+def fit(number: int, turn: Turn, baton: Baton, ranks: int, steps: int, sockets: bool) -> None:
     baton.take(number)
     contender = CONTENDERS[number]
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (BATCH * ranks * (steps + WARM_UP + 2), LENGTH))
     trainer = L.Trainer(
-        strategy=strategy_of(contender),
+        strategy=strategy_of(contender, sockets),
         accelerator="cpu",
         devices=ranks,
         max_steps=steps + WARM_UP + 1,
-        callbacks=[turn],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(contender), DataLoader(TensorDataset(tokens), batch_size=BATCH))
+    trainer.fit(Module(contender, turn), DataLoader(TensorDataset(tokens), batch_size=BATCH))
     baton.leave(number)
 
 
-def rank_main(ranks: int, steps: int) -> None:
+def rank_main(ranks: int, steps: int, sockets: bool) -> None:
     torch.set_num_threads(1)
     baton = Baton(len(CONTENDERS))
     # replica_zero opens the default process group, so it begins; Lightning's DDP finds it open.
     CONTENDERS.insert(0, CONTENDERS.pop())
     turns = [Turn(number, baton) for number in range(len(CONTENDERS))]
     threads = [
-        threading.Thread(target=fit, args=(number, turn, baton, ranks, steps)) for number, turn in enumerate(turns)
+        threading.Thread(target=fit, args=(number, turn, baton, ranks, steps, sockets))
+        for number, turn in enumerate(turns)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if os.environ["LOCAL_RANK"] == "0":
-        report(ranks, dict(zip(CONTENDERS, turns, strict=True)))
+        report(ranks, sockets, dict(zip(CONTENDERS, turns, strict=True)))
 
 
-def report(ranks: int, turns: dict[str, Turn]) -> None:
+def report(ranks: int, sockets: bool, turns: dict[str, Turn]) -> None:
     parameters = sum(p.numel() for p in Transformer().parameters())
     ddp = turns["DDP"].seconds
     rows = []
-    for name in ["DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2 HSDP", "replica_zero"]:
+    for name in [*CONTENDERS[1:], CONTENDERS[0]]:
         turn = turns[name]
         ratios = [ours / theirs for ours, theirs in zip(turn.seconds, ddp, strict=False)]
         sent = statistics.median(turn.bytes) / (4 * parameters)
@@ -176,10 +185,10 @@ def report(ranks: int, turns: dict[str, Turn]) -> None:
     notes = f"""
 {parameters / 1e6:.1f} M parameters, fp32, fused AdamW, gloo, {ranks} ranks, R=2, 1 thread a rank, batch {BATCH} x {LENGTH}.
 {len(ddp)} rounds; median and middle half. Ratios are those of steps of the same round. Bytes are sent per rank and
-step, in units of the parameters' size (4 bytes each); the bound for R=2 holders of every shard is
-[g(N+R-2) + p(N-R)] / N = {bound:.3f}.
+step through sockets, in units of the parameters' size (4 bytes each); the bound for R=2 holders of every shard is
+[g(N+R-2) + p(N-R)] / N = {bound:.3f}. {SOCKETS if sockets else SHARED}
 """
-    name = f"step_time_{ranks}"
+    name = f"step_time_{ranks}{'_sockets' if sockets else ''}"
     raw = {name: {"seconds": turn.seconds, "bytes": turn.bytes} for name, turn in turns.items()}
     write(name, f"Step time, {ranks} ranks", ["", "ms", "of DDP", "bytes"], rows, notes, raw)
 
@@ -188,9 +197,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--sockets", action="store_true", help="run replica_zero with shared_memory=False")
     args = parser.parse_args()
     if RankEnvironment.current() is not None:
-        rank_main(args.ranks, args.steps)
+        rank_main(args.ranks, args.steps, args.sockets)
         return 0
     command = [sys.executable, *sys.argv]
     return Supervisor(start_script(lambda _: (command, None)), args.ranks, 0, print).run()

@@ -1,0 +1,138 @@
+"""The host work that being recoverable adds to a step: everything but collectives, copies and the optimizer's arithmetic.
+
+    python benchmarks/host_work.py --ranks 2
+
+CPU time of the main thread inside the functions that do such work (snapshots, mirrors' packing, bookkeeping), for models
+that differ only in the bytes of their parameters.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import spread, write
+
+from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.host import LightningHost
+from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.supervisor import Supervisor, start_script
+from lightning_replica.sharding.state import ShardedState
+from lightning_replica.snapshot import Snapshot
+
+warnings.filterwarnings("ignore")
+LAYERS, WARM_UP = 12, 5
+WIDTHS = (256, 512, 1024)
+PARTS: dict[str, list[tuple[type, str]]] = {
+    "snapshots": [(LightningHost, "begin_window"), (LightningHost, "enter_commit")],
+    "packing for peers": [(Snapshot, "private_bytes")],
+    "following param groups": [(ShardedState, "follow_groups")],
+}
+
+
+class Clock:
+    """Adds up CPU time of wrapped functions, step by step."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self.steps: list[dict[str, float]] = []
+
+    def wrap(self) -> None:
+        for part, places in PARTS.items():
+            for owner, name in places:
+                setattr(owner, name, self._timed(part, getattr(owner, name)))
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.now[part] += time.thread_time() - began
+
+        return timed
+
+    def step(self, whole: float) -> None:
+        self.steps.append({**self.now, "whole": whole})
+        self.now = dict.fromkeys(PARTS, 0.0)
+
+
+class Module(L.LightningModule):
+    """Square layers with the same number of parameters, whatever their width."""
+
+    def __init__(self, width: int, clock: Clock) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)])
+        self.clock = (clock,)
+        self.began = time.perf_counter()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.clock[0].step(time.perf_counter() - self.began)
+        self.began = time.perf_counter()
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+def rank_main(ranks: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    clock = Clock()
+    clock.wrap()
+    rows, raw = [], {}
+    for width in WIDTHS:
+        clock.steps.clear()
+        trainer = L.Trainer(
+            strategy=ReplicaZeroStrategy(),
+            accelerator="cpu",
+            devices=ranks,
+            max_steps=steps + WARM_UP,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = TensorDataset(torch.randn(64 * ranks * (steps + WARM_UP), width))
+        trainer.fit(Module(width, clock), DataLoader(data, batch_size=64))
+        measured = clock.steps[WARM_UP:]
+        parts = [[1e3 * step[part] for step in measured] for part in PARTS]
+        total = [sum(step[part] for part in PARTS) for step in measured]
+        share = statistics.median(total) / statistics.median(step["whole"] for step in measured)
+        megabytes = 4e-6 * LAYERS * width * (width + 1)
+        rows.append([f"{megabytes:.0f}", *map(spread, parts), spread([1e3 * t for t in total]), f"{share:.2%}"])
+        raw[width] = measured
+    if trainer.is_global_zero:
+        notes = f"""
+{LAYERS} layers, {2 * LAYERS} parameters, {ranks} ranks, {steps} steps each; milliseconds of CPU time a step, median and middle half.
+The share is that of the whole step on a batch of 64, which is short for so small a model.
+"""
+        header = ["parameters, MB", *PARTS, "together", "share of the step"]
+        write("host_work", "Host work of a step", header, rows, notes, raw)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    if RankEnvironment.current() is not None:
+        rank_main(args.ranks, args.steps)
+        return 0
+    command = [sys.executable, *sys.argv]
+    return Supervisor(start_script(lambda _: (command, None)), args.ranks, 0, print).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
