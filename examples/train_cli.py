@@ -12,8 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 
 def main() -> None:
     """Trains what the command line and its YAML say."""
-    # `overwrite`: without a logger, a rank 0 that is replaced finds the config.yaml that its predecessor has written.
-    cli = LightningCLI(GPT, TextData, save_config_kwargs={"overwrite": True})
+    cli = LightningCLI(GPT, TextData)
     if cli.trainer.is_global_zero:
         print(f"fingerprint {fingerprint(cli.model)}")
 

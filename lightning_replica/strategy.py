@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import fit_loop, objects
-from lightning_replica._compat.lightning import _all_gather_ddp_if_available, _StrategyRegistry
+from lightning_replica._compat.lightning import (
+    _all_gather_ddp_if_available,
+    _StrategyRegistry,
+    let_config_be_saved_again,
+)
 from lightning_replica.checkpoints import Checkpoints, StateDictType, absent
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
@@ -186,6 +190,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         environment = RankEnvironment.current()
         if environment is not None:
             self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
+            if self._session.newborn and self.lightning_module is not None:
+                let_config_be_saved_again(self.lightning_module.trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""

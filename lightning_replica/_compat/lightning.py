@@ -51,6 +51,7 @@ __all__ = [
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
     "epoch_of",
+    "let_config_be_saved_again",
     "load_loops",
     "rerun_command",
     "walk_loops",
@@ -99,6 +100,16 @@ def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
 def epoch_of(fit_loop: _FitLoop) -> int:
     """The epoch that samplers are told: the number of epochs that are done."""
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+def let_config_be_saved_again(trainer: Any) -> None:
+    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved.
+
+    Told by its attributes, not by its class, whose module imports jsonargparse.
+    """
+    for callback in trainer.callbacks:
+        if hasattr(callback, "already_saved") and hasattr(callback, "overwrite"):
+            callback.overwrite = True
 
 
 class Sigterm:
