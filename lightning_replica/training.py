@@ -210,6 +210,11 @@ class Training:
             self._released = True
             self.state.release()
 
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this process has got a SIGTERM; ``trainer.received_sigterm`` is true once all ranks know."""
+        return self._sigterm.noted
+
     def check(self) -> None:
         """Raises `Interrupted` if the world has moved on."""
         self._session.check()

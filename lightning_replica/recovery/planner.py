@@ -153,12 +153,23 @@ def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
 
 
 def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
-    """A batch if every rank can start its window again; otherwise the tail of the step before."""
+    """A batch if every rank can start its window again; otherwise the tail of the step before.
+
+    A survivor's own snapshot is not enough, a peer must hold its private part too: the survivor may be lost before it
+    has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's.
+    """
     able = all(
-        _holds_mirror(reports, grid, report.rank, "batch", step) if report.newborn else report.holds("batch", step)
+        (report.newborn or report.holds("batch", step))
+        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, "batch", step))
         for report in reports
     )
     return "batch" if able else "tail"
+
+
+def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
+    """Whether a peer could make ``rank`` anew; where all its peers are new themselves, nobody could in any case."""
+    peers = [peer for peer in grid.peers(rank) if peer != rank and not reports[peer].newborn]
+    return (not peers and not reports[rank].newborn) or _holds_mirror(reports, grid, rank, kind, step)
 
 
 def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:

@@ -40,7 +40,7 @@ class Break(Callback):
             return
         if MODE == "wait":
             print("waiting", flush=True)
-            while not trainer.received_sigterm:
+            while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
                 time.sleep(0.01)
         if MODE == "kill" and first:
             os.kill(os.getpid(), signal.SIGKILL)
