@@ -30,6 +30,7 @@ from lightning_replica.recovery.recovery import Limits
 from lightning_replica.session import Session, join
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.state import ShardedState
+from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
 
@@ -314,6 +315,10 @@ class ReplicaZeroStrategy(ParallelStrategy):
         """Takes this rank's part of the optimizer states."""
         self._checkpoints.load_optimizers(self.training, checkpoint)
 
+    def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
+        """Where the fit goes on, if a checkpoint has been loaded."""
+        return self._checkpoints.resumption(trainer, self.global_rank, self.num_processes)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
         state = super().lightning_module_state_dict()
@@ -323,7 +328,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint that DDP loads, too."""
-        self._checkpoints.complete(checkpoint)
+        if self._training is not None and self.lightning_module is not None:
+            self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:

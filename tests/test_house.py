@@ -23,7 +23,7 @@ LAYERS = [
     ["objects", "metrics", "module_buffers", "overrides", "precision", "session"],
     ["snapshot", "host"],
     ["training"],
-    ["checkpoints"],
+    ["resume", "checkpoints"],
     ["fit_loop", "strategy"],
     [""],
 ]

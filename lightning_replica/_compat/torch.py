@@ -1,8 +1,11 @@
 """Names of torch that are private, or were renamed."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 
 def data_version(tensor: Tensor) -> int:
@@ -29,3 +32,8 @@ def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     found = torch.full((), float(found_inf), dtype=torch.float32, device=scale.device)
     factors = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
     torch._amp_update_scale_(scale, growth, found, *factors)
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Makes a loader with persistent workers start new ones."""
+    loader._iterator = None
