@@ -145,6 +145,12 @@ class ReplicaFitLoop(_FitLoop):
         for loader in exact_loaders(self.trainer):
             loader.begin_epoch(epoch_of(self))
 
+    def teardown(self) -> None:
+        """Leaves no workers behind."""
+        for loader in exact_loaders(self.trainer):
+            loader.close()
+        super().teardown()
+
     def _epochs(self, resume: Snapshot | None) -> None:
         """The loop of `_FitLoop.run`, begun inside an epoch where ``resume`` says so."""
         if resume is not None and resume.fresh and resume.place is None:

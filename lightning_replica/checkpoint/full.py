@@ -192,7 +192,8 @@ def _param_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
 def _cut(piece: Piece, key: str, value: Any) -> Any:
     if is_like(key, value, piece.whole) or (key == "main" and isinstance(value, Tensor)):
         return piece.buffers.split(piece.where, value)
-    return value
+    # Pieces of one parameter count their steps on their own: torch would keep the tensor itself in each of them.
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _check_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class LoaderState(NamedTuple):
         generator: State of the loader's own generator then; None if it has none.
         workers: Random state of each worker after its last batch; None for one that has drawn nothing.
         reused: Whether the iteration goes on with workers of the one before, which draws no seed for them.
-        before: Random state before the next batch was loaded, if it has been and random numbers of this process count.
+        before: Random states before the next batches were loaded, as far as they have been; empty where workers load.
     """
 
     batches: int
@@ -52,7 +52,7 @@ class LoaderState(NamedTuple):
     generator: bytes | None = None
     workers: tuple[bytes | None, ...] = ()
     reused: bool = False
-    before: bytes | None = None
+    before: tuple[bytes, ...] = ()
 
 
 class _Kept(NamedTuple):
@@ -61,12 +61,14 @@ class _Kept(NamedTuple):
     Attributes:
         batch: The batch.
         before: Where the loader stood before it.
+        random: Random state of this process then.
         reported: Random state that the worker has reported with it.
         after: Random state of this process after it was loaded.
     """
 
     batch: Any
     before: LoaderState
+    random: bytes
     reported: bytes | None
     after: bytes
 
@@ -113,7 +115,11 @@ class ExactLoader:
         back = min(back, self.position, len(self._kept))
         if self._state.begun is None:
             return self.state_between_epochs()
-        return self._kept[self.position - back - self._drawn].before if back else self._state
+        if not back:
+            return self._state._replace(before=())
+        first = len(self._kept) + self.position - back - self._drawn
+        before = () if self._workers else tuple(kept.random for kept in self._kept[first : first + back])
+        return self._kept[first].before._replace(before=before)
 
     def state_between_epochs(self) -> LoaderState:
         """What outlives an epoch."""
@@ -150,6 +156,10 @@ class ExactLoader:
         self._state, self._live = LoaderState(0, workers=state.workers), None
         _set_state(self._generator, state.generator)
 
+    def close(self) -> None:
+        """Ends workers; left to the garbage collector, they take seconds."""
+        self._live, self._kept, self._drawn = None, [], 0
+
     def __iter__(self) -> Iterator[Any]:
         if self._rewound:
             self._rewound = False
@@ -175,16 +185,15 @@ class ExactLoader:
     def _draw(self) -> bool:
         """Adds the next batch that has not been drawn yet to what is kept; False if there is none."""
         before = self._state
-        if not getattr(self._loader, "num_workers", 0):  # else this process draws nothing
-            if before.before is not None:
-                self._set_rng_state(before.before)
-            before = before._replace(before=self._rng_state())
+        if before.before:
+            self._set_rng_state(before.before[0])
+        random = self._rng_state()
         item: Any = next(self._live, _END) if self._live is not None else _END
         if item is _END:
             return False
         batch, reported = item if self._random is not None else (item, None)
         self._drawn += 1
-        self._kept.append(_Kept(batch, before, reported, self._rng_state()))
+        self._kept.append(_Kept(batch, before, random, reported, self._rng_state()))
         return True
 
     def _after(self, kept: _Kept) -> LoaderState:
@@ -195,7 +204,7 @@ class ExactLoader:
             known = list(workers)
             known[state.batches % len(known)] = kept.reported
             workers = tuple(known)
-        return state._replace(batches=state.batches + 1, workers=workers, before=None)
+        return state._replace(batches=state.batches + 1, workers=workers, before=state.before[1:])
 
     def _start(self) -> None:
         """Starts the loader and goes to where `_state` says, with nothing kept."""
@@ -209,10 +218,10 @@ class ExactLoader:
             self._random.start = state.workers
             if state.begun is not None:
                 forget_workers(self._loader)
-            state = state._replace(workers=state.workers or (None,) * self._loader.num_workers)
+            state = state._replace(workers=state.workers or (None,) * self._workers)
         self._state = state._replace(begun=self._rng_state(), generator=_state_of(self._generator))
         if self._skipping is not None:
-            drop = state.batches % max(1, self._loader.num_workers)
+            drop = state.batches % max(1, self._workers)
             self._skipping.skip, self._skipping.blanks = state.batches - drop, drop
         with self._no_seed() if state.reused else nullcontext():
             self._live = iter(self._loader)
@@ -241,6 +250,10 @@ class ExactLoader:
             self._random = WorkerRandom(loader.collate_fn, loader.worker_init_fn, self._rng_state, self._set_rng_state)
             loader.collate_fn, loader.worker_init_fn = self._random.collate, self._random.init
         return loader
+
+    @property
+    def _workers(self) -> int:
+        return getattr(self._loader, "num_workers", 0)
 
     @property
     def _generator(self) -> torch.Generator | None:

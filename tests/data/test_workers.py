@@ -12,6 +12,7 @@ from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices.cpu import rng_state, set_rng_state
 
 BATCHES = 7
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 
 
 class Noisy(Dataset[Tensor]):
