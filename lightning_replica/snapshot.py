@@ -45,7 +45,7 @@ class Snapshot:
         fresh: Whether this fit has yet to begin: the tail before its first step.
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; likewise.
-        metric_states: States of torchmetrics objects; likewise. Empty on a replacement.
+        metric_states: States of torchmetrics objects in the module.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ class Snapshot:
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored."""
         loaders = [tuple(state) for state in self.loaders]
-        return pickle.dumps((self.rng, self.results, loaders, self.loss, self.fresh))
+        return pickle.dumps((self.rng, self.results, loaders, self.loss, self.fresh, self.metric_states))
 
     def replicated_bytes(self) -> bytes:
         """The replicated part, loadable with ``weights_only=True``."""
@@ -85,9 +85,11 @@ class Snapshot:
     @classmethod
     def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
         """A replacement's snapshot, from what a peer sent."""
-        rng, results, loaders, loss, fresh = pickle.loads(private)
+        rng, results, loaders, loss, fresh, metric_states = pickle.loads(private)
         state = torch.load(io.BytesIO(replicated), weights_only=True)
-        return cls(kind, step, state, rng, results, [LoaderState(*each) for each in loaders], loss, fresh)
+        taken = cls(kind, step, state, rng, results, [LoaderState(*each) for each in loaders], loss, fresh)
+        taken.metric_states = metric_states
+        return taken
 
 
 def capture_progress(trainer: pl.Trainer) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
     trainer.accumulate_grad_batches = state["accumulate"]
     for submodule, training in zip(module.modules(), state["training"], strict=True):
         submodule.training = training
-    import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce)
+    import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce, module)
     val_loop._results.reset()  # no snapshot is taken inside a validation
     if snapshot.metric_states:
         put_states(module, snapshot.metric_states)

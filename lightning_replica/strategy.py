@@ -339,8 +339,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             self._training.release()
 
 
-# Trainer.fit lets compiled modules (`torch.compile`) pass for a list of classes only, DDPStrategy among them. Nothing is
-# inherited by this; `isinstance(strategy, DDPStrategy)` is true, and it is what trains under DDP that trains here.
+# Trainer.fit lets compiled modules (`torch.compile`) pass for a list of classes only, DDPStrategy among them. Nothing
+# is inherited by this; `isinstance(strategy, DDPStrategy)` is true, and it is what trains under DDP that trains here.
 DDPStrategy.register(ReplicaZeroStrategy)
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torchmetrics import MeanSquaredError
 
 from lightning_replica import ReplicaZeroStrategy
 
@@ -72,12 +73,15 @@ class Net(L.LightningModule):
         super().__init__()
         self.data, self.estimates = data, estimates
         self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.error = MeanSquaredError()
         self.register_buffer("average", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         x = torch.cat([batch["a"], batch["b"]]) if isinstance(batch, dict) else batch
         loss = (self.net(x).squeeze(1) - x.sum(1)).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
+        self.error(self.net[0](x).sum(1).detach(), x.sum(1))
+        self.log("error", self.error, on_step=False, on_epoch=True)
         self.log("own", loss * (1 + self.global_rank), on_step=False, on_epoch=True, batch_size=len(x))
         return {"loss": loss}
 
