@@ -8,7 +8,9 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_replica import resume
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
 StateDictType: TypeAlias = Literal["full", "sharded"]
@@ -30,6 +32,7 @@ class Checkpoints:
         self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
         self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
+        self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def is_sharded(self, training: Training | None) -> bool:
         """Whether what is saved now goes to shards; without a fit there are none."""
@@ -48,11 +51,19 @@ class Checkpoints:
         self._main[training.state.optimizers.index(sharded)] = whole.main
         return whole.state_dict
 
-    def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what only this strategy reads: main parameters, where weights have 16 bits."""
+    def complete(self, trainer: pl.Trainer, training: Training, checkpoint: dict[str, Any]) -> None:
+        """Adds what only this strategy reads. Collective over the world.
+
+        That is main parameters, where weights have 16 bits, and where training stands (`resume.record`).
+        """
         main, self._main = self._main, {}
-        if any(main.values()):
-            checkpoint.setdefault(OWN_KEY, {})["main"] = main
+        if "optimizer_states" in checkpoint:
+            checkpoint[OWN_KEY] = {"main": main, "resume": resume.record(trainer, training)}
+
+    def resumption(self, trainer: pl.Trainer, rank: int, world_size: int) -> Snapshot | None:
+        """Where the fit goes on, if a checkpoint has been loaded; asked for once."""
+        loaded, self._loaded = self._loaded, None
+        return None if loaded is None else resume.read(trainer, rank, world_size, *loaded)
 
     def save_sharded(
         self, training: Training, module: pl.LightningModule, checkpoint: dict[str, Any], path: Path
@@ -92,6 +103,8 @@ class Checkpoints:
             ConfigurationError: If the checkpoint is another model's.
         """
         training.state.follow_groups()
+        if "loops" in checkpoint:
+            self._loaded = checkpoint["loops"]["fit_loop"], checkpoint.get(OWN_KEY, {}).get("resume", {})
         directory, self._directory = self._directory, None
         if directory is not None:
             _load_shards(training, module, directory)

@@ -1,15 +1,19 @@
 """Lightning's loops, with a way back in.
 
 `ReplicaFitLoop.run` catches what a fault throws, has the strategy recover, and goes on from the snapshot that the
-ranks agreed on: at the start of a batch window, or in the tail of a step. The course of the loops is Lightning's
-own; where it is followed line by line (`_epochs`, `ReplicaEpochLoop.run`, `_tail`), tests/test_compat.py watches
-the original.
+ranks agreed on: at the start of a batch window, or in the tail of a step. In the same way a fit goes on from a
+checkpoint, at the place where that was written (resume.py). The course of the loops is Lightning's own; where it is
+followed line by line (`_epochs`, `_end_epoch`, `ReplicaEpochLoop.run`, `_tail`), tests/test_compat.py watches the
+original.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_replica._compat.lightning import (
     Closure,
@@ -21,6 +25,7 @@ from lightning_replica._compat.lightning import (
     _TrainingEpochLoop,
     _TunerExitException,
     epoch_of,
+    walk_loops,
 )
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.points import reach
@@ -86,17 +91,22 @@ class ReplicaFitLoop(_FitLoop):
     """`_FitLoop` that recovers."""
 
     @property
+    def _strategy(self) -> "ReplicaZeroStrategy":
+        return cast("ReplicaZeroStrategy", self.trainer.strategy)
+
+    @property
     def _training(self) -> "Training":
-        return cast("ReplicaZeroStrategy", self.trainer.strategy).training
+        return self._strategy.training
 
     def run(self) -> None:
         """Trains to the end, through any number of faults."""
         self.setup_data()
-        if self.skip:
-            return
+        loaded = self._strategy.resumption(self.trainer)
+        if self.skip and (loaded is None or loaded.place in (None, "epoch_end")):
+            return  # an epoch that is under way is brought to its end
         self.reset()
         self.on_run_start()
-        resume = self._training.begin()
+        resume = self._training.begin(loaded)
         while True:
             try:
                 self._epochs(resume)
@@ -108,6 +118,15 @@ class ReplicaFitLoop(_FitLoop):
                 raise
             except Exception as error:
                 resume = self._training.recover_from(error)
+
+    def reset(self) -> None:
+        """Leaves the counters that a checkpoint held as they are: we know where they stand."""
+        restarted, self._loaded_from_state_dict = self._loaded_from_state_dict, False
+        for _, loop in walk_loops(self):
+            loop._restarting = False
+        if not restarted:
+            super().reset()
+        torch.set_grad_enabled(True)
 
     def on_run_start(self) -> None:
         """Sets validation data up on every rank now: a replacement cannot do it later, when nobody else does."""
@@ -126,15 +145,25 @@ class ReplicaFitLoop(_FitLoop):
         for loader in exact_loaders(self.trainer):
             loader.begin_epoch(epoch_of(self))
 
+    def teardown(self) -> None:
+        """Leaves no workers behind."""
+        for loader in exact_loaders(self.trainer):
+            loader.close()
+        super().teardown()
+
     def _epochs(self, resume: Snapshot | None) -> None:
         """The loop of `_FitLoop.run`, begun inside an epoch where ``resume`` says so."""
-        if resume is not None and resume.fresh:
+        if resume is not None and resume.fresh and resume.place is None:
             resume = None
         while resume is not None or not self.done:
             try:
                 if resume is None:
                     self.on_advance_start()
-                cast("ReplicaEpochLoop", self.epoch_loop).resume, resume = resume, None
+                begin, resume = resume, None
+                if begin is not None and begin.fresh and begin.place == "epoch_end":
+                    self._end_epoch(begin)
+                    continue
+                cast("ReplicaEpochLoop", self.epoch_loop).resume = begin
                 self.advance()
                 self.on_advance_end()
             except StopIteration:
@@ -142,11 +171,24 @@ class ReplicaFitLoop(_FitLoop):
             finally:
                 self.on_iteration_done()
 
+    def _end_epoch(self, loaded: Snapshot) -> None:
+        """What `on_advance_end` does after its hooks."""
+        connector, epoch_loop = self.trainer._logger_connector, self.epoch_loop
+        connector._first_loop_iter = None
+        connector.on_epoch_end()
+        if epoch_loop._num_ready_batches_reached() and loaded.replicated["metrics_known"]:
+            epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epoch_loop._batches_that_stepped -= 1
+        connector.update_train_epoch_metrics()
+        epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
+
 
 class ReplicaEpochLoop(_TrainingEpochLoop):
     """`_TrainingEpochLoop` that takes the snapshots and can begin in the middle."""
 
     resume: Snapshot | None = None
+    metrics_known = True
 
     def run(self, data_fetcher: Any) -> None:
         """The loop of `_TrainingEpochLoop.run`, begun at `resume` where there is one."""
@@ -155,19 +197,48 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
             self.reset()
             self.on_run_start(data_fetcher)
         data_fetcher._start_profiler, data_fetcher._stop_profiler = self._on_before_fetch, self._on_after_fetch
-        in_tail = resume is not None and resume.kind == "tail"
-        while in_tail or not self.done:
+        rest = None if resume is None else self._rest(resume)
+        while rest is not None or not self.done:
             try:
-                if in_tail and resume is not None:
-                    in_tail = False
-                    self._tail(resume)
+                if rest is not None:
+                    finish, rest = rest, None
+                    finish()
                 else:
                     self.advance(data_fetcher)
                 self.on_advance_end(data_fetcher)
             except StopIteration:
                 break
             finally:
+                self.metrics_known = True
                 self.on_iteration_done()
+
+    def _rest(self, resume: Snapshot) -> Callable[[], None] | None:
+        """What is left of the batch at which the loop goes on, before `on_advance_end`."""
+        if not resume.fresh:
+            return partial(self._tail, resume) if resume.kind == "tail" else None
+        self.metrics_known = resume.replicated["metrics_known"]
+        if resume.place == "batch_end":
+            return partial(self._end_loaded_batch, resume)
+        return self._skip_validation if resume.place == "validation_end" else None
+
+    def _skip_validation(self) -> None:
+        self._skip_next_val = True
+
+    def _end_loaded_batch(self, resume: Snapshot) -> None:
+        """The module's hook comes after those of callbacks, in one of which the checkpoint was written."""
+        self._results.batch = resume.batch
+        _call_lightning_module_hook(self.trainer, "on_train_batch_end", resume.output, resume.batch, self.batch_idx)
+        self._end_batch()
+
+    def _end_batch(self) -> None:
+        self.trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        self.trainer._logger_connector.update_train_step_metrics()
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Leaves plateau schedulers alone while the metrics that they look at are not known."""
+        if self.metrics_known or not update_plateau_schedulers:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def advance(self, data_fetcher: Any) -> None:
         """One batch; a snapshot first where a window of accumulated batches begins."""
@@ -192,9 +263,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         _call_callback_hooks(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
         _call_lightning_module_hook(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
-        trainer._logger_connector.on_batch_end()
-        self.batch_progress.increment_completed()
-        trainer._logger_connector.update_train_step_metrics()
+        self._end_batch()
 
     def _tail_of_optimization(self, snapshot: Snapshot) -> None:
         trainer = self.trainer

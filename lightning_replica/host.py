@@ -33,16 +33,31 @@ class LightningHost:
 
     # Taking
 
-    def begin(self) -> Snapshot:
-        """The tail before step 0: training has not begun."""
+    def begin(self, loaded: Snapshot | None) -> Snapshot:
+        """The tail before the first step: this fit has not begun, or not gone on yet from ``loaded``."""
         taken = snapshots.take(self._trainer, "tail", 0, self._copies)
         taken.fresh = True
+        if loaded is not None:
+            for key in ("place", "metrics_known"):
+                taken.replicated[key] = loaded.replicated[key]
+            taken.loaders, taken.loss = loaded.loaders, loaded.loss
+            taken.batch, taken.output = loaded.batch, loaded.output
         return self._keep(taken)
+
+    def window(self, step: int) -> Snapshot | None:
+        """The snapshot of the window that leads from ``step`` to the next, if that has begun."""
+        return self._held.get(("batch", step))
+
+    def loss(self, step: int) -> list[Any] | None:
+        """The loss of the step that led to ``step``, as `metrics.to_plain` gives it."""
+        tail = self._held.get(("tail", step))
+        return None if tail is None else tail.loss
 
     def begin_window(self, step: int) -> Snapshot:
         """A batch window begins; what came before it will not be needed again."""
+        ahead = snapshots.fetched_ahead(self._trainer)
         for loader in snapshots.exact_loaders(self._trainer):
-            loader.mark()
+            loader.mark(ahead)
         self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
         return self._keep(snapshots.take(self._trainer, "batch", step, self._copies))
 
@@ -112,22 +127,39 @@ class LightningHost:
         cpu.set_rng_state(taken.rng)
         self.resume = taken
 
+    def load(self, taken: Snapshot) -> None:
+        """Begins this fit at a snapshot that a checkpoint held."""
+        if "callbacks" in taken.replicated:
+            snapshots.restore(self._trainer, taken, same_fit=False)
+        else:
+            snapshots.restore_progress(self._trainer, taken)
+        if taken.place in ("batch", "batch_end", "validation_end"):
+            self._rewind(taken)
+        else:
+            for loader, state in zip(snapshots.exact_loaders(self._trainer), taken.loaders, strict=False):
+                loader.inherit(state)
+        cpu.set_rng_state(taken.rng)
+
     def _rewind(self, taken: Snapshot) -> None:
-        """Puts the data back; a replacement in a tail fetches the batch that its hooks want to see."""
+        """Puts the data back; where hooks want to see the batch before, that is fetched again."""
         fit_loop = self._trainer.fit_loop
-        missing = taken.kind == "tail" and not taken.fresh and taken.batch is None
         epoch = epoch_of(fit_loop)
         loaders: list[ExactLoader] = snapshots.exact_loaders(self._trainer)
-        for loader, position in zip(loaders, taken.replicated["positions"], strict=True):
+        for loader, state in zip(loaders, taken.loaders, strict=True):
             _set_sampler_epoch(loader, epoch)
-            loader.rewind(epoch, position - missing)
+            loader.rewind(epoch, state)
         fetcher: Any = fit_loop._data_fetcher
         iter(fetcher)
-        fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready - missing
-        if missing:
-            taken.batch = self._transfer(next(fetcher)[0])
-            taken.output = {} if taken.loss is None else {"loss": from_plain(taken.loss)}
-        fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+        again = taken.ends_with_batch
+        fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready - again
+        if again:
+            item = next(fetcher)
+            batch, _, _ = item if isinstance(item, tuple) else next(item)  # `training_step(dataloader_iter)`
+            if taken.batch is None:
+                taken.batch = self._transfer(batch)
+                taken.output = {} if taken.loss is None else {"loss": from_plain(taken.loss)}
+        if fetcher.length is not None:
+            fetcher.done = fetcher.fetched >= fetcher.length
 
     def _transfer(self, batch: Any) -> Any:
         """What Lightning's training loop does with a batch before its hooks see it."""

@@ -10,24 +10,27 @@ from torchmetrics import Metric
 from lightning_replica._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
+_TENSORS_OF_OBJECTS = ("_forward_cache", "_computed")
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _META_OPTIONAL = ("dataloader_idx", "metric_attribute")
 _REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
 def export_results(results: _ResultCollection) -> list[dict[str, Any]]:
-    """Every tensor-valued result; those that are torchmetrics objects keep their state in the module."""
-    return [_export(key, metric) for key, metric in results.items() if metric.is_tensor]
+    """Every result in plain data; torchmetrics objects by name, for they keep their state in the module."""
+    return [_export(key, metric) for key, metric in results.items() if metric.is_tensor or metric.meta.metric_attribute]
 
 
-def import_results(results: _ResultCollection, plain: list[dict[str, Any]], sync: Callable[..., Any]) -> None:
+def import_results(
+    results: _ResultCollection, plain: list[dict[str, Any]], sync: Callable[..., Any], module: torch.nn.Module
+) -> None:
     """Makes ``results`` what `export_results` saw; ``sync`` reduces over ranks where a result asks for it."""
     known = {entry["key"] for entry in plain}
     for key in [key for key, metric in results.items() if metric.is_tensor and key not in known]:
         del results[key]
     for entry in plain:
         if entry["key"] not in results:
-            results[entry["key"]] = _new(entry, sync)
+            results[entry["key"]] = _new(entry, sync, module)
         _import(results[entry["key"]], entry)
     results.batch = results.batch_size = None
 
@@ -59,7 +62,8 @@ def _clone(value: Any) -> Any:
 
 def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
     meta = metric.meta
-    tensors = {name: to_plain(getattr(metric, name, None)) for name in _TENSORS}
+    names = _TENSORS if metric.is_tensor else _TENSORS_OF_OBJECTS
+    tensors = {name: to_plain(getattr(metric, name, None)) for name in names}
     return {
         "key": key,
         "tensors": tensors,
@@ -80,10 +84,13 @@ def _import(metric: _ResultMetric, entry: dict[str, Any]) -> None:
     metric._update_count = entry["updates"]
 
 
-def _new(entry: dict[str, Any], sync: Callable[..., Any]) -> _ResultMetric:
+def _new(entry: dict[str, Any], sync: Callable[..., Any], module: torch.nn.Module) -> _ResultMetric:
     meta = _Metadata(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduction"]])
     meta.sync = _Sync(_should=entry["sync"], fn=sync, rank_zero_only=entry["rank_zero_only"])
-    return _ResultMetric(meta, is_tensor=True)
+    metric = _ResultMetric(meta, is_tensor="value" in entry["tensors"])
+    if not metric.is_tensor:
+        metric.value = module.get_submodule(str(meta.metric_attribute))
+    return metric
 
 
 def to_plain(value: Any) -> list[Any] | None:

@@ -2,16 +2,15 @@
 
 [Note: replicated and private]
 Loops' counters, schedulers, hyperparameters of param groups, callbacks, module buffers and the values that loggers
-last saw are the same on every rank; a replacement takes them from a peer. Random numbers, metrics under way and the
-closure's loss belong to one rank; its peers keep a copy (recovery.mirror).
+last saw are the same on every rank; a replacement takes them from a peer. Random numbers, data position, metrics under
+way and the closure's loss belong to one rank; its peers keep a copy (recovery.mirror).
 """
 
 import copy
 import io
-import json
-import struct
+import pickle
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -25,13 +24,15 @@ from lightning_replica.callback_state import (
     follow_weight_averaging,
     restore_callbacks,
 )
-from lightning_replica.data.position import ExactLoader
+from lightning_replica.data.position import ExactLoader, LoaderState
 from lightning_replica.devices import cpu
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.recovery.interface import Kind
 
-_LENGTH = struct.Struct("<q")
+Place: TypeAlias = Literal["batch", "batch_end", "validation_end", "epoch_end"]
+"""Where in the loops a fit begins that goes on from a checkpoint; see resume.py."""
+
 # What callbacks (stochastic weight averaging) change of the loop itself.
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
 
@@ -47,10 +48,11 @@ class Snapshot:
         rng: State of all generators.
         results: Metrics under way, as `metrics.export_results` gives them.
         loss: The training step's loss, as `metrics.to_plain` gives it; only in a tail.
-        fresh: Whether training has yet to begin: the tail before step 0.
+        loaders: Where the training loaders stand; in a tail, before the step's last batch.
+        fresh: Whether this fit has yet to begin: the tail before its first step.
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; likewise.
-        metric_states: States of torchmetrics objects; likewise. Empty on a replacement.
+        metric_states: States of torchmetrics objects in the module.
         attributes: Plain attributes of the module; on a replacement, what may travel of them.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
     """
@@ -60,6 +62,7 @@ class Snapshot:
     replicated: dict[str, Any]
     rng: bytes
     results: list[dict[str, Any]]
+    loaders: list[LoaderState] = field(default_factory=list)
     loss: list[Any] | None = None
     fresh: bool = False
     batch: Any = None
@@ -68,10 +71,21 @@ class Snapshot:
     attributes: dict[str, Any] = field(default_factory=dict)
     schedulers: list[Any] | None = None
 
+    @property
+    def place(self) -> Place | None:
+        """Where a fit begins that goes on from a checkpoint inside of an epoch; only if `fresh`."""
+        place: Place | None = self.replicated.get("place")
+        return place
+
+    @property
+    def ends_with_batch(self) -> bool:
+        """Whether hooks that follow want to see the batch before."""
+        return self.place == "batch_end" if self.fresh else self.kind == "tail"
+
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored."""
-        plain = json.dumps({"results": self.results, "loss": self.loss, "fresh": self.fresh}).encode()
-        return _LENGTH.pack(len(plain)) + plain + self.rng
+        loaders = [tuple(state) for state in self.loaders]
+        return pickle.dumps((self.rng, self.results, loaders, self.loss, self.fresh, self.metric_states))
 
     def replicated_bytes(self) -> bytes:
         """The replicated part, loadable with ``weights_only=True``."""
@@ -82,10 +96,11 @@ class Snapshot:
     @classmethod
     def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
         """A replacement's snapshot, from what a peer sent."""
-        start = _LENGTH.size + _LENGTH.unpack_from(private)[0]
-        plain = json.loads(private[_LENGTH.size : start])
+        rng, results, loaders, loss, fresh, metric_states = pickle.loads(private)
         state = torch.load(io.BytesIO(replicated), weights_only=True)
-        return cls(kind, step, state, private[start:], plain["results"], plain["loss"], plain["fresh"])
+        taken = cls(kind, step, state, rng, results, [LoaderState(*each) for each in loaders], loss, fresh)
+        taken.metric_states = metric_states
+        return taken
 
 
 class Copies:
@@ -100,48 +115,56 @@ class Copies:
         self.callbacks = CallbackStates()
 
 
-def _capture(trainer: pl.Trainer, copies: Copies) -> dict[str, Any]:
-    """The replicated host state, detached from the trainer."""
+def capture_progress(trainer: pl.Trainer) -> dict[str, Any]:
+    """The part of the replicated state that says how far training has come; also in a hook of a validation."""
     module = trainer.lightning_module
     connector = trainer._logger_connector
     fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    modes, logger_fx = {}, [connector._first_loop_iter, connector._current_fx]
+    if trainer.validating:  # what comes back after it
+        modes, logger_fx = epoch_loop.val_loop._module_mode.mode, [epoch_loop.batch_progress.current.ready == 1, None]
     return {
         "loops": {k: v for k, v in fit_loop.state_dict().items() if "combined_loader" not in k},
-        "val_seen": dict(fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader),
-        "val_has_run": fit_loop.epoch_loop.val_loop._has_run,
-        "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-        "groups": _groups(trainer),
-        "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
-        "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
-        "callbacks": copies.callbacks.take(_callbacks(trainer)),
+        "val_seen": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
+        "val_has_run": epoch_loop.val_loop._has_run,
         "logged": [
             dict(connector._logged_metrics),
             dict(connector._callback_metrics),
             dict(connector._progress_bar_metrics),
         ],
-        "logger_fx": [connector._first_loop_iter, connector._current_fx],
-        "should_stop": trainer.should_stop,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "fit_loop": {name: getattr(fit_loop, name) for name in _FIT_LOOP},
-        "buffers": copies.buffers.take(),
-        "momenta": batch_norm_momenta(module),
-        "training": [m.training for m in module.modules()],
-        "positions": [loader.position for loader in exact_loaders(trainer)],
+        "logger_fx": logger_fx,
+        "training": [modes.get(name, submodule.training) for name, submodule in module.named_modules()],
+        "accumulate": trainer.accumulate_grad_batches,
     }
 
 
-def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
-    """Puts the trainer back to ``snapshot``; generators come last, for whatever the rest draws."""
+def _capture(trainer: pl.Trainer, copies: Copies) -> dict[str, Any]:
+    """The replicated host state, detached from the trainer."""
+    return {
+        **capture_progress(trainer),
+        "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        "groups": _groups(trainer),
+        "requires_grad": [parameter.requires_grad for parameter in trainer.lightning_module.parameters()],
+        "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
+        "callbacks": copies.callbacks.take(_callbacks(trainer)),
+        "should_stop": trainer.should_stop,
+        "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
+        "buffers": copies.buffers.take(),
+        "momenta": batch_norm_momenta(trainer.lightning_module),
+    }
+
+
+def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> None:
+    """Puts the trainer back to ``snapshot``; generators come last, for whatever the rest draws.
+
+    Args:
+        trainer: The trainer.
+        snapshot: What to put back.
+        same_fit: Whether it was taken in this fit; one that goes on from a checkpoint may have other limits.
+    """
     state = snapshot.replicated
-    module, connector, fit_loop = trainer.lightning_module, trainer._logger_connector, trainer.fit_loop
-    torch.set_grad_enabled(True)
-    trainer.training = True
-    module._current_fx_name = None
-    load_loops(fit_loop, copy.deepcopy(state["loops"]))
-    val_loop = fit_loop.epoch_loop.val_loop
-    val_loop._seen_batches_per_dataloader.clear()
-    val_loop._seen_batches_per_dataloader.update(state["val_seen"])
-    val_loop._has_run = state["val_has_run"]
+    restore_progress(trainer, snapshot)
     if state["precision"]:
         trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
     if snapshot.schedulers is None:
@@ -152,20 +175,34 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot) -> None:
         config.scheduler.load_state_dict(copy.deepcopy(saved))
     restore_callbacks(_callbacks(trainer), state["callbacks"])
     follow_batch_norm_epoch(trainer, state["momenta"])
-    attributes.put(module, snapshot.attributes)
-    connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
-    connector._first_loop_iter, connector._current_fx = state["logger_fx"]
+    attributes.put(trainer.lightning_module, snapshot.attributes)
     trainer.should_stop = state["should_stop"]
-    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
-    for name, value in state["fit_loop"].items():
-        setattr(fit_loop, name, value)
+    for name, value in state["fit_loop"].items() if same_fit else ():
+        setattr(trainer.fit_loop, name, value)
     with torch.no_grad():
-        for name, buffer in module.named_buffers():
+        for name, buffer in trainer.lightning_module.named_buffers():
             if name in state["buffers"]:
                 buffer.copy_(state["buffers"][name])
+
+
+def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
+    """Puts back what `capture_progress` has seen, and the metrics under way."""
+    state = snapshot.replicated
+    module, connector, fit_loop = trainer.lightning_module, trainer._logger_connector, trainer.fit_loop
+    torch.set_grad_enabled(True)
+    trainer.training = True
+    module._current_fx_name = None
+    load_loops(fit_loop, copy.deepcopy(state["loops"]))
+    val_loop = fit_loop.epoch_loop.val_loop
+    val_loop._seen_batches_per_dataloader.clear()
+    val_loop._seen_batches_per_dataloader.update(state["val_seen"])
+    val_loop._has_run = state["val_has_run"]
+    connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
+    connector._first_loop_iter, connector._current_fx = state["logger_fx"]
+    trainer.accumulate_grad_batches = state["accumulate"]
     for submodule, training in zip(module.modules(), state["training"], strict=True):
         submodule.training = training
-    import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce)
+    import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce, module)
     val_loop._results.reset()  # no snapshot is taken inside a validation
     if snapshot.metric_states:
         put_states(module, snapshot.metric_states)
@@ -194,16 +231,23 @@ def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
 
 def take(trainer: pl.Trainer, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer as it is now."""
-    return Snapshot(
-        kind,
-        step,
-        _capture(trainer, copies),
-        cpu.rng_state(),
-        export_results(trainer.fit_loop.epoch_loop._results),
-        metric_states=copy_states(trainer.lightning_module),
-        attributes=attributes.take(trainer.lightning_module),
-        schedulers=list(trainer.lr_scheduler_configs),
-    )
+    return take_private(trainer, Snapshot(kind, step, _capture(trainer, copies), cpu.rng_state(), []))
+
+
+def take_private(trainer: pl.Trainer, snapshot: Snapshot) -> Snapshot:
+    """Completes a snapshot with what belongs to this rank."""
+    snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
+    snapshot.metric_states = copy_states(trainer.lightning_module)
+    snapshot.attributes = attributes.take(trainer.lightning_module)
+    snapshot.schedulers = list(trainer.lr_scheduler_configs)
+    back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
+    snapshot.loaders = [loader.state(back) for loader in exact_loaders(trainer)]
+    return snapshot
+
+
+def fetched_ahead(trainer: pl.Trainer) -> int:
+    """Batches that Lightning's fetcher has taken before the loop needs them: one, where data has no length."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 def _groups(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica import fit_loop, objects
+from lightning_replica import checks, fit_loop, objects
 from lightning_replica._compat.lightning import (
     _all_gather_ddp_if_available,
     _StrategyRegistry,
@@ -36,6 +36,7 @@ from lightning_replica.recovery.recovery import Limits
 from lightning_replica.session import Session, join
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.state import ShardedState
+from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
 
@@ -91,13 +92,13 @@ class ReplicaZeroStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        _check_whole(1, replicas=replicas, bucket_bytes=bucket_bytes, max_tries=max_tries)
-        _check_whole(0, max_restarts=max_restarts)
-        _check_seconds(timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
-        _check_choice("partition", partition, ("element", "parameter"))
-        _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
-        _check_choice("shared_memory", shared_memory, (True, False))
-        _check_choice("whole_gradients", whole_gradients, (True, False, "auto"))
+        checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes, max_tries=max_tries)
+        checks.whole(0, max_restarts=max_restarts)
+        checks.seconds(timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+        checks.choice("partition", partition, ("element", "parameter"))
+        checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        checks.choice("shared_memory", shared_memory, (True, False))
+        checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
         self._partition, self._whole_gradients = partition, whole_gradients
         self._shared_memory = shared_memory
@@ -357,6 +358,10 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if not self._checkpoints.is_open and not self.session.newborn:
             super().load_model_state_dict(checkpoint, strict)
 
+    def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
+        """Where the fit goes on, if a checkpoint has been loaded."""
+        return self._checkpoints.resumption(trainer, self.global_rank, self.num_processes)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
         if self._checkpoints.is_sharded(self._training):
@@ -368,11 +373,12 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint in the form of ``state_dict_type``."""
-        self._checkpoints.complete(checkpoint)
-        if self._checkpoints.is_sharded(self._training) and self.lightning_module is not None:
-            path = Path(str(filepath))
-            self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
-            return
+        if self._training is not None and self.lightning_module is not None:
+            self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
+            if self._checkpoints.is_sharded(self._training):
+                path = Path(str(filepath))
+                self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
+                return
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
@@ -385,20 +391,3 @@ class ReplicaZeroStrategy(ParallelStrategy):
 # Trainer.fit lets compiled modules (`torch.compile`) pass for a list of classes only, DDPStrategy among them. Nothing
 # is inherited by this; but `isinstance(strategy, DDPStrategy)` is true, and what trains under DDP trains here.
 DDPStrategy.register(ReplicaZeroStrategy)
-
-
-def _check_whole(least: int, **numbers: object) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name}={value!r} must be a whole number, {least} or more.")
-
-
-def _check_seconds(**durations: object) -> None:
-    for name, value in durations.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigurationError(f"{name}={value!r} must be a number of seconds, more than 0.")
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")

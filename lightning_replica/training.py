@@ -156,16 +156,25 @@ class Training:
 
     # Recovery, called by the fit loop
 
-    def begin(self) -> Snapshot | None:
-        """The last thing before the first batch. On a replacement: joins the others; returns where they go on."""
+    def begin(self, loaded: Snapshot | None) -> Snapshot | None:
+        """The last thing before the first batch. On a replacement: joins the others.
+
+        Args:
+            loaded: Where a checkpoint says that training goes on.
+
+        Returns:
+            Where it goes on indeed.
+        """
         if self._session.newborn:
             self._session.journal.close()
             return self._recover("")
-        taken = self.host.begin()
+        if loaded is not None:
+            self.host.load(loaded)
+        taken = self.host.begin(loaded)
         self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
         self._session.mirrors.settle()
         self._session.arm()
-        return None
+        return taken
 
     def end(self) -> None:
         """The last thing in a fit: from here on nobody needs to go back."""

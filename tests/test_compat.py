@@ -22,6 +22,7 @@ FOLLOWED: dict[str, tuple[Callable[..., Any], str]] = {
         compat._TrainingEpochLoop.advance,
         "dd4eb4d2b65d",
     ),
+    "the end of an epoch (ReplicaFitLoop._end_epoch)": (compat._FitLoop.on_advance_end, "a22019836c01"),
     "the step of automatic optimization (ReplicaEpochLoop._tail)": (
         compat._AutomaticOptimization._optimizer_step,
         "e5bda9f172f2",

@@ -12,7 +12,7 @@ import lightning_replica
 PACKAGE = Path(lightning_replica.__file__).parent
 # From the ground up. A file may import from its own row and from those above it in this list.
 LAYERS = [
-    ["errors", "messages", "_compat"],
+    ["errors", "messages", "checks", "_compat"],
     ["points", "grid", "works"],
     ["sharding"],
     ["recovery"],
@@ -34,7 +34,7 @@ LAYERS = [
     ],
     ["snapshot", "host"],
     ["training"],
-    ["checkpoints"],
+    ["resume", "checkpoints"],
     ["fit_loop", "strategy"],
     [""],
     ["cli", "conf"],

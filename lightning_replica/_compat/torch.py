@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # costs a quarter of a second, which only those who save shall pay
     from torch.distributed.checkpoint.metadata import Metadata
@@ -86,3 +87,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Makes a loader with persistent workers start new ones."""
+    loader._iterator = None

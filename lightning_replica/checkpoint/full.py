@@ -105,6 +105,18 @@ def load_optimizer(
         buffers.main_from_params()
 
 
+def all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:
+    """Every rank's payload, by rank of the group. Collective over ``group``."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    wait(dist.all_gather(sizes, torch.tensor([len(payload)]), group=group, async_op=True), check)
+    longest = max(int(size) for size in sizes)
+    message = torch.zeros(longest, dtype=torch.uint8)
+    message[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = [torch.empty_like(message) for _ in sizes]
+    wait(dist.all_gather(rows, message, group=group, async_op=True), check)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
 def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     """What this rank knows of each parameter: a dtype where an entry must be put together, else the value."""
     described: dict[int, dict[str, Any]] = {}
@@ -119,7 +131,7 @@ def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
 def _share(own: dict[int, dict[str, Any]], groups: Groups, check: Check) -> dict[int, dict[str, Any]]:
     """Merges what the ranks of the replica have described."""
     merged: dict[int, dict[str, Any]] = {}
-    for payload in _all_gather_bytes(_to_bytes(own), groups.replica, check):
+    for payload in all_gather_bytes(_to_bytes(own), groups.replica, check):
         for order, entry in torch.load(io.BytesIO(payload), weights_only=True).items():
             merged.setdefault(order, {}).update(entry)
     return merged
@@ -129,17 +141,6 @@ def _to_bytes(plain: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(plain, buffer)
     return buffer.getvalue()
-
-
-def _all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    wait(dist.all_gather(sizes, torch.tensor([len(payload)]), group=group, async_op=True), check)
-    longest = max(int(size) for size in sizes)
-    message = torch.zeros(longest, dtype=torch.uint8)
-    message[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = [torch.empty_like(message) for _ in sizes]
-    wait(dist.all_gather(rows, message, group=group, async_op=True), check)
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _kinds(entries: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, torch.dtype]]:

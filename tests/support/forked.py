@@ -21,6 +21,7 @@ def _enter(environment: dict[str, str], log: str, target: Callable[..., None], a
     os.environ.clear()
     os.environ.update(environment)
     os.environ["LIGHTNING_REPLICA_SUPERVISOR"] = str(os.getppid())  # the fork server
+    multiprocessing.set_start_method("fork", force=True)  # for DataLoader workers, as in ranks that users start
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,0 +1,23 @@
+"""Checks of arguments, each with one clear error."""
+
+from lightning_replica.errors import ConfigurationError
+
+
+def whole(least: int, **numbers: object) -> None:
+    """Refuses what is not a whole number of at least ``least``."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name}={value!r} must be a whole number, {least} or more.")
+
+
+def seconds(**durations: object) -> None:
+    """Refuses what is not a positive number of seconds."""
+    for name, value in durations.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigurationError(f"{name}={value!r} must be a number of seconds, more than 0.")
+
+
+def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuses what is none of ``choices``."""
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")

@@ -1,0 +1,181 @@
+"""Where training stood when a checkpoint was written, and how a fit goes on from exactly there.
+
+[Note: places]
+Lightning's own resuming guesses from its counters and leaves out what was still to come when the checkpoint was
+written: a validation that was due, a plateau scheduler's step, the end of the epoch. Here a fit goes on at the very
+place, which the counters tell too (`place_of`):
+
+- "batch_end", in `on_train_batch_end`: the batch's logging, a validation that is due, then the next batch;
+- "validation_end", in `on_validation_end`: what follows a validation, then the next batch;
+- "epoch_end", in `on_train_epoch_end`: what is left of the epoch's end, then the next epoch;
+- "batch", before the next batch of the epoch;
+- None, between epochs: the next epoch.
+
+Gradients are in no checkpoint. One that is written while a window of batches is under way goes back to the window's
+start, whose snapshot every rank has, and begins the window again.
+
+[Note: other worlds]
+Random numbers, workers and metrics under way belong to ranks. With another number of ranks, and from a checkpoint that
+another strategy has written, the fit goes on with the random numbers that its seed gives and with metrics of what is
+still to come. Its position is the next window's start that repeats no sample of the epoch.
+"""
+
+import copy
+import io
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_replica import snapshot as snapshots
+from lightning_replica.checkpoint.full import all_gather_bytes
+from lightning_replica.data.position import LoaderState
+from lightning_replica.devices import cpu
+from lightning_replica.snapshot import Place, Snapshot
+from lightning_replica.training import Training
+
+_BATCHES = "epoch_loop.batch_progress"
+
+
+def place_of(loops: dict[str, Any]) -> Place | None:
+    """Where the loops stood, by the counters in `_FitLoop.state_dict`."""
+    epoch, batch = loops["epoch_progress"]["current"], loops[f"{_BATCHES}"]["current"]
+    if epoch["ready"] == epoch["completed"] or epoch["started"] < epoch["ready"]:
+        return None
+    if epoch["processed"] == epoch["ready"]:
+        return "epoch_end"
+    if batch["ready"] == batch["completed"]:
+        return "validation_end"
+    return "batch_end" if batch["processed"] == batch["ready"] else "batch"
+
+
+def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
+    """What this strategy adds to a checkpoint. Collective over the world; whole on rank 0.
+
+    Returns:
+        ``host``: replicated state (see `snapshot`), with the place; ``ranks``: each rank's private state;
+        ``world_size`` and ``samples``: the position for other worlds, in samples of all ranks, None if unknown.
+    """
+    taken = training.host.window(training.state.step)
+    if taken is None:
+        host = copy.deepcopy(snapshots.capture_progress(trainer))
+        host["place"] = place_of(host["loops"])
+        taken = Snapshot("tail", 0, host, cpu.rng_state(), [], loss=training.host.loss(training.state.step), fresh=True)
+        snapshots.take_private(trainer, taken)
+        if host["place"] in (None, "epoch_end"):
+            taken.loaders = [loader.state_between_epochs() for loader in snapshots.exact_loaders(trainer)]
+    private = {
+        "rng": taken.rng,
+        "results": taken.results,
+        "loaders": [tuple(state) for state in taken.loaders],
+        "loss": taken.loss,
+        "metric_states": taken.metric_states,
+    }
+    buffer = io.BytesIO()
+    torch.save(private, buffer)
+    groups = training.groups
+    everyone = all_gather_bytes(buffer.getvalue(), groups.world, training.check)
+    if groups.rank != 0:
+        return {}
+    return {
+        "host": {"place": "batch", **taken.replicated},
+        "ranks": [torch.load(io.BytesIO(each), weights_only=True) for each in everyone],
+        "world_size": len(everyone),
+        "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
+    }
+
+
+def read(
+    trainer: pl.Trainer, rank: int, world_size: int, loops: dict[str, Any], own: dict[str, Any]
+) -> Snapshot | None:
+    """Where the fit goes on; None if it had not begun, as with the checkpoints of Lightning's tuners.
+
+    Args:
+        trainer: The trainer, with its data set up and the rest of the checkpoint loaded.
+        rank: This rank.
+        world_size: Number of ranks.
+        loops: Lightning's counters, from the checkpoint.
+        own: What `record` has added; empty in another strategy's checkpoint.
+    """
+    if loops["epoch_progress"]["current"]["ready"] == 0:
+        return None
+    if own and own["world_size"] == world_size:
+        host, private = {**own["host"], "metrics_known": True}, own["ranks"][rank]
+        loaders = [LoaderState(*state) for state in private["loaders"]]
+        taken = Snapshot("tail", 0, host, private["rng"], private["results"], loaders, private["loss"], fresh=True)
+        taken.metric_states = private["metric_states"]
+    else:
+        taken = _elsewhere(trainer, world_size, loops, own)
+    taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
+    return taken
+
+
+def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
+    """From a checkpoint of another world, or of another strategy."""
+    host = {**snapshots.capture_progress(trainer), "loops": copy.deepcopy(loops), "metrics_known": False}
+    if own:
+        host |= {key: own["host"][key] for key in ("logged", "accumulate")}
+    place, batch = place_of(loops), host["loops"][_BATCHES]
+    done = batch["current"]["completed" if place == "batch" else "ready"]
+    if place in ("batch", "batch_end", "validation_end"):
+        window = trainer.accumulate_grad_batches
+        begun = done // window * window  # the first half of a window is lost: its gradients are not in the checkpoint
+        if own:
+            begun = _batches(trainer, world_size, own["samples"], begun)
+        if begun != done or own:
+            place, done = "batch", begun
+        if place == "batch":
+            _put_batches(batch, done)
+    host["place"], host["logger_fx"] = place, [done == 1 if place else None, None]
+    state = LoaderState(done - (place == "batch_end"))
+    loaders = [_within(loader, state) for loader in snapshots.exact_loaders(trainer)]
+    return Snapshot("tail", 0, host, cpu.rng_state(), [], loaders, fresh=True)
+
+
+def _between_epochs(loops: dict[str, Any]) -> dict[str, Any]:
+    """Forgets an epoch of which only the first hook has been called: it is called again."""
+    loops = copy.deepcopy(loops)
+    for counters in loops["epoch_progress"].values():
+        counters["ready"] = counters["started"]
+    return loops
+
+
+def _put_batches(progress: dict[str, Any], batches: int) -> None:
+    """Makes ``batches`` of this epoch done."""
+    difference = batches - progress["current"]["completed"]
+    for name, counters in progress.items():
+        if isinstance(counters, dict):
+            done = counters["completed"] + difference
+            progress[name] = dict.fromkeys(counters, done)
+    progress["is_last_batch"] = False
+
+
+def _batch_samples(trainer: pl.Trainer, world_size: int) -> int | None:
+    """Samples of one batch on all ranks, as the first loader has it."""
+    loaders = snapshots.exact_loaders(trainer)
+    size = getattr(loaders[0], "batch_size", None) if loaders else None
+    return size * world_size if isinstance(size, int) else None
+
+
+def _samples(trainer: pl.Trainer, world_size: int, loops: dict[str, Any]) -> int | None:
+    batches = loops[_BATCHES]["current"]["ready"]
+    each = _batch_samples(trainer, world_size)
+    return None if each is None else batches * each
+
+
+def _batches(trainer: pl.Trainer, world_size: int, samples: int | None, same: int) -> int:
+    """The first start of a window in this world that lies behind ``samples``; ``same`` if that is unknown."""
+    each = _batch_samples(trainer, world_size)
+    batches = same if samples is None or each is None else math.ceil(samples / each)
+    window = trainer.accumulate_grad_batches
+    limit = trainer.num_training_batches
+    return int(min(math.ceil(batches / window) * window, limit))
+
+
+def _within(loader: Any, state: LoaderState) -> LoaderState:
+    """A loader that is shorter than the epoch begins again and again."""
+    try:
+        return state if state.batches <= len(loader) else state._replace(batches=state.batches % len(loader))
+    except TypeError:
+        return state
