@@ -141,6 +141,10 @@ class Session:
         self.generations.meet(name, self._generation, self.grid.world_size, self._limits.rendezvous_s)
         self.generations.store.set(PHASE, "done")
 
+    def leave(self) -> None:
+        """All ranks have agreed to end; who goes is not replaced."""
+        self.generations.store.set(PHASE, "done")
+
     def close(self) -> None:
         """Leaves the world."""
         atexit.unregister(self.close)

@@ -152,6 +152,7 @@ class Training:
         if not self.manual:
             self._precision.after_commit(commit)
         if commit.stop:
+            self._session.leave()
             self._sigterm.agree()
 
     # Recovery, called by the fit loop

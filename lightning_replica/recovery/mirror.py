@@ -20,7 +20,7 @@ from lightning_replica.recovery.planner import Mirror
 from lightning_replica.works import Work, track
 
 _HEADER = struct.Struct("<qqq")  # step, length of the payload, CRC-32 of the payload
-_START_BYTES = 16 * 1024
+_START_BYTES = 64 * 1024
 
 
 class Mirrors:

@@ -1,0 +1,29 @@
+"""SIGTERM at one rank: all ranks agree on it in the next commit, and end with that batch."""
+
+import os
+import signal
+from pathlib import Path
+
+from tests.support import job, world
+from tests.support.job import Case
+
+
+def one_is_told(case: Case, out: Path) -> None:
+    original = job.Model.training_step
+
+    def training_step(self: job.Model, batch: object, batch_idx: int) -> object:
+        if (self.global_rank, self.trainer.global_step, batch_idx) == (1, 2, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, batch_idx)
+
+    job.Model.training_step = training_step  # type: ignore[method-assign]
+    job.run(case, out)
+
+
+def test_all_ranks_end_with_the_same_batch(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=one_is_told)
+    assert outcome.ranks == [{}, {}], outcome.logs  # nobody came to the end
+    # The window of batches 4 and 5 leads to the third step; its commit carries the word.
+    assert [list(seen)[-1] for seen in outcome.batches] == ["0 5", "0 5"], outcome.logs
+    assert "recovered" not in outcome.logs
+    assert (outcome.code, outcome.said) == (0, [])  # as under DDP; a supervisor that is told itself ends with 143
