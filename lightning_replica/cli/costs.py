@@ -106,8 +106,8 @@ class Memory:
 
 
 def receive_bytes(job: Job) -> float:
-    """Room for the pieces that arrive during the reduction: one gradient buffer."""
-    return job.parameters * job.gradient_bytes
+    """Room for the pieces that arrive during the reduction: four buckets of 16 MiB, the default."""
+    return min(job.parameters * job.gradient_bytes, 4 * 16 * 2.0**20)
 
 
 def memory(job: Job) -> Memory:

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 import lightning_replica
-from lightning_replica.cli import doctor, plan
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.cli import doctor, export, plan
+from lightning_replica.errors import CheckpointError, ConfigurationError
 
 _DESCRIPTION = "Looks at a machine or a job before `Trainer(strategy='replica_zero')` is used on it."
 
@@ -18,15 +18,19 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_parser(commands)
     plan.add_parser(commands)
+    export.add_parser(commands)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code, 2 where what was asked for makes no sense."""
+    """Runs a command; returns its exit code: 1 for a damaged checkpoint, 2 for what makes no sense."""
     options = parser().parse_args(arguments)
     try:
         code: int = options.run(options)
     except ConfigurationError as error:
         sys.stderr.write(f"lightning-replica: {error}\n")
         return 2
+    except CheckpointError as error:
+        sys.stderr.write(f"lightning-replica: {error}\n")
+        return 1
     return code

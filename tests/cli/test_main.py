@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_help_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     command = commands()[name]
-    assert set(commands()) == {"doctor", "plan"}
+    assert set(commands()) == {"doctor", "export", "plan"}
     assert all(action.help and action.help != argparse.SUPPRESS for action in command._actions)
     text = command.format_help()
     assert "--json" in text
@@ -114,3 +115,8 @@ def test_what_is_no_number(params: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--ranks", "2", "--params", params])
     assert f"argument --params: invalid number of elements value: '{params}'" in capsys.readouterr().err
+
+
+def test_export_of_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "file.ckpt")]) == 1
+    assert str(tmp_path / "nothing") in capsys.readouterr().err

@@ -324,6 +324,28 @@ def clamped_weights() -> tuple[Net, dict[str, Any]]:
     return Clamped(), {}
 
 
+@scenario
+def counters_and_lists() -> tuple[Net, dict[str, Any]]:
+    """What modules collect in plain attributes counts every batch once."""
+
+    class Collects(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches, self.places = 0, []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches += 1
+            self.places.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("batches", float(self.batches))
+            self.log("places", float(len(self.places) * 100 + sum(self.places)))
+            self.places.clear()
+
+    return Collects(), {}
+
+
 # Manual optimization
 
 

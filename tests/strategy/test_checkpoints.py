@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_replica.checkpoint.export import export
+from lightning_replica.cli.main import main
 from tests.strategy.both import different
 from tests.strategy.resumes import Stage, run
 
@@ -31,7 +31,7 @@ def test_ddp_and_replica_zero_go_on_from_each_other(tmp_path: Path) -> None:
     }
     ours = run(tmp_path, "ours", NAMES, stages)
     for name in NAMES:
-        export(tmp_path / f"sharded2.{name}", tmp_path / f"exported2.ckpt.{name}")
+        main(["export", str(tmp_path / f"sharded2.{name}"), str(tmp_path / f"exported2.ckpt.{name}")])
     stages = {"from_ours": Stage(4, load="full2.ckpt"), "from_export": Stage(4, load="exported2.ckpt")}
     back = run(tmp_path, "ddp", NAMES, stages)
     for name in NAMES:

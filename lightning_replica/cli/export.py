@@ -1,0 +1,29 @@
+"""``lightning-replica export``: a sharded checkpoint as one file that plain Lightning loads."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lightning_replica.cli.output import write
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "export",
+        help="a sharded checkpoint as one .ckpt file",
+        description="Writes a checkpoint of `state_dict_type='sharded'` as one file that every strategy loads and goes on"
+        " from. It must fit into memory. Main parameters, which other strategies do not have, are left out.",
+    )
+    parser.add_argument("directory", type=Path, help="the sharded checkpoint")
+    parser.add_argument("file", type=Path, help="the file to write; replaced if it is there")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the file."""
+    from lightning_replica.checkpoint.export import export  # DCP takes a quarter of a second to import
+
+    export(options.directory, options.file)
+    write(f"{options.file} holds what {options.directory} holds.")
+    return 0
