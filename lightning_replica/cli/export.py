@@ -12,7 +12,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="a sharded checkpoint as one .ckpt file",
-        description="Writes a checkpoint of `state_dict_type='sharded'` as one file that every strategy loads and goes on"
+        description="Writes a checkpoint of `state_dict_type='sharded'` as one file that every strategy goes on"
         " from. It must fit into memory. Main parameters, which other strategies do not have, are left out.",
     )
     parser.add_argument("directory", type=Path, help="the sharded checkpoint")
