@@ -103,7 +103,7 @@ class Checkpoints:
             ConfigurationError: If the checkpoint is another model's.
         """
         training.state.follow_groups()
-        if "loops" in checkpoint:
+        if checkpoint.get("loops"):
             self._loaded = checkpoint["loops"]["fit_loop"], checkpoint.get(OWN_KEY, {}).get("resume", {})
         directory, self._directory = self._directory, None
         if directory is not None:

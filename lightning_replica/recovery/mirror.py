@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica._compat.torch import as_bytes
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror
 from lightning_replica.works import Work, track
@@ -35,7 +36,7 @@ class Mirrors:
         self._rank, self._wait = rank, wait
         self._capacity = _START_BYTES
         # Newest last. After a fault the same state is sent again, and the older copy is kept until that is through.
-        self._rows: dict[tuple[Kind, int], list[Tensor]] = {}
+        self._rows: dict[tuple[Kind, int], list[list[Tensor]]] = {}
         self._pending: tuple[Work, Kind, int, bytes] | None = None
 
     def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
@@ -59,7 +60,7 @@ class Mirrors:
             return
         work, kind, step, payload = self._pending
         self._wait(work)
-        needed = max(_HEADER.unpack_from(row.numpy())[1] for row in self._rows[kind, step][-1]) + _HEADER.size
+        needed = max(_HEADER.unpack_from(as_bytes(row))[1] for row in self._rows[kind, step][-1]) + _HEADER.size
         if needed > self._capacity:
             self._capacity = 1 << needed.bit_length()
             self._wait(self._launch(kind, step, payload))
@@ -86,6 +87,18 @@ class Mirrors:
             raise KeyError(f"{mirror} is not whole")
         return payload
 
+    def share(self, target: int, kind: Kind, step: int, own: bytes) -> dict[int, bytes]:
+        """What a replacement ``target`` shall hold of its peers: this rank's own state, and those held here."""
+        found = {peer: self._find(Mirror(peer, kind, step)) for peer in self._peers if peer not in (self._rank, target)}
+        return {self._rank: own} | {peer: payload for peer, payload in found.items() if payload is not None}
+
+    def adopt(self, kind: Kind, step: int, payloads: dict[int, bytes]) -> None:
+        """Holds what a peer has shared: a second fault may come before all have mirrored their states again."""
+        rows = [torch.zeros(_HEADER.size, dtype=torch.uint8) for _ in self._peers]
+        for peer, payload in payloads.items():
+            rows[self._peers.index(peer)] = torch.frombuffer(bytearray(_pack(step, payload)), dtype=torch.uint8)
+        self._rows[kind, step] = [rows]
+
     def _find(self, mirror: Mirror) -> bytes | None:
         place = self._peers.index(mirror.rank)
         read = (_read(rows[place], mirror.step) for rows in self._rows[mirror.kind, mirror.step])
@@ -93,12 +106,15 @@ class Mirrors:
 
     def _launch(self, kind: Kind, step: int, payload: bytes) -> Work:
         message = torch.zeros(self._capacity, dtype=torch.uint8)
-        header = _HEADER.pack(step, len(payload), zlib.crc32(payload))
-        data = (header + payload)[: self._capacity]
+        data = _pack(step, payload)[: self._capacity]
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8)
+        rows = list(torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8).unbind())
         self._rows.setdefault((kind, step), []).append(rows)
-        return track(dist.all_gather(list(rows.unbind()), message, group=self._group, async_op=True))
+        return track(dist.all_gather(rows, message, group=self._group, async_op=True))
+
+
+def _pack(step: int, payload: bytes) -> bytes:
+    return _HEADER.pack(step, len(payload), zlib.crc32(payload)) + payload
 
 
 def _read(row: Tensor, step: int) -> bytes | None:

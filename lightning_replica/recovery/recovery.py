@@ -90,6 +90,7 @@ class Recovery:
             limits,
         )
         self.generation = 0
+        self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
 
@@ -110,10 +111,11 @@ class Recovery:
             RecoveryError: If the run cannot go on.
         """
         timeline = Timeline()
+        self._newborn = newborn
         why = None if newborn else raised or "a peer is gone"
         while True:
             try:
-                return self._attempt(state, host, newborn, raised, why, timeline)
+                return self._attempt(state, host, raised, why, timeline)
             except _AGAIN as error:
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
                 why = str(error)
@@ -122,9 +124,7 @@ class Recovery:
                         f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {why}"
                     ) from error
 
-    def _attempt(
-        self, state: Recoverable, host: Host, newborn: bool, raised: str, why: str | None, timeline: Timeline
-    ) -> Outcome:
+    def _attempt(self, state: Recoverable, host: Host, raised: str, why: str | None, timeline: Timeline) -> Outcome:
         timeline.enter(Phase.STOP)
         if why is not None:
             self._generations.begin(self.generation + 1, f"rank {self._rank}: {why}")
@@ -133,14 +133,14 @@ class Recovery:
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
         self._monitor.moved_to(self.generation)
-        reports = self._exchange_reports(self._report(state, host, newborn, raised))
+        reports = self._exchange_reports(self._report(state, host, raised))
         plan = make_plan(reports, self._grid, self._limits.max_tries)
         self._groups.open(self.generation, self._connect)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
             state.roll_forward(plan.commit)
         self._committed = (plan.step, plan.commit)
-        if not newborn:
+        if not self._newborn:
             host.restore_groups(plan.kind, plan.step)
         state.roll_back(plan.kind)
         for move in plan.moves:
@@ -158,8 +158,8 @@ class Recovery:
         replaced = tuple(report.rank for report in reports if report.newborn)
         return Outcome(plan, self._generations.why(self.generation), replaced, timeline)
 
-    def _report(self, state: Recoverable, host: Host, newborn: bool, raised: str) -> Report:
-        if newborn:
+    def _report(self, state: Recoverable, host: Host, raised: str) -> Report:
+        if self._newborn:
             return Report(self._rank, -1, False, False, -1, (), (), ())
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
@@ -199,6 +199,11 @@ class Recovery:
         if move.host:
             channel.send_bytes(host.export(plan.kind, plan.step))
             channel.send_bytes(self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)))
+            own = host.private(plan.kind, plan.step)
+            shared = self._mirrors.share(move.target, plan.kind, plan.step, own)
+            channel.send_plain({"peers": list(shared)})
+            for payload in shared.values():
+                channel.send_bytes(payload)
         manifest, tensors = state.export_shard()
         channel.send_plain(manifest)
         for tensor in tensors:
@@ -207,9 +212,12 @@ class Recovery:
     def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if move.host:
             host.adopt(plan.kind, plan.step, channel.receive_bytes(), channel.receive_bytes())
+            peers = channel.receive_plain()["peers"]
+            self._mirrors.adopt(plan.kind, plan.step, {peer: channel.receive_bytes() for peer in peers})
         state.import_shard(channel.receive_plain(), channel.receive)
         if state.step != plan.step:
             raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")
+        self._newborn = False  # it has all that its peers have; should another be lost now, it can give
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)

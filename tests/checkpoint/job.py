@@ -25,7 +25,7 @@ class Net(nn.Module):
     def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=memory_format)
+        self.conv = nn.Conv2d(3, 5, 3, bias=False).to(memory_format=memory_format)  # noise before BatchNorm
         self.norm = nn.BatchNorm2d(5)
         self.first, self.second = nn.Linear(20, 7), nn.Linear(7, 20)
         self.tied = nn.Linear(7, 20, bias=False)

@@ -43,6 +43,16 @@ def test_a_second_fault_while_recovering(
     assert len(outcome.said) == 2
 
 
+@pytest.mark.parametrize("point", ["rollback", "resume"])
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_the_peer_that_gave_is_lost_next(kind: str, point: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    """The replacement of rank 1 has its shard from rank 3, and gives it back."""
+    faults = (Fault("kill", 1, "backward", 2), Fault(kind, 3, point, 2))
+    outcome = world.run(Case(faults=faults), tmp_path)
+    outcome.assert_same(untouched)
+    assert len(outcome.said) == 2
+
+
 def test_one_fault_after_the_other(untouched: world.Outcome, tmp_path: Path) -> None:
     faults = (
         Fault("kill", 3, "forward", 0),

@@ -37,12 +37,20 @@ def exchange(rank: int, store: Any) -> Any:
     mirrors.settle()
     kept = sorted({(mirror.kind, mirror.step) for mirror in mirrors.held()})
     mirrors.keep("batch", 2)
+    # A replacement holds its peers' states before any collective.
+    target = (rank + 1) % 3
+    shared = mirrors.share(target, "batch", 2, b"own")
+    new = Mirrors(target, wait)
+    new.connect(dist.group.WORLD, (0, 1, 2))
+    new.adopt("batch", 2, shared)
+    held = {peer: new.payload(Mirror(peer, "batch", 2)) for peer in range(3) if peer != target}
+    seen.append(held == shared and held[rank] == b"own")
     return [seen, steps, kept, sorted({(mirror.kind, mirror.step) for mirror in mirrors.held()})]
 
 
 def test_payloads_of_any_size_arrive_and_old_ones_go() -> None:
     for seen, steps, kept, last in run_ranks(3, exchange):
-        assert seen == [True, True, True]
+        assert seen == [True, True, True, True]
         assert steps == [0, 1, 2]
         assert kept == [["batch", 2], ["tail", 2]]
         assert last == [["batch", 2]]
@@ -57,9 +65,10 @@ def damage(rank: int, store: Any) -> Any:
     whole = [mirror.rank for mirror in mirrors.held()]
     # The newer copy of the same state is cut short; the older one still serves.
     (rows,) = mirrors._rows.values()
-    rows.append(torch.zeros_like(rows[0]))
+    rows.append([torch.zeros_like(row) for row in rows[0]])
     older = [mirror.rank for mirror in mirrors.held()]
-    rows[0][:, 30] += 1
+    for row in rows[0]:
+        row[30] += 1
     return [whole, older, [mirror.rank for mirror in mirrors.held()]]
 
 

@@ -92,7 +92,7 @@ def test_a_parameter_that_was_frozen_again_moves_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_user_code_wrote_are_taken_where_they_differ(dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(torch.ones(40, dtype=dtype))]
-    state = ShardedState(Grid(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], 1000)
+    state = ShardedState(Grid(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], 1000, shared_memory=False)
     buffers = state.buffers[0]
     update(state, 1)
     buffers.params_from_main()
