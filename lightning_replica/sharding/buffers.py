@@ -57,6 +57,7 @@ class Buffers:
         main_dtype = _MAIN_DTYPES.get(dtype, dtype)
         self.block = Block(self.layout.world_numel, local_numel, dtype, main_dtype, device)
         self.grads, self.main = self.block.grads, self.block.main
+        self.largest_piece = max(bucket.pieces[rank].numel for bucket in self.layout.buckets)
         self.pieces = self.layout.pieces(grid.shard_of(rank))
         self.used = [False] * len(self.parameters)
         self._grad_views: list[Tensor] = []

@@ -93,7 +93,7 @@ def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) 
     """Averages the rows of ``received`` into this rank's piece of ``grads``; added up in order of rank, in 32 bits."""
     piece = bucket.pieces[groups.rank]
     own = grads[piece.start : piece.stop]
-    rows = received.view(groups.grid.world_size, piece.numel)
+    rows = received[: groups.grid.world_size * piece.numel].view(groups.grid.world_size, piece.numel)
     if own.dtype in (torch.float16, torch.bfloat16):
         own.copy_(torch.sum(rows, 0, dtype=torch.float32).div_(len(rows)))
     else:

@@ -175,7 +175,8 @@ class Reducer:
         job = self._jobs[self._launched]
         job.buffers.complete(job.bucket)
         job.received = self._receive_buffer(job)
-        job.exchange = collectives.exchange(job.bucket, job.buffers.grads, job.received, self._groups)
+        room = job.received[: job.bucket.pieces[self._groups.rank].numel * self._groups.grid.world_size]
+        job.exchange = collectives.exchange(job.bucket, job.buffers.grads, room, self._groups)
         self._launched += 1
 
     def _share(self) -> None:
@@ -184,21 +185,20 @@ class Reducer:
         grads, received = job.buffers.grads, job.received
         if received is not None:
             collectives.sum_pieces(job.bucket, received, grads, self._groups)
-            self._pool.append(received)
+            self._pool = [*self._pool, received][-_IN_FLIGHT:]
         job.shares = collectives.share_with_peers(job.bucket, grads, self._groups)
         self._shared += 1
         if self._shared == 1:
             reach("reduction")
 
     def _receive_buffer(self, job: _Job) -> Tensor:
+        """Room for a bucket, and for the largest of its flat buffer, so that `_IN_FLIGHT` of them serve all."""
         grads = job.buffers.grads
-        numel = job.bucket.pieces[self._groups.rank].numel * self._groups.grid.world_size
+        largest = self._groups.grid.world_size * job.buffers.largest_piece
         for place, free in enumerate(self._pool):
-            if free.numel() == numel and free.dtype == grads.dtype:
+            if free.dtype == grads.dtype and free.numel() >= largest:
                 return self._pool.pop(place)
-        if len(self._pool) >= _IN_FLIGHT:
-            self._pool.pop(0)
-        return torch.empty(numel, dtype=grads.dtype, device=grads.device)
+        return torch.empty(largest, dtype=grads.dtype, device=grads.device)
 
 
 def _is_done(work: Work) -> bool:
