@@ -110,6 +110,18 @@ def test_a_kill_and_an_exception(name: str, tmp_path: Path) -> None:
         assert_no_trace(case, tmp_path / kind, untouched)
 
 
+def test_through_sockets(tmp_path: Path) -> None:
+    """Where ranks cannot read each other's memory, points lie between messages instead of between reads."""
+    options = {"shared_memory": False}
+    _, untouched = results(Trained(name="clip_norm", devices=4, options=options), tmp_path / "untouched")
+    _, shared = results(Trained(name="clip_norm", devices=4), tmp_path / "shared")
+    assert [different(a, b) for a, b in zip(shared, untouched, strict=True)] == [[]] * 4
+    for number, point in enumerate(["reduction", "before_commit", "update", "gather"]):
+        for kind in ("kill", "raise"):
+            case = Trained((Fault(kind, number, point, 1 + number),), name="clip_norm", devices=4, options=options)
+            assert_no_trace(case, tmp_path / f"{kind}-{point}", untouched)
+
+
 @pytest.mark.combinations
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"replicas": 4}, {"partition": "parameter"}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
