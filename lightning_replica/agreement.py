@@ -60,11 +60,8 @@ def compare(
     """
     everyone = generations.share(f"facts/{topic}", rank, dict(facts), 0, grid.world_size, timeout_s)
     for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
-        holders: dict[str, list[int]] = {}
-        for other, each in enumerate(everyone):
-            holders.setdefault(json.dumps(each.get(name)), []).append(other)
-        if len(holders) > 1:
-            said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+        said = _difference([json.dumps(each.get(name)) for each in everyone])
+        if said:
             raise ConfigurationError(f"Ranks disagree on {name}: {said}. {advice}")
     return everyone
 
@@ -85,14 +82,17 @@ def compare_models(
         return
     models = generations.share(f"facts/{topic}/parameters", rank, own, 0, grid.world_size, timeout_s)
     for name in dict.fromkeys(name for model in models for name in model):
-        holders: dict[str, list[int]] = {}
-        for other, model in enumerate(models):
-            holders.setdefault(model.get(name, "missing"), []).append(other)
-        if len(holders) > 1:
-            said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+        said = _difference([model.get(name, "missing") for model in models])
+        if said:
             raise ConfigurationError(f"Ranks disagree on the model's parameter {name!r}: {said}. {advice}")
     raise ConfigurationError(f"Ranks disagree on the order of the model's parameters. {advice}")
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _difference(values: list[str]) -> str:
+    """Who has what, if ranks have different values; else nothing."""
+    holders: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(str(rank))
+    if len(holders) == 1:
+        return ""
+    return "; ".join(f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in holders.items())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import resume
+from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
@@ -42,8 +43,6 @@ class Checkpoints:
 
     def optimizer_state(self, training: Training, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer on rank 0, nothing on other ranks. Collective."""
-        from lightning_replica.checkpoint.full import gather_optimizer
-
         if self._form == "sharded":
             return {}
         sharded = training.sharded(optimizer)
@@ -109,8 +108,6 @@ class Checkpoints:
         if directory is not None:
             _load_shards(training, module, directory)
             return
-        from lightning_replica.checkpoint.full import load_optimizer
-
         saved = checkpoint["optimizer_states"]
         if len(saved) != len(training.state.optimizers):
             raise ConfigurationError(

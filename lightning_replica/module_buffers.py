@@ -1,12 +1,12 @@
 """Buffers of the module, BatchNorm's statistics among them: the same on all ranks after every step, as under DDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_replica._compat.torch import data_version
+from lightning_replica._compat.torch import data_version, same_bits
 from lightning_replica.works import Work
 
 # Up to this many elements a buffer is compared by content: BatchNorm's kernels write to its statistics without
@@ -33,17 +33,17 @@ class ChangedBuffers:
         """Buffers that have changed since `settle`."""
         return {name: buffer for name, buffer in self._module.named_buffers() if self._has_changed(name, buffer)}
 
-    def settle(self) -> None:
-        """What is there now counts as unchanged."""
-        for name, buffer in self.changed().items():
-            content = buffer.detach().clone() if buffer.numel() <= _SMALL else None
+    def settle(self, changed: Mapping[str, Tensor]) -> None:
+        """What is there now of ``changed`` counts as unchanged."""
+        for name, buffer in changed.items():
+            content = _content(buffer).clone() if buffer.numel() <= _SMALL else None
             self._marks[name] = (id(buffer), data_version(buffer), content)
 
     def _has_changed(self, name: str, buffer: Tensor) -> bool:
         known = self._marks.get(name)
         if known is None or known[:2] != (id(buffer), data_version(buffer)):
             return True
-        return known[2] is not None and not _same_bits(known[2], buffer)
+        return known[2] is not None and not same_bits(known[2], _content(buffer))
 
 
 class BufferSync:
@@ -70,11 +70,11 @@ class BufferSync:
         flags = torch.tensor([name in changed for name in names], dtype=torch.uint8)
         self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True))
         buffers = dict(self._module.named_buffers())
-        agreed = [buffers[name] for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        agreed = {name: buffers[name] for name, flag in zip(names, flags.tolist(), strict=True) if flag}
         with torch.no_grad():
-            for kind in _by_kind(agreed):
+            for kind in _by_kind(agreed.values()):
                 self._broadcast(kind, group)
-        self._changes.settle()
+        self._changes.settle(agreed)
 
     def forget(self) -> None:
         """After a fault: everything counts as changed."""
@@ -101,18 +101,17 @@ class BufferCopies:
 
     def take(self) -> dict[str, Tensor]:
         """A copy of every buffer by name; not to be written to."""
-        for name, buffer in self._changes.changed().items():
-            self._copies[name] = buffer.detach().clone()
-        self._changes.settle()
+        changed = self._changes.changed()
+        self._copies.update({name: buffer.detach().clone() for name, buffer in changed.items()})
+        self._changes.settle(changed)
         return {name: self._copies[name] for name in self._changes.names()}
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN here."""
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+def _content(buffer: Tensor) -> Tensor:
+    return buffer.detach().contiguous()
 
 
-def _by_kind(buffers: list[Tensor]) -> list[list[Tensor]]:
+def _by_kind(buffers: Iterable[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         if buffer.numel():

@@ -29,9 +29,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_replica import snapshot as snapshots
-from lightning_replica.checkpoint.full import all_gather_bytes
 from lightning_replica.data.position import LoaderState
 from lightning_replica.devices import cpu
+from lightning_replica.sharding.collectives import all_gather_bytes
 from lightning_replica.snapshot import Place, Snapshot
 from lightning_replica.training import Training
 

@@ -54,7 +54,7 @@ class Training:
         shared_memory: bool = True,
     ) -> None:
         module = trainer.lightning_module
-        self._trainer, self._session, self._precision = trainer, session, precision
+        self._session, self._precision = session, precision
         self.manual = not module.automatic_optimization
         self.whole_gradients = _resolve(whole_gradients, trainer)
         self.state = ShardedState(

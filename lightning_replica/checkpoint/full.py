@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_replica.errors import ConfigurationError
@@ -92,29 +91,9 @@ def load_optimizer(
             state[number] = {key: piece.cut(key, value) for key, value in entry.items()}
         if main and position in main:
             piece.parameter.data.copy_(piece.buffers.split(piece.where, main[position]))
-    numbers: dict[int, list[int]] = {}
-    for number, piece in enumerate(optimizer.pieces):
-        numbers.setdefault(id(piece.whole), []).append(number)
-    groups = [
-        {**group, "params": [number for parameter in own["params"] for number in numbers.get(id(parameter), [])]}
-        for group, own in zip(saved["param_groups"], optimizer.optimizer.param_groups, strict=True)
-    ]
-    with optimizer.swapped():
-        optimizer.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state(state, saved["param_groups"])
     for buffers in optimizer.buffers:
         buffers.main_from_params()
-
-
-def all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:
-    """Every rank's payload, by rank of the group. Collective over ``group``."""
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    wait(dist.all_gather(sizes, torch.tensor([len(payload)]), group=group, async_op=True), check)
-    longest = max(int(size) for size in sizes)
-    message = torch.zeros(longest, dtype=torch.uint8)
-    message[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = [torch.empty_like(message) for _ in sizes]
-    wait(dist.all_gather(rows, message, group=group, async_op=True), check)
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
@@ -131,7 +110,7 @@ def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
 def _share(own: dict[int, dict[str, Any]], groups: Groups, check: Check) -> dict[int, dict[str, Any]]:
     """Merges what the ranks of the replica have described."""
     merged: dict[int, dict[str, Any]] = {}
-    for payload in all_gather_bytes(_to_bytes(own), groups.replica, check):
+    for payload in collectives.all_gather_bytes(_to_bytes(own), groups.replica, check):
         for order, entry in torch.load(io.BytesIO(payload), weights_only=True).items():
             merged.setdefault(order, {}).update(entry)
     return merged

@@ -29,7 +29,6 @@ from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import reach
-from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.state import ShardedState
 
 _PLAIN, _CONTENTS, _METADATA = "plain.pt", "contents.pt", ".metadata"
@@ -144,7 +143,7 @@ def load_sharded(
         states = [reads.state(number, sharded, names) for number, sharded in enumerate(state.optimizers)]
         reads.run(directory, manifest.files)
         for sharded, found, info in zip(state.optimizers, states, contents.optimizers, strict=True):
-            _put_state(sharded, found, info.groups)
+            sharded.load_state(found, info.groups)
 
     together.run(read)
 
@@ -182,21 +181,6 @@ def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Te
         elif id(tensor) not in trained:
             extra_tensors[name] = tensor
     return extra_tensors, aliases
-
-
-def _put_state(
-    sharded: ShardedOptimizer, found: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Gives the optimizer state and hyperparameters by its own ``load_state_dict``: its casts and hooks apply."""
-    place = {id(piece.parameter): number for number, piece in enumerate(sharded.pieces)}
-    with sharded.swapped():
-        numbered = [
-            {**saved, "params": [place[id(parameter)] for parameter in group["params"]]}
-            for saved, group in zip(groups, sharded.optimizer.param_groups, strict=True)
-        ]
-        listed = {number for group in numbered for number in group["params"]}
-        state = {number: entries for number, entries in found.items() if number in listed}
-        sharded.optimizer.load_state_dict({"state": state, "param_groups": numbered})
 
 
 def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:

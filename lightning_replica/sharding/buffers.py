@@ -113,10 +113,6 @@ class Buffers:
         """The averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""
         return [_part(self.grads, bucket.pieces[self.rank]) for bucket in self.layout.buckets]
 
-    def shard_gradients(self) -> list[Tensor]:
-        """The averaged gradient of the shard, in order of ``main``, piece by piece."""
-        return [_part(self.grads, world) for world, _ in self._shard_ranges()]
-
     # Values
 
     def reclaim(self) -> None:

@@ -124,6 +124,18 @@ def all_reduce(vector: Tensor, groups: Groups, check: Check) -> None:
     wait(dist.all_reduce(vector, group=groups.world, async_op=True), check)
 
 
+def all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:
+    """Every rank's payload, by rank of the group. Collective over ``group``."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    wait(dist.all_gather(sizes, torch.tensor([len(payload)]), group=group, async_op=True), check)
+    longest = max(int(size) for size in sizes)
+    message = torch.zeros(longest, dtype=torch.uint8)
+    message[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = [torch.empty_like(message) for _ in sizes]
+    wait(dist.all_gather(rows, message, group=group, async_op=True), check)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
 def _broadcast_pieces(
     bucket: Bucket, flat: Tensor, pieces: Iterable[int], source: Callable[[int], int], group: dist.ProcessGroup
 ) -> list[Work]:

@@ -1,8 +1,11 @@
 """What ranks agree on in a step, and how far one of them is in it."""
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 class StepPhase(enum.Enum):
@@ -55,3 +58,27 @@ class Request:
     scale: float | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
+
+    def prepare(self, gradients: Sequence[Tensor], grad_norm_sq: float) -> None:
+        """Scales and clips in place, as ``GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_`` do.
+
+        Args:
+            gradients: What the update is made of.
+            grad_norm_sq: See `Commit`.
+        """
+        inverse = 1.0 / (self.scale or 1.0)
+        coefficient = 1.0
+        if self.clip_norm is not None:
+            coefficient = clip_coefficient(self.clip_norm, math.sqrt(grad_norm_sq) * inverse)
+        for gradient in gradients:
+            if inverse != 1.0:
+                gradient.mul_(inverse)
+            if self.clip_value is not None:
+                gradient.clamp_(-self.clip_value, self.clip_value)
+            if coefficient != 1.0:
+                gradient.mul_(coefficient)
+
+
+def clip_coefficient(limit: float, norm: float) -> float:
+    """What ``torch.nn.utils.clip_grad_norm_`` multiplies a gradient of 2-norm ``norm`` by."""
+    return min(1.0, limit / (norm + 1e-6))

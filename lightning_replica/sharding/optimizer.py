@@ -250,6 +250,23 @@ class ShardedOptimizer:
             parameter, key = self._owner(name)
             self.optimizer.state[parameter][key] = value
 
+    def load_state(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the optimizer state and hyperparameters by its own ``load_state_dict``: its casts and hooks apply.
+
+        Args:
+            state: By number of the piece; that of pieces which no param group holds any more is left out.
+            groups: Hyperparameters of every param group.
+        """
+        numbers = {id(piece.parameter): number for number, piece in enumerate(self.pieces)}
+        with self.swapped():
+            numbered = [
+                {**saved, "params": [numbers[id(parameter)] for parameter in group["params"]]}
+                for saved, group in zip(groups, self.optimizer.param_groups, strict=True)
+            ]
+            listed = {number for group in numbered for number in group["params"]}
+            kept = {number: dict(entries) for number, entries in state.items() if number in listed}
+            self.optimizer.load_state_dict({"state": kept, "param_groups": numbered})
+
     def put_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Cuts the state of a whole parameter into that of the pieces which this rank holds."""
         for piece in self.pieces:

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_replica.sharding import collectives, moving, shared, usage
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
-from lightning_replica.sharding.commit import Commit, Request, StepPhase
+from lightning_replica.sharding.commit import Commit, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
@@ -124,20 +125,16 @@ class ShardedState:
         self.follow_groups()
         self._before_window = None
         self._map()
-        if weights_may_differ:
-            self._take_weights()
+        if weights_may_differ and self._is_written():
+            self._before_window = [buffers.main.clone() for buffers in self.buffers]
+            self._adopt(self.buffers)
         self._backup = Backup(self.optimizers) if self.manual else None
 
-    def _take_weights(self) -> None:
-        """Takes what user code has written to the weights into the shard."""
+    def _is_written(self) -> bool:
+        """Whether weights are no longer what the shard says."""
         for buffers in self.buffers:
             buffers.reclaim()
-        if all(buffers.is_params() for buffers in self.buffers):
-            return
-        self._before_window = [buffers.main.clone() for buffers in self.buffers]
-        self._reclaim()
-        for buffers in self.buffers:
-            buffers.main_from_params()
+        return not all(buffers.is_params() for buffers in self.buffers)
 
     def before_backward(self, reduce: bool) -> None:
         """Makes ready for a backward pass; without ``reduce`` its gradients only accumulate."""
@@ -178,7 +175,7 @@ class ShardedState:
         """
         vector = self._vector([optimizer], False)
         collectives.all_reduce(vector, self._groups, self._check)
-        coefficient = _clip_coefficient(limit, math.sqrt(float(vector[0])))
+        coefficient = clip_coefficient(limit, math.sqrt(float(vector[0])))
         for buffers in optimizer.buffers:
             if coefficient != 1.0:
                 buffers.grads.mul_(coefficient)
@@ -236,13 +233,13 @@ class ShardedState:
 
     def end_batch(self) -> None:
         """A training step under manual optimization is over; what it wrote to weights since its last update counts."""
-        if not all(buffers.is_params() for buffers in self.buffers):
+        if self._is_written():
             if self._backup is not None:
                 self._backup.keep_shard()
             self._adopt(self.buffers)
 
     def _adopt(self, written: Sequence[Buffers]) -> None:
-        """Takes weights that the training step has written to (as a WGAN clips them) into the shard."""
+        """Takes weights that user code has written to (as a WGAN clips them) into the shard."""
         self._reclaim()
         for buffers in written:
             buffers.reclaim()
@@ -387,27 +384,7 @@ class ShardedState:
         if commit.non_finite:  # as a GradScaler does: the step is counted, nothing is updated
             return
         for optimizer in optimizers:
-            optimizer.update(lambda gradients: self._prepare(gradients, commit))
-
-    def _prepare(self, gradients: list[Tensor], commit: Commit) -> None:
-        """Scales and clips as ``GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_`` do."""
-        request = self.request
-        inverse = 1.0 / (request.scale or 1.0)
-        coefficient = 1.0
-        if request.clip_norm is not None:
-            coefficient = _clip_coefficient(request.clip_norm, math.sqrt(commit.grad_norm_sq) * inverse)
-        for gradient in gradients:
-            if inverse != 1.0:
-                gradient.mul_(inverse)
-            if request.clip_value is not None:
-                gradient.clamp_(-request.clip_value, request.clip_value)
-            if coefficient != 1.0:
-                gradient.mul_(coefficient)
-
-
-def _clip_coefficient(limit: float, norm: float) -> float:
-    """As ``torch.nn.utils.clip_grad_norm_`` computes it."""
-    return min(1.0, limit / (norm + 1e-6))
+            optimizer.update(partial(self.request.prepare, grad_norm_sq=commit.grad_norm_sq))
 
 
 def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
