@@ -14,6 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class Supervisor:
 
     def _replace(self, rank: int, how: str) -> None:
         self._restarts += 1
-        generation = self._generations.begin_next(0, how)
+        generation = self._generations.begin_next(0, Fault("death", (rank,), how))
         self._say(f"{how}; a new process takes its place ({self._restarts} of {self._max_restarts}).")
         self._start(rank, generation)
 
@@ -150,7 +151,7 @@ class Supervisor:
             if self._generations.verdict() is None:
                 self._say(why)
         self._generations.give_up(why)
-        self._generations.begin_next(0, why)  # wakes whoever is blocked
+        self._generations.begin_next(0, Fault("end", (), why))  # wakes whoever is blocked
         if forward is not None:
             for child in self._children.values():
                 child.process.send_signal(forward)

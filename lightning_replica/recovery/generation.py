@@ -1,20 +1,21 @@
 """How ranks agree that the world moves on: a log of generations in the store.
 
-``generation/<k>`` exists from the moment in which generation k - 1 is over; its value says why. Keys are only ever
-added, with compare-and-set, so that whoever loses the race to begin k simply joins it. Whoever sees a fault begins
-the next generation: the rank that raised, a rank whose peer has gone, and always the supervisor when a process
-dies, so that a dead process can have no part in the newest generation and nothing that it left behind is mistaken
-for a report of its successor.
+``generation/<k>`` exists from the moment in which generation k - 1 is over; its value is the fault that ended it. Keys
+are only ever added, with compare-and-set, so that whoever loses the race to begin k simply joins it. Whoever sees a
+fault begins the next generation: the rank that raised, a rank whose peer has gone, and always the supervisor when a
+process dies, so that a dead process can have no part in the newest generation and nothing that it left behind is
+mistaken for a report of its successor.
 """
 
 import json
+import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from lightning_replica.errors import Interrupted, RecoveryError
-
-_TOKEN = "\0"
+from lightning_replica.recovery.faults import Fault
 
 
 class Store(Protocol):
@@ -43,23 +44,23 @@ class Generations:
             known += 1
         return known
 
-    def begin(self, generation: int, why: str) -> None:
+    def begin(self, generation: int, fault: Fault) -> None:
         """Begins ``generation``, unless someone has."""
-        self.store.compare_set(_key(generation), "", why)
+        self.store.compare_set(_key(generation), "", fault.to_json())
 
-    def begin_next(self, known: int, why: str) -> int:
+    def begin_next(self, known: int, fault: Fault) -> int:
         """Begins one that nobody has begun yet; returns it."""
         while True:
             candidate = self.newest(known) + 1
             # A value nobody else writes tells the winner of the race from the losers.
-            token = f"{why}{_TOKEN}{time.monotonic_ns()}"
-            if self.store.compare_set(_key(candidate), "", token) == token.encode():
+            own = fault.to_json(token=f"{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
+            if self.store.compare_set(_key(candidate), "", own) == own.encode():
                 return candidate
             known = candidate
 
-    def why(self, generation: int) -> str:
-        """Why ``generation`` began."""
-        return self.store.get(_key(generation)).decode().split(_TOKEN)[0]
+    def fault(self, generation: int) -> Fault:
+        """What ended the generation before ``generation``."""
+        return Fault.from_json(self.store.get(_key(generation)).decode())
 
     def give_up(self, why: str) -> None:
         """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
@@ -83,7 +84,7 @@ class Generations:
             if verdict is not None:
                 raise RecoveryError(verdict)
             if self.begun(generation + 1):
-                raise Interrupted(self.why(generation + 1))
+                raise Interrupted(self.fault(generation + 1).text)
             if time.monotonic() > deadline:
                 raise RecoveryError(f"Waited {timeout_s:.0f} s for {what} in generation {generation}.")
             time.sleep(pause_s)

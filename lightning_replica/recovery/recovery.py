@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError, TransferError
 from lightning_replica.grid import Grid
+from lightning_replica.recovery.faults import Fault, most_telling
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.interface import Host, Recoverable
@@ -43,13 +44,13 @@ class Outcome:
 
     Attributes:
         plan: What was decided.
-        why: What began the generation.
+        faults: What ended each of the generations that this recovery left behind, oldest first.
         replaced: Ranks that are new processes.
         timeline: How long each phase took on this rank.
     """
 
     plan: Plan
-    why: str
+    faults: tuple[Fault, ...]
     replaced: tuple[int, ...]
     timeline: Timeline
 
@@ -110,24 +111,34 @@ class Recovery:
         Raises:
             RecoveryError: If the run cannot go on.
         """
-        timeline = Timeline()
+        timeline, left = Timeline(), self.generation - newborn
         self._newborn = newborn
-        why = None if newborn else raised or "a peer is gone"
+        fault = None if newborn else self._fault(raised) if raised else self._seen("a peer is gone")
         while True:
             try:
-                return self._attempt(state, host, raised, why, timeline)
+                plan, replaced = self._attempt(state, host, raised, fault, timeline)
+                faults = tuple(self._generations.fault(k) for k in range(left + 1, self.generation + 1))
+                return Outcome(plan, faults, replaced, timeline)
             except _AGAIN as error:
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
-                why = str(error)
+                fault = self._seen(str(error))
                 if timeline.elapsed_s > self._limits.rendezvous_s:
                     raise RecoveryError(
-                        f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {why}"
+                        f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {error}"
                     ) from error
 
-    def _attempt(self, state: Recoverable, host: Host, raised: str, why: str | None, timeline: Timeline) -> Outcome:
+    def _fault(self, raised: str) -> Fault:
+        return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
+
+    def _seen(self, what: str) -> Fault:
+        return Fault("peer gone", (), f"rank {self._rank}: {what}")
+
+    def _attempt(
+        self, state: Recoverable, host: Host, raised: str, fault: Fault | None, timeline: Timeline
+    ) -> tuple[Plan, tuple[int, ...]]:
         timeline.enter(Phase.STOP)
-        if why is not None:
-            self._generations.begin(self.generation + 1, f"rank {self._rank}: {why}")
+        if fault is not None:
+            self._generations.begin(self.generation + 1, fault)
         timeline.enter(Phase.CLEAN)
         self._groups.close()
         timeline.enter(Phase.REGROUP)
@@ -155,8 +166,7 @@ class Recovery:
         self._mirrors.settle()
         self._count_try(plan.step, max(report.tries for report in reports))
         timeline.end()
-        replaced = tuple(report.rank for report in reports if report.newborn)
-        return Outcome(plan, self._generations.why(self.generation), replaced, timeline)
+        return plan, tuple(report.rank for report in reports if report.newborn)
 
     def _report(self, state: Recoverable, host: Host, raised: str) -> Report:
         if self._newborn:
@@ -231,5 +241,5 @@ def describe(outcome: Outcome) -> str:
     again = "batch is done again" if outcome.plan.kind == "batch" else "tail of the step is done again"
     return (
         f"recovered at step {outcome.plan.step} in {outcome.timeline.total_s:.2f} s: {what}, the {again}"
-        f" ({seconds} s; {outcome.why})"
+        f" ({seconds} s; {most_telling(outcome.faults).text})"
     )

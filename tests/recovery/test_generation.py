@@ -6,7 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_replica.errors import Interrupted, RecoveryError
+from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
+
+SEEN = Fault("peer gone", (), "the same words")
 
 
 @pytest.fixture
@@ -20,9 +23,10 @@ def client(store: Any) -> Generations:
 
 def test_whoever_loses_the_race_joins(store: Any) -> None:
     one, two = Generations(store), client(store)
-    one.begin(1, "first")
-    two.begin(1, "second")
-    assert two.why(1) == "first"
+    first = Fault("exception", (1,), "first")
+    one.begin(1, first)
+    two.begin(1, Fault("peer gone", (), "second"))
+    assert two.fault(1) == first
     assert (one.newest(0), two.newest(0)) == (1, 1)
     assert not one.begun(2)
 
@@ -35,7 +39,7 @@ def test_begin_next_is_never_shared(store: Any) -> None:
     def race() -> None:
         own = client(store)
         ready.wait()
-        begun.append(own.begin_next(0, "the same words"))
+        begun.append(own.begin_next(0, SEEN))
 
     threads = [threading.Thread(target=race) for _ in range(8)]
     for thread in threads:
@@ -43,7 +47,7 @@ def test_begin_next_is_never_shared(store: Any) -> None:
     for thread in threads:
         thread.join()
     assert sorted(begun) == list(range(1, 9))
-    assert Generations(store).why(3) == "the same words"
+    assert Generations(store).fault(3) == SEEN
 
 
 def test_collect_gives_every_report_in_order(store: Any) -> None:
@@ -61,7 +65,7 @@ def test_collect_names_who_is_missing(store: Any) -> None:
 
 def test_waiting_ends_with_the_generation(store: Any) -> None:
     generations = Generations(store)
-    generations.begin(1, "rank 2 is gone")
+    generations.begin(1, Fault("death", (2,), "rank 2 is gone"))
     with pytest.raises(Interrupted, match="rank 2 is gone"):
         generations.share("report", 0, {}, 0, 2, 5)
 
@@ -81,7 +85,7 @@ def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any
     thread.start()
     generations.meet("finished", 0, 2, 5)
     thread.join()
-    generations.begin(1, "someone died after the meeting")
+    generations.begin(1, Fault("death", (2,), "someone died after the meeting"))
     late = client(store)
     late.store.add("meet/finished/0", -1)  # as if it came just now
     late.meet("finished", 0, 2, 5)
@@ -89,6 +93,6 @@ def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any
 
 def test_a_meeting_that_was_not_held_is_interrupted(store: Any) -> None:
     generations = Generations(store)
-    generations.begin(1, "rank 1 is gone")
+    generations.begin(1, Fault("death", (2,), "rank 1 is gone"))
     with pytest.raises(Interrupted, match="rank 1"):
         generations.meet("finished", 0, 2, 5)

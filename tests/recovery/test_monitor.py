@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_replica.errors import Interrupted
+from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.monitor import Monitor
 
@@ -23,15 +24,15 @@ def test_it_wakes_the_rank_once_a_generation() -> None:
     monitor.start(0)
     try:
         monitor.check()
-        generations.begin(1, "x")
+        generations.begin(1, Fault("death", (1,), "x"))
         assert woken.acquire(timeout=10)
         assert monitor.over
         with pytest.raises(Interrupted, match="generation 0 is over"):
             monitor.check()
-        generations.begin(2, "y")
+        generations.begin(2, Fault("death", (1,), "y"))
         monitor.moved_to(2)
         monitor.check()
-        generations.begin(3, "z")
+        generations.begin(3, Fault("death", (1,), "z"))
         assert woken.acquire(timeout=10)
         assert not woken.acquire(blocking=False)
     finally:
