@@ -40,7 +40,7 @@ class RecoveryCallback(Callback):
     def on_recovery_rollback(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext
     ) -> None:
-        """Parameters, optimizers, loops, callbacks and data are back at ``context.step``. Reset what the step touched."""
+        """Weights, loops, callbacks and data are back at ``context.step``. Reset what the step has touched."""
 
     def on_recovery_resume(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
         """Training is about to go on. Start again what `on_recovery_stop` has stopped."""

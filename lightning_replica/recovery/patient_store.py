@@ -7,8 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_replica.errors import CollectiveError
-
 
 class PatientStore(dist.Store):
     """What torch.distributed opens process groups with; it calls this from C++, and asks for no more than this.
@@ -33,7 +31,7 @@ class PatientStore(dist.Store):
         while not self._store.check(keys):
             self._check()
             if time.monotonic() > deadline:
-                raise CollectiveError(f"Waited in vain for {keys} in the store.")
+                raise dist.DistStoreError(f"Waited in vain for {keys} in the store.")
             time.sleep(pause_s)
             pause_s = min(0.01, 1.5 * pause_s)
 
