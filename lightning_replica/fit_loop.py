@@ -120,7 +120,9 @@ class ReplicaFitLoop(_FitLoop):
             except Exception as error:
                 if not training.recoverable:
                     raise
-                resume = training.recover_from(error)
+                fault = error
+            # Not in the clause above, where whatever is raised would drag the fault's traceback along.
+            resume = training.recover_from(fault)
         training.report()
 
     def reset(self) -> None:

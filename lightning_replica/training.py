@@ -230,7 +230,7 @@ class Training:
         except RecoveryError as final:
             if raised:
                 raise error from final
-            raise final from None
+            raise
 
     def _recover(self, raised: str) -> Snapshot | None:
         session = self._session

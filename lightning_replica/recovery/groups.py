@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_replica._compat.torch import registered_groups
 from lightning_replica.errors import CollectiveError
-from lightning_replica.recovery.patient_store import PatientStore
+from lightning_replica.recovery.patient_store import LonelyStore, PatientStore
 from lightning_replica.works import all_ended
 
 # An operation that an abort wakes ends within a few milliseconds.
@@ -80,11 +80,12 @@ class ProcessGroups:
     def stand_in(self) -> None:
         """Opens a default group that knows rank and world size and nothing else.
 
-        A replacement has it until it has joined the others: user code on the way there may ask who it is.
+        A replacement has it until it has joined the others: user code on the way there may ask who it is, and make
+        groups of its own, which it makes anew with all others in the hook that is there for that.
         """
         if _STAND_IN not in dist.Backend.backend_list:
             dist.Backend.register_backend(_STAND_IN, _stand_in, devices=["cpu", "cuda"])
-        dist.init_process_group(_STAND_IN, store=dist.HashStore(), rank=self._rank, world_size=self._world_size)
+        dist.init_process_group(_STAND_IN, store=LonelyStore(), rank=self._rank, world_size=self._world_size)
 
     def add(self, ranks: list[int]) -> dist.ProcessGroup:
         """Makes a group of some ranks; only they call it."""
@@ -136,7 +137,7 @@ def uses_closed_group(error: BaseException) -> bool:
     """
     known = [id(group) for group in registered_groups()]
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    values = (value for frame in frames for value in list(frame.f_locals.values()))
+    values = (frame.f_locals.get("group") for frame in frames)  # as every collective calls its argument
     return any(isinstance(value, dist.ProcessGroup) and id(value) not in known for value in values)
 
 

@@ -42,7 +42,7 @@ def test_the_same_step_again_and_again(tmp_path: Path) -> None:
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code == 1
     said = "The same step has failed 4 times (max_tries=3): the one after step 2, of which no shard is lost."
-    assert outcome.logs.count(f"not recovered at step 2: {said} rank 1: Injected: at forward of step 2") == 1
+    assert outcome.logs.count(f"recovery failed at step 2: {said} rank 1: Injected: at forward of step 2") == 1
     assert "replica_zero: recovered" not in outcome.logs  # success is when a step is done
 
 
