@@ -30,9 +30,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, world.Out
     return out, outcome
 
 
-def test_on_all_ranks_in_order_with_own_state_and_group(
-    untouched: tuple[Path, world.Outcome], tmp_path: Path
-) -> None:
+def test_on_all_ranks_in_order_with_own_state_and_group(untouched: tuple[Path, world.Outcome], tmp_path: Path) -> None:
     case = Hooked(faults=(Fault("kill", 1, "backward", 2),), devices=2)
     outcome = world.run(case, tmp_path, target=train)
     outcome.assert_same(untouched[1])
