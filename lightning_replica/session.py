@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -90,7 +91,12 @@ class Session:
 
     def _compare_worlds(self) -> None:
         """Before anyone waits in a process group, which a rank with other ideas would never join."""
-        facts = {"replicas": self.grid.replicas, **agreement.versions(), "_node": agreement.node()}
+        facts = {
+            "replicas": self.grid.replicas,
+            **agreement.versions(),
+            **asdict(self.options),
+            "_node": agreement.node(),
+        }
         advice = "Start every rank from the same script, with the same options, in the same environment."
         everyone = agreement.compare(
             self.generations, "world", self.rank, self.grid, facts, advice, self.options.rendezvous_timeout_s
@@ -110,12 +116,12 @@ class Session:
             self.generations, topic, self.rank, self.grid, module, self.options.rendezvous_timeout_s
         )
 
-    def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None]) -> None:
+    def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup.
 
         Args:
             state: The sharded state.
-            hook: Called in every phase of a recovery.
+            hook: Called in every phase of a recovery; None if nobody wants to be told.
         """
         self._state = state
         self._fits += 1

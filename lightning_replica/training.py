@@ -84,8 +84,9 @@ class Training:
         self._trainer, self._hooks = trainer, Hooks(trainer)
         self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
         self._untold: list[Incident] = []
+        self._shown = ""  # the newest exception whose traceback has been printed
         self._window = (0, time.monotonic())  # batches begun since the last step, and when the first was
-        session.attach(self.state, self._hooks.phase)
+        session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         precision.attach(self)
 
     # A step, in the order of calls
@@ -154,6 +155,7 @@ class Training:
 
     def _step_is_done(self) -> None:
         self._account.good_step()
+        self._shown = ""
         self._window = (0, time.monotonic())
         reach("batch_end")
 
@@ -223,7 +225,9 @@ class Training:
         self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
         raised = "" if is_from_outside(error) else explain(error)
         if raised:
-            log.warning("rank %d: %s", self._session.rank, raised, exc_info=error)
+            # Once, and first; a step that fails again in the same way adds no second traceback.
+            log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
+            self._shown = raised
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
         try:
             return self._recover(raised)

@@ -46,10 +46,6 @@ class Outcome:
     moves: tuple[Transferred, ...]
 
 
-def _no_hook(_: RecoveryContext) -> None:
-    """Where nobody wants to be told of phases."""
-
-
 class Recovery:
     """Takes one rank through the phases, as often as it takes.
 
@@ -77,7 +73,7 @@ class Recovery:
         connect: Callable[[], Iterable[dist.ProcessGroup]],
         wait: Callable[[Work], None],
         options: RecoveryOptions,
-        hook: Callable[[RecoveryContext], None] = _no_hook,
+        hook: Callable[[RecoveryContext], None] | None = None,
     ) -> None:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
         self._monitor, self._mirrors, self._connect, self._wait = monitor, mirrors, connect, wait
@@ -132,7 +128,8 @@ class Recovery:
     def _standing(self, state: Recoverable) -> str:
         """Which shards the ranks that ended the run take with them, and who still holds them."""
         newest = self._generations.newest(self.generation)
-        ranks = self._generations.fault(newest).ranks if newest and self._generations.verdict() is not None else ()
+        end = self._generations.fault(newest) if newest else None
+        ranks = end.ranks if end is not None and end.detected == "end" else ()
         lines = [
             f" Shard {self._grid.shard_of(rank)} at step {state.step} is lost with it; holders left: "
             f"{', '.join(str(peer) for peer in self._grid.peers(rank) if peer not in ranks) or 'none'}."
@@ -187,7 +184,7 @@ class Recovery:
         return plan
 
     def _call_hook(self, phase: Phase, replaced: tuple[int, ...] = (), plan: Plan | None = None) -> None:
-        if self._hook is _no_hook:
+        if self._hook is None:
             return
         newest = self._generations.newest(self.generation)
         context = RecoveryContext(
