@@ -131,7 +131,7 @@ def test_from_hydra_and_from_lightning_cli(monkeypatch: pytest.MonkeyPatch) -> N
         }
     }
     monkeypatch.setattr("sys.argv", ["train.py"])
-    cli = LightningCLI(Plain, run=False, args=arguments, save_config_callback=None)
+    cli = LightningCLI(Plain, run=False, args=arguments, save_config_callback=None, seed_everything_default=False)
     strategy = cli.trainer.strategy
     assert isinstance(strategy, ReplicaZeroStrategy)
     assert strategy.options_for(cli.trainer).standby == 2
