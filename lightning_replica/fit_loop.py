@@ -106,18 +106,24 @@ class ReplicaFitLoop(_FitLoop):
             return  # an epoch that is under way is brought to its end
         self.reset()
         self.on_run_start()
-        resume = self._training.begin(loaded)
+        training = self._training
+        resume = training.begin(loaded)
         while True:
             try:
                 self._epochs(resume)
                 self._restarting = False
                 self.on_run_end()
-                self._training.end()
-                return
+                training.end()
+                break
             except _PASS:
                 raise
             except Exception as error:
-                resume = self._training.recover_from(error)
+                if not training.recoverable:
+                    raise
+                fault = error
+            # Not in the clause above, where whatever is raised would drag the fault's traceback along.
+            resume = training.recover_from(fault)
+        training.report()
 
     def reset(self) -> None:
         """Leaves the counters that a checkpoint held as they are: we know where they stand."""

@@ -68,6 +68,7 @@ class Supervisor:
         world_size: Number of ranks.
         max_restarts: Processes that may be replaced before the run is given up.
         say: Tells the user something, in one line.
+        recovery: Whether a process is replaced at all.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class Supervisor:
         world_size: int,
         max_restarts: int,
         say: Callable[[str], None],
+        recovery: bool = True,
     ) -> None:
         self._start_process, self._world_size, self._max_restarts, self._say = start, world_size, max_restarts, say
         self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
+        self._recovery = recovery
         self._children: dict[int, _Child] = {}
         self._restarts = 0
         self._code = 0
@@ -128,13 +131,15 @@ class Supervisor:
             return
         how = f"Rank {event.rank} {_how(code)}"
         code = 128 - code if code < 0 else code or 1
-        if not in_fit:
+        if not self._recovery:
+            self._fail(f"{how}. With recovery=False the run ends with it.", code)
+        elif not in_fit:
             self._fail(f"{how} outside of training, where a rank cannot be replaced.", code)
         elif self._code or self._generations.verdict() is not None:
             self._fail(how, code)
         elif self._restarts >= self._max_restarts:
             used = f"{self._restarts} of max_restarts={self._max_restarts} are used"
-            self._fail(f"{how}, and no replacement can be had: {used}.", code)
+            self._fail(f"{how}, and no replacement can be had: {used}.", code, (event.rank,))
         else:
             self._replace(event.rank, how)
 
@@ -144,14 +149,14 @@ class Supervisor:
         self._say(f"{how}; a new process takes its place ({self._restarts} of {self._max_restarts}).")
         self._start(rank, generation)
 
-    def _fail(self, why: str, code: int, forward: signal.Signals | None = None) -> None:
+    def _fail(self, why: str, code: int, ranks: tuple[int, ...] = (), forward: signal.Signals | None = None) -> None:
         """Ends the run: ranks are told why and given some time to end by themselves."""
         if not self._code:
             self._code = code
             if self._generations.verdict() is None:
                 self._say(why)
         self._generations.give_up(why)
-        self._generations.begin_next(0, Fault("end", (), why))  # wakes whoever is blocked
+        self._generations.begin_next(0, Fault("end", ranks, why))  # wakes whoever is blocked
         if forward is not None:
             for child in self._children.values():
                 child.process.send_signal(forward)

@@ -34,6 +34,9 @@ class Report:
         mirrors: Private states of peers that it holds.
         tries: Recoveries at this step so far.
         raised: The exception of its own that stopped it; empty if it was stopped by others.
+        joining: Whether it is a new process whose first recovery this is; it may have its state by now.
+        hook: The recovery hook that failed last on this rank, and how, in this recovery.
+        hook_failures: How often hooks have failed on this rank in this recovery.
     """
 
     rank: int
@@ -47,6 +50,9 @@ class Report:
     mirrors: tuple[Mirror, ...] = ()
     tries: int = 0
     raised: str = ""
+    joining: bool = False
+    hook: str = ""
+    hook_failures: int = 0
 
     @property
     def newborn(self) -> bool:
@@ -138,16 +144,24 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
 def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
     if all(report.newborn for report in reports):
         raise RecoveryError("Every rank is lost; there is nobody to take the state from.")
+    step = max(report.step for report in reports)
     if all(report.raised for report in reports):
         raise RecoveryError(
             "Every rank raised an exception in the same step, so trying again would not help."
-            f" Rank 0: {reports[0].raised}"
+            f" No shard of step {step} is lost. Rank 0: {reports[0].raised}"
+        )
+    hooks = [report for report in reports if report.hook_failures >= max_tries]
+    if hooks:
+        said = "; ".join(f"rank {report.rank}: {report.hook}" for report in hooks)
+        raise RecoveryError(
+            f"A recovery hook has failed {hooks[0].hook_failures} times (max_tries={max_tries}) at step {step}. {said}"
         )
     tries = max(report.tries for report in reports)
     if tries >= max_tries:
         said = "; ".join(f"rank {report.rank}: {report.raised}" for report in reports if report.raised)
         raise RecoveryError(
-            f"The same step has failed {tries + 1} times (max_tries={max_tries}). {said or 'No rank raised.'}"
+            f"The same step has failed {tries + 1} times (max_tries={max_tries}): the one after step {step},"
+            f" of which no shard is lost. {said or 'No rank raised.'}"
             " Look for a batch that cannot be trained on, or raise `max_tries`."
         )
 
@@ -190,7 +204,8 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
         sources = [peer for peer in peers if reports[peer].intact]
         if not sources:
             raise RecoveryError(
-                f"Every holder of shard {grid.shard_of(report.rank)} is lost (ranks {', '.join(map(str, peers))})."
+                f"Every holder of shard {grid.shard_of(report.rank)} is lost (ranks {', '.join(map(str, peers))})"
+                f" at step {step}."
                 f" With replicas={grid.replicas}, {grid.replicas - 1} of them may be lost at a time."
             )
         if report.newborn:

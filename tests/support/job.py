@@ -160,8 +160,8 @@ class Model(L.LightningModule):
         self.log("own_sum", total)
 
 
-def run(case: Case, out: Path) -> None:
-    """Trains in one rank and writes down what came of it."""
+def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any = False, **options: Any) -> None:
+    """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
     x = torch.randn(4 * 6 * 5, 16)
@@ -169,7 +169,7 @@ def run(case: Case, out: Path) -> None:
     faults = Faults(case, out)
     model = Model(faults)
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(replicas=case.replicas, bucket_bytes=1024, max_tries=case.max_tries),
+        strategy=ReplicaZeroStrategy(case.replicas, bucket_bytes=1024, max_tries=case.max_tries, **options),
         accelerator="cpu",
         devices=case.devices,
         max_epochs=case.epochs,
@@ -177,8 +177,8 @@ def run(case: Case, out: Path) -> None:
         val_check_interval=3,
         limit_val_batches=2,
         gradient_clip_val=case.clip,
-        callbacks=[faults],
-        logger=False,
+        callbacks=[faults, *callbacks],
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -31,7 +31,11 @@ class Outcome:
 
 
 def run(
-    case: job.Case, out: Path, max_restarts: int = 3, target: Callable[[job.Case, Path], None] = job.run
+    case: job.Case,
+    out: Path,
+    max_restarts: int = 3,
+    target: Callable[[Any, Path], None] = job.run,
+    recovery: bool = True,
 ) -> Outcome:
     """Has forked ranks run ``target`` under a supervisor."""
     out.mkdir(parents=True, exist_ok=True)
@@ -42,7 +46,7 @@ def run(
 
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        code = Supervisor(start, case.devices, max_restarts, said.append).run()
+        code = Supervisor(start, case.devices, max_restarts, said.append, recovery).run()
     finally:
         del os.environ["OMP_NUM_THREADS"]
     results = [out / f"rank{rank}.json" for rank in range(case.devices)]
