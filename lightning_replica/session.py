@@ -10,10 +10,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from lightning_replica import agreement
+from lightning_replica import agreement, points
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
+from lightning_replica.launch import stacks
+from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.launcher import ORPHANED
@@ -40,6 +42,7 @@ class Session:
         backend: torch.distributed backend.
         timeout_s: After which a collective fails on its own.
         limits: When recovery gives up.
+        hang: After what time without progress a rank hangs.
 
     Attributes:
         newborn: Whether this process is a replacement that has not joined the others yet.
@@ -47,9 +50,17 @@ class Session:
     """
 
     def __init__(
-        self, grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+        self,
+        grid: Grid,
+        rank: int,
+        environment: RankEnvironment,
+        backend: str,
+        timeout_s: float,
+        limits: Limits,
+        hang: HangLimits,
     ) -> None:
         self.grid, self.rank = grid, rank
+        self._show_progress(hang)
         self.newborn = environment.generation > 0
         self._timeout_s, self._limits = timeout_s, limits
         store = _connect(environment)
@@ -70,6 +81,14 @@ class Session:
         else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
+
+    def _show_progress(self, hang: HangLimits) -> None:
+        """From here on the supervisor sees how far this rank is, and can have its stacks."""
+        if VARIABLE in os.environ:
+            try:
+                points.watch(Beacon(os.environ[VARIABLE], self.rank, self.grid.world_size, hang, stacks.answer()))
+            except OSError as error:
+                log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 
     def _compare_worlds(self) -> None:
         """Before anyone waits in a process group, which a rank with other ideas would never join."""
@@ -163,7 +182,13 @@ _current: Session | None = None
 
 
 def join(
-    grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+    grid: Grid,
+    rank: int,
+    environment: RankEnvironment,
+    backend: str,
+    timeout_s: float,
+    limits: Limits,
+    hang: HangLimits,
 ) -> Session:
     """This process's session: one, however many trainers and fits there are.
 
@@ -172,7 +197,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, environment, backend, timeout_s, limits)
+        _current = Session(grid, rank, environment, backend, timeout_s, limits, hang)
     verdict = _current.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(

@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.supervisor import Supervisor, start_script
 from lightning_replica.messages import say
@@ -25,10 +27,11 @@ class SupervisorLauncher(_Launcher):
     Args:
         world_size: Number of ranks.
         max_restarts: Processes that may be replaced before the run is given up.
+        hang: After what time without progress a rank hangs.
     """
 
-    def __init__(self, world_size: int, max_restarts: int) -> None:
-        self._world_size, self._max_restarts = world_size, max_restarts
+    def __init__(self, world_size: int, max_restarts: int, hang: HangLimits) -> None:
+        self._world_size, self._max_restarts, self._hang = world_size, max_restarts, hang
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -52,7 +55,8 @@ class SupervisorLauncher(_Launcher):
                 f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so another launcher (torchrun, SLURM ...) started this"
                 " process, but `replica_zero` starts and replaces its ranks itself. Run `python train.py` instead."
             )
-        supervisor = Supervisor(start_script(rerun_command), self._world_size, self._max_restarts, say)
+        start, directory = start_script(rerun_command), _local_root(trainer)
+        supervisor = Supervisor(start, self._world_size, self._max_restarts, say, self._hang, directory)
         code = supervisor.run()
         _disarm(trainer)
         sys.exit(code)
@@ -67,6 +71,12 @@ def die_with(supervisor: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         sys.exit(ORPHANED)
+
+
+def _local_root(trainer: Any) -> Path:
+    """The trainer's ``default_root_dir``; where that is remote, the working directory."""
+    root = "" if trainer is None else str(trainer.default_root_dir)
+    return Path() if "://" in root else Path(root)
 
 
 def _disarm(trainer: Any) -> None:

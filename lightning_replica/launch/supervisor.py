@@ -1,5 +1,6 @@
 """The process that starts the ranks, sees them die and replaces them. It never trains."""
 
+import contextlib
 import logging
 import os
 import queue
@@ -9,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.watch import Watch
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 
@@ -67,7 +71,9 @@ class Supervisor:
         start: Starts a rank.
         world_size: Number of ranks.
         max_restarts: Processes that may be replaced before the run is given up.
-        say: Tells the user something, in one line.
+        say: Tells the user something.
+        hang: After what time without progress a rank hangs.
+        directory: Where the stacks of ranks are written to when one hangs.
     """
 
     def __init__(
@@ -76,10 +82,14 @@ class Supervisor:
         world_size: int,
         max_restarts: int,
         say: Callable[[str], None],
+        hang: HangLimits = HangLimits(),  # noqa: B008  frozen
+        directory: Path = Path(),
     ) -> None:
         self._start_process, self._world_size, self._max_restarts, self._say = start, world_size, max_restarts, say
         self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
+        self._watch = Watch(world_size, hang, directory)
+        self._hung: dict[int, str] = {}
         self._restarts = 0
         self._code = 0
 
@@ -95,7 +105,9 @@ class Supervisor:
             for rank in range(self._world_size):
                 self._start(rank, generation=0)
             while self._children:
-                self._on_end(self._ended.get())
+                with contextlib.suppress(queue.Empty):
+                    self._on_end(self._ended.get(timeout=self._watch.interval_s))
+                self._look()
         finally:
             self._terminate(signal.SIGKILL)
             for signum, handler in previous.items():
@@ -104,7 +116,8 @@ class Supervisor:
 
     def _start(self, rank: int, generation: int) -> None:
         environment = RankEnvironment("127.0.0.1", self._store.port, os.getpid(), generation)
-        variables = environment.variables(rank, self._world_size, os.environ)
+        variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
+        self._watch.born(rank, replaces=generation > 0)
         child = _Child(rank, self._start_process(rank, variables))
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
@@ -123,10 +136,11 @@ class Supervisor:
             return
         del self._children[event.rank]
         code = event.process.returncode or 0
-        in_fit = self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
+        in_fit = self._in_fit()
         if code == 0 and not in_fit:
             return
-        how = f"Rank {event.rank} {_how(code)}"
+        hung = self._hung.pop(event.rank, None)
+        how = hung or f"Rank {event.rank} {_how(code)}"
         code = 128 - code if code < 0 else code or 1
         if not in_fit:
             self._fail(f"{how} outside of training, where a rank cannot be replaced.", code)
@@ -136,12 +150,27 @@ class Supervisor:
             used = f"{self._restarts} of max_restarts={self._max_restarts} are used"
             self._fail(f"{how}, and no replacement can be had: {used}.", code)
         else:
-            self._replace(event.rank, how)
+            self._replace(event.rank, Fault("hang" if hung else "death", (event.rank,), how))
 
-    def _replace(self, rank: int, how: str) -> None:
+    def _in_fit(self) -> bool:
+        return self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
+
+    def _look(self) -> None:
+        """Kills whoever hangs; that it has died is noticed in the usual way."""
+        hang = self._watch.look({c.rank: c.process.send_signal for c in self._children.values()}, self._in_fit)
+        if hang is None or self._code or self._generations.verdict() is not None:
+            return
+        self._say(hang.text)
+        if not hang.culprits:
+            self._generations.begin_next(0, Fault("hang", (), hang.text))
+        for rank, how in hang.culprits.items():
+            self._hung[rank] = how
+            self._children[rank].process.send_signal(signal.SIGKILL)
+
+    def _replace(self, rank: int, fault: Fault) -> None:
         self._restarts += 1
-        generation = self._generations.begin_next(0, Fault("death", (rank,), how))
-        self._say(f"{how}; a new process takes its place ({self._restarts} of {self._max_restarts}).")
+        generation = self._generations.begin_next(0, fault)
+        self._say(f"{fault.text}; a new process takes its place ({self._restarts} of {self._max_restarts}).")
         self._start(rank, generation)
 
     def _fail(self, why: str, code: int, forward: signal.Signals | None = None) -> None:

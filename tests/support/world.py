@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.supervisor import Process, Supervisor
 from tests.support import job
 from tests.support.forked import ForkedProcess
@@ -42,7 +43,8 @@ def run(
 
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        code = Supervisor(start, case.devices, max_restarts, said.append).run()
+        limits = HangLimits(*case.hang, case.hang[1]) if isinstance(case, job.Case) else HangLimits()
+        code = Supervisor(start, case.devices, max_restarts, said.append, limits, out).run()
     finally:
         del os.environ["OMP_NUM_THREADS"]
     results = [out / f"rank{rank}.json" for rank in range(case.devices)]
