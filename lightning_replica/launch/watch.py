@@ -14,24 +14,25 @@ from lightning_replica.launch.stacks import Finding, Stack
 
 DIRECTORY: Final = "replica_stacks"
 _WHERE: Final[dict[str, str]] = {
-    "start": "the start, before its first batch",
-    "batch_start": "loading a batch",
-    "reduction": "the reduction",
-    "before_commit": "the commit",
-    "after_commit": "the commit",
-    "update": "the update",
-    "gather": "the gather",
-    "batch_end": "the end of a batch",
-    **{phase: f"recovery ({phase})" for phase in ("stop", "clean", "regroup", "repair", "rollback", "resume")},
-    "save": "saving a checkpoint",
-    "publish": "saving a checkpoint",
-    "checkpoint": "saving a checkpoint",
-    "epoch_start": "the start of an epoch",
-    "epoch_end": "the end of an epoch",
-    "validation_start": "the start of validation",
-    "validation_batch_end": "validation",
-    "validation_end": "the end of validation",
-    "fit_end": "the end of `fit`",
+    "start": "at the start, before its first batch",
+    "batch_start": "while loading a batch",
+    "forward": "in forward",
+    "backward": "in backward",
+    "reduction": "in the reduction",
+    "before_commit": "in the commit",
+    "after_commit": "in the update",
+    "update": "in the update",
+    "gather": "in the gather",
+    "batch_end": "at the end of a batch",
+    **{phase: f"in recovery ({phase})" for phase in ("stop", "clean", "regroup", "repair", "rollback", "resume")},
+    **dict.fromkeys(("checkpoint", "save", "publish"), "while saving a checkpoint"),
+    "epoch_start": "at the start of an epoch",
+    "epoch_end": "at the end of an epoch",
+    "validation_start": "at the start of a validation",
+    "validation": "in validation",
+    "validation_batch_end": "in validation",
+    "validation_end": "at the end of a validation",
+    "fit_end": "at the end of `fit`",
 }
 
 
@@ -134,7 +135,7 @@ class Watch:
             idle_s = now - max(slot.since for slot in slots.values())
             text = (
                 f"All ranks wait for each other, and nothing has moved for {idle_s:.1f} s (rank {first} waits longest,"
-                f" in {_where(slots[first])}): a message was lost, or one rank has left out a collective of the others"
+                f" {_where(slots[first])}): a message was lost, or one rank has left out a collective of the others"
             )
             return Hang({}, f"{text}; all are called back to try again. {where}")
         lines = {rank: _line(rank, slots[rank], now) for rank in culprits}
@@ -152,15 +153,14 @@ class Watch:
 
 
 def _where(slot: Slot) -> str:
-    place: str = PLACES[slot.place]
-    return _WHERE.get(place, place)
+    return _WHERE[PLACES[slot.place]]
 
 
 def _line(rank: int, slot: Slot, now: float) -> str:
     idle_s, limit_s = now - slot.written, slot.deadline - slot.written
-    return f"Rank {rank} hangs in {_where(slot)} (no progress for {idle_s:.1f} s, its time-out is {limit_s:.1f} s)"
+    return f"Rank {rank} hangs {_where(slot)} (no progress for {idle_s:.1f} s, its time-out is {limit_s:.1f} s)"
 
 
 def _title(rank: int, slot: Slot, now: float) -> str:
-    what = "waits for others in" if slot.waiting else "in"
-    return f"rank {rank}, process {slot.process}, {what} {_where(slot)} for {now - slot.since:.1f} s"
+    what = ", waits for others" if slot.waiting else ""
+    return f"rank {rank}, process {slot.process}: {_where(slot)} for {now - slot.since:.1f} s{what}"
