@@ -201,3 +201,38 @@ def test_a_slow_rank_is_left_alone(untouched: world.Outcome, tmp_path: Path) -> 
     outcome = world.run(WATCHED, tmp_path, target=_slow)
     outcome.assert_same(untouched)
     assert outcome.said == []
+
+
+def _calls_the_supervisor(case: Case, out: Path) -> None:
+    (out / f"pid{os.environ['LOCAL_RANK']}").write_text(str(os.getpid()))
+
+    def act(rank: int, first: bool) -> None:
+        if rank == 1 and first:
+            os.kill(int((out / "supervisor").read_text()), signal.SIGUSR1)
+
+    at(4, act, case, out)
+
+
+def test_all_are_suspended_for_a_while(untouched: world.Outcome, tmp_path: Path) -> None:
+    """Ctrl-Z, and fg. The supervisor is in this process: it is suspended by a signal handler that takes its time."""
+    suspended: list[int] = []
+
+    def send(signum: int) -> None:
+        for pid in suspended:
+            os.kill(pid, signum)
+
+    def suspend(*_: object) -> None:
+        suspended.extend(int((tmp_path / f"pid{rank}").read_text()) for rank in range(4))
+        send(signal.SIGSTOP)
+        time.sleep(3.0)
+        threading.Timer(1.5, send, [signal.SIGCONT]).start()  # the supervisor is the first to wake
+
+    (tmp_path / "supervisor").write_text(str(os.getpid()))
+    before = signal.signal(signal.SIGUSR1, suspend)
+    try:
+        outcome = world.run(Case(hang=(2.0, 2.0)), tmp_path, target=_calls_the_supervisor)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    outcome.assert_same(untouched)
+    assert len(suspended) == 4
+    assert outcome.said == []
