@@ -1,6 +1,5 @@
 """The process that starts the ranks, sees them die and replaces them. It never trains."""
 
-import contextlib
 import logging
 import os
 import queue
@@ -86,10 +85,11 @@ class Supervisor:
         directory: Path = Path(),
     ) -> None:
         self._start_process, self._world_size, self._max_restarts, self._say = start, world_size, max_restarts, say
-        self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[_Child | signal.Signals | None] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
         self._watch = Watch(world_size, hang, directory)
         self._hung: dict[int, str] = {}
+        self._over = threading.Event()
         self._restarts = 0
         self._code = 0
 
@@ -101,14 +101,18 @@ class Supervisor:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._generations = Generations(self._store)
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
                 self._start(rank, generation=0)
             while self._children:
-                with contextlib.suppress(queue.Empty):
-                    self._on_end(self._ended.get(timeout=self._watch.interval_s))
-                self._look()
+                event = self._ended.get()
+                if event is None:
+                    self._look()
+                else:
+                    self._on_end(event)
         finally:
+            self._over.set()
             self._terminate(signal.SIGKILL)
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
@@ -126,6 +130,11 @@ class Supervisor:
     def _wait(self, child: _Child) -> None:
         child.process.wait()
         self._ended.put(child)
+
+    def _tick(self) -> None:
+        # Not a time-out of the queue's: in Python 3.11 it never ends once a signal handler has outlasted it.
+        while not self._over.wait(self._watch.interval_s):
+            self._ended.put(None)
 
     def _on_signal(self, signum: int, _: object) -> None:
         self._ended.put(signal.Signals(signum))
