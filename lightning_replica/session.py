@@ -11,10 +11,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from lightning_replica import agreement
+from lightning_replica import agreement, points
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
+from lightning_replica.launch import stacks
+from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.launcher import ORPHANED
@@ -63,6 +65,7 @@ class Session:
         options: RecoveryOptions,
     ) -> None:
         self.grid, self.rank = grid, rank
+        self._show_progress(options)
         self.newborn = environment.generation > 0
         self._timeout_s, self.options = timeout_s, options
         store = _connect(environment)
@@ -88,6 +91,18 @@ class Session:
         else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
+
+    def _show_progress(self, options: RecoveryOptions) -> None:
+        """From here on the supervisor sees how far this rank is, and can have its stacks."""
+        if VARIABLE in os.environ and options.recovery:
+            try:
+                points.watch(
+                    Beacon(
+                        os.environ[VARIABLE], self.rank, self.grid.world_size, HangLimits.of(options), stacks.answer()
+                    )
+                )
+            except OSError as error:
+                log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 
     def _compare_worlds(self) -> None:
         """Before anyone waits in a process group, which a rank with other ideas would never join."""

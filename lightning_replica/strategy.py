@@ -32,6 +32,7 @@ from lightning_replica.hooks import combined
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.launcher import SupervisorLauncher
 from lightning_replica.messages import say
+from lightning_replica.points import begin
 from lightning_replica.precision import ShardedStep, sharded
 from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.session import Session, join
@@ -63,6 +64,10 @@ class ReplicaZeroStrategy(ParallelStrategy):
         max_tries: Recoveries at one step before the run ends.
         timeout_s: After which a collective fails on its own.
         rendezvous_timeout_s: How long ranks wait for a replacement to come.
+        hang_min_s: The least time without progress after which a rank counts as hanging, and is killed and replaced.
+            How much more it is, each rank learns: five times the longest that it has been busy at that place.
+        hang_max_s: The most; it holds where nothing has been learnt yet. ``float("inf")`` for both turns it off. On
+            Linux, where the supervisor has started the ranks; other launchers replace nobody. See docs/hangs.md.
         accelerator: As in every Lightning strategy.
         parallel_devices: As in every Lightning strategy.
         cluster_environment: As in every Lightning strategy.
@@ -89,6 +94,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         max_tries: int = 3,
         timeout_s: float = 1800.0,
         rendezvous_timeout_s: float = 600.0,
+        hang_min_s: float = 60.0,
+        hang_max_s: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -102,6 +109,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             recovery=recovery,
             max_tries=max_tries,
             max_restarts=max_restarts,
+            hang_min_s=hang_min_s,
+            hang_max_s=hang_max_s,
             rendezvous_timeout_s=rendezvous_timeout_s,
         )
         checks.choice("partition", partition, ("element", "parameter"))
@@ -290,11 +299,25 @@ class ReplicaZeroStrategy(ParallelStrategy):
         finally:
             self._accumulating = False
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        begin("forward")
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        begin("validation")
+        output = super().validation_step(*args, **kwargs)
+        loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop.val_loop if self.lightning_module else None
+        begin("validation_end" if loop is not None and loop.batch_progress.is_last_batch else "validation_batch_end")
+        return output
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As in every strategy, with the reduction around the backward pass, so that hooks after it see its result."""
         plugin, module = self.precision_plugin, self.lightning_module
         if module is None:
             raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
+        begin("backward")
         closure_loss = plugin.pre_backward(closure_loss, module)
         self.training.before_backward(self._accumulating)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -391,6 +414,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint in the form of ``state_dict_type``."""
+        begin("checkpoint")
         if self._training is not None and self.lightning_module is not None:
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
@@ -55,7 +56,7 @@ class SupervisorLauncher(_Launcher):
             )
         options = self._options_for(trainer)
         start = start_script(rerun_command)
-        supervisor = Supervisor(start, self._world_size, options.max_restarts, say, options.recovery)
+        supervisor = Supervisor(start, self._world_size, options, say, _local_root(trainer))
         code = supervisor.run()
         _disarm(trainer)
         sys.exit(code)
@@ -70,6 +71,12 @@ def die_with(supervisor: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         sys.exit(ORPHANED)
+
+
+def _local_root(trainer: Any) -> Path:
+    """The trainer's ``default_root_dir``; where that is remote, the working directory."""
+    root = "" if trainer is None else str(trainer.default_root_dir)
+    return Path() if "://" in root else Path(root)
 
 
 def _disarm(trainer: Any) -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from lightning_replica import checks
-from lightning_replica.errors import ConfigurationError
 
 GuardMode: TypeAlias = Literal["sampled", "full", "off"]
 
@@ -45,8 +44,7 @@ class RecoveryOptions:
         checks.seconds(
             hang_min_s=self.hang_min_s, hang_max_s=self.hang_max_s, rendezvous_timeout_s=self.rendezvous_timeout_s
         )
-        if self.hang_min_s > self.hang_max_s:
-            raise ConfigurationError(f"hang_min_s={self.hang_min_s} must not exceed hang_max_s={self.hang_max_s}.")
+        checks.order(hang_min_s=self.hang_min_s, hang_max_s=self.hang_max_s)
 
     @property
     def given(self) -> dict[str, Any]:

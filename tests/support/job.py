@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ class Injected(Exception):
 
 @dataclass
 class Fault:
-    """One process's fault: ``kind`` is "kill" or "raise", ``step`` the updates applied when ``point`` is reached."""
+    """One process's fault: ``step`` is the updates applied when ``point`` is reached.
+
+    Kinds: "kill", "raise", "stop" (SIGSTOP), "sleep" (without end).
+    """
 
     kind: str
     rank: int
@@ -43,6 +47,10 @@ class Fault:
             marker.touch()
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.kind == "sleep":
+                time.sleep(1e6)
             raise Injected(f"at {point} of step {step}")
 
 
@@ -57,6 +65,7 @@ class Case:
     epochs: int = 2
     max_tries: int = 3
     clip: float | None = 0.7
+    hang: tuple[float, float] = (60.0, 1800.0)
 
 
 class Faults(Callback):
@@ -169,7 +178,14 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
     faults = Faults(case, out)
     model = Model(faults)
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(case.replicas, bucket_bytes=1024, max_tries=case.max_tries, **options),
+        strategy=ReplicaZeroStrategy(
+            case.replicas,
+            bucket_bytes=1024,
+            max_tries=case.max_tries,
+            hang_min_s=case.hang[0],
+            hang_max_s=case.hang[1],
+            **options,
+        ),
         accelerator="cpu",
         devices=case.devices,
         max_epochs=case.epochs,
