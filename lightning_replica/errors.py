@@ -4,6 +4,7 @@ ReplicaError
 ├── ConfigurationError       what was asked for cannot be done; raised before any process group waits
 ├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
 ├── Interrupted              the world has moved to a new generation; this rank's step ends here
+├── CorruptedShardError      bits of this rank's shard have changed by themselves, or its peers have others
 ├── TransferError            a shard or a snapshot arrived damaged or not at all
 ├── CheckpointError          a checkpoint is damaged, unfinished, of another model, or could not be written
 ├── ProtocolError            ranks report what the commit rule rules out: a bug here, never a fault of the machine
@@ -25,6 +26,10 @@ class CollectiveError(ReplicaError):
 
 class Interrupted(ReplicaError):
     """Another rank is lost and the world moves to a new generation."""
+
+
+class CorruptedShardError(ReplicaError):
+    """This rank's shard cannot be trusted: it changed at rest, or its peers hold other bits."""
 
 
 class TransferError(ReplicaError):

@@ -34,6 +34,7 @@ from lightning_replica.messages import say
 from lightning_replica.precision import ShardedStep, sharded
 from lightning_replica.recovery.recovery import Limits
 from lightning_replica.session import Session, join
+from lightning_replica.sharding.guard import GuardMode
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
@@ -55,6 +56,12 @@ class ReplicaZeroStrategy(ParallelStrategy):
             directories (PyTorch Distributed Checkpoint), all ranks in parallel. Both are loaded by any number of ranks.
         shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
             sending through sockets.
+        guard: How much of its shard (values and optimizer state) every rank watches for bits that change by themselves
+            and compares with its peers before each update. "full": all of it. "sampled": a part, another one each
+            step, all of it within 32 steps: what a step does not look at is found only when its turn comes, after
+            the steps in between were made from wrong bits. "off": nothing. A rank whose memory changed at rest gets
+            its shard from a peer; where an update itself went wrong, the majority of the holders is right, and
+            with ``replicas=2`` the run ends with an error.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         max_restarts: Processes that may be replaced in one run.
         max_tries: Recoveries at one step before the run ends.
@@ -80,6 +87,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         whole_gradients: bool | Literal["auto"] = "auto",
         state_dict_type: StateDictType = "full",
         shared_memory: bool = True,
+        guard: GuardMode = "sampled",
         bucket_bytes: int = 16 * 2**20,
         max_restarts: int = 3,
         max_tries: int = 3,
@@ -98,10 +106,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
         checks.choice("partition", partition, ("element", "parameter"))
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
         checks.choice("shared_memory", shared_memory, (True, False))
+        checks.choice("guard", guard, ("sampled", "full", "off"))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
         self._partition, self._whole_gradients = partition, whole_gradients
-        self._shared_memory = shared_memory
+        self._shared_memory, self._guard = shared_memory, guard
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
         self._training: Training | None = None
@@ -219,6 +228,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
                 self._partition,
                 self._whole_gradients,
                 self._shared_memory,
+                self._guard,
             )
         self.setup_precision_plugin()
 

@@ -20,6 +20,7 @@ from lightning_replica.recovery.recovery import describe
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.commit import Commit, Request
+from lightning_replica.sharding.guard import GuardMode
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.state import ShardedState
@@ -40,6 +41,7 @@ class Training:
         partition: How buckets are cut.
         whole_gradients: Whether every gradient shall be whole after backward; "auto" asks the user's hooks.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+        guard: How much of the shard is watched for bits that change by themselves.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Training:
         partition: Partition,
         whole_gradients: bool | Literal["auto"],
         shared_memory: bool = True,
+        guard: GuardMode = "sampled",
     ) -> None:
         module = trainer.lightning_module
         self._session, self._precision = session, precision
@@ -67,6 +70,7 @@ class Training:
             self.whole_gradients,
             self.manual,
             shared_memory,
+            guard,
         )
         self.host = LightningHost(trainer, self.state)
         self._module_buffers = BufferSync(module, session.wait)
@@ -138,8 +142,11 @@ class Training:
         state, session = self.state, self._session
         self._module_buffers.sync(session.groups.world)
         taken = self.host.enter_commit(state.step + 1, output)
-        session.mirrors.begin("tail", taken.step, taken.private_bytes())
+        found = state.look()
+        session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         session.mirrors.settle()
+        if found is not None:
+            state.hear({**session.mirrors.digests(taken.step), session.rank: found})
         reach("before_commit")
         commit = state.commit(self._sigterm.noted)
         session.recovery.committed(state.step + 1, commit.vector)
@@ -178,7 +185,12 @@ class Training:
         return taken
 
     def end(self) -> None:
-        """The last thing in a fit: from here on nobody needs to go back."""
+        """The last thing in a fit: from here on nobody needs to go back.
+
+        Raises:
+            CorruptedShardError: If something has happened to the shard since the last update.
+        """
+        self.state.check()
         self._session.disarm()
 
     def recover_from(self, error: Exception) -> Snapshot | None:
@@ -188,6 +200,9 @@ class Training:
             RecoveryError: If the run cannot go on; ``error`` itself where it was this rank's own.
         """
         raised = "" if _is_from_outside(error) else f"{type(error).__name__}: {error}"
+        if self.state.corrupted:
+            log.warning("%s", self.state.corrupted)
+            raised = ""
         if raised:
             log.warning("rank %d: %s", self._session.rank, raised, exc_info=error)
         error.__traceback__ = None  # its frames hold process groups and half a step's activations

@@ -34,6 +34,7 @@ class Report:
         mirrors: Private states of peers that it holds.
         tries: Recoveries at this step so far.
         raised: The exception of its own that stopped it; empty if it was stopped by others.
+        corrupted: How its shard was found to be wrong; empty if it was not. It is not ``intact`` then.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Report:
     mirrors: tuple[Mirror, ...] = ()
     tries: int = 0
     raised: str = ""
+    corrupted: str = ""
 
     @property
     def newborn(self) -> bool:
@@ -145,7 +147,8 @@ def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
         )
     tries = max(report.tries for report in reports)
     if tries >= max_tries:
-        said = "; ".join(f"rank {report.rank}: {report.raised}" for report in reports if report.raised)
+        complaints = [(report.rank, report.raised or report.corrupted) for report in reports]
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in complaints if text)
         raise RecoveryError(
             f"The same step has failed {tries + 1} times (max_tries={max_tries}). {said or 'No rank raised.'}"
             " Look for a batch that cannot be trained on, or raise `max_tries`."
@@ -157,13 +160,19 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
 
     A survivor's own snapshot is not enough, a peer must hold its private part too: the survivor may be lost before it
     has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's.
+    With a corrupted shard the tail comes first, if it can be had: it may have seen parameters made of wrong bits.
     """
-    able = all(
-        (report.newborn or report.holds("batch", step))
-        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, "batch", step))
+    if any(report.corrupted for report in reports) and _can_start(reports, grid, "tail", step):
+        return "tail"
+    return "batch" if _can_start(reports, grid, "batch", step) else "tail"
+
+
+def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> bool:
+    return all(
+        (report.newborn or report.holds(kind, step))
+        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, kind, step))
         for report in reports
     )
-    return "batch" if able else "tail"
 
 
 def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
@@ -188,6 +197,12 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
             continue
         peers = grid.peers(report.rank)
         sources = [peer for peer in peers if reports[peer].intact]
+        found = [reports[peer].corrupted for peer in peers if reports[peer].corrupted]
+        if not sources and found:
+            raise RecoveryError(
+                f"Shard {grid.shard_of(report.rank)} is lost at step {step}: none of its holders (ranks"
+                f" {', '.join(map(str, peers))}) can be trusted. {'. '.join(found)}. Go on from the last checkpoint."
+            )
         if not sources:
             raise RecoveryError(
                 f"Every holder of shard {grid.shard_of(report.rank)} is lost (ranks {', '.join(map(str, peers))})."

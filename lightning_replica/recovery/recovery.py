@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError, TransferError
+from lightning_replica.errors import CollectiveError, CorruptedShardError, Interrupted, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery.faults import Fault, most_telling
 from lightning_replica.recovery.generation import Generations
@@ -22,7 +22,7 @@ from lightning_replica.works import Work
 log = logging.getLogger(__name__)
 
 # A fault while recovering: the next generation begins and recovery starts again. Anything else is a bug or final.
-_AGAIN = (CollectiveError, Interrupted, TransferError)
+_AGAIN = (CollectiveError, Interrupted, TransferError, CorruptedShardError)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Recovery:
         """
         timeline, left = Timeline(), self.generation - newborn
         self._newborn = newborn
-        fault = None if newborn else self._fault(raised) if raised else self._seen("a peer is gone")
+        fault = None if newborn else self._fault(state, raised)
         while True:
             try:
                 plan, replaced = self._attempt(state, host, raised, fault, timeline)
@@ -121,14 +121,22 @@ class Recovery:
                 return Outcome(plan, faults, replaced, timeline)
             except _AGAIN as error:
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
-                fault = self._seen(str(error))
+                found = isinstance(error, CorruptedShardError)
+                fault = self._corrupted(state) if found else self._seen(str(error))
                 if timeline.elapsed_s > self._limits.rendezvous_s:
                     raise RecoveryError(
                         f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {error}"
                     ) from error
 
-    def _fault(self, raised: str) -> Fault:
+    def _fault(self, state: Recoverable, raised: str) -> Fault:
+        if state.corrupted:
+            return self._corrupted(state)
+        if not raised:
+            return self._seen("a peer is gone")
         return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
+
+    def _corrupted(self, state: Recoverable) -> Fault:
+        return Fault("corrupted shard", (self._rank,), state.corrupted)
 
     def _seen(self, what: str) -> Fault:
         return Fault("peer gone", (), f"rank {self._rank}: {what}")
@@ -187,6 +195,7 @@ class Recovery:
             mirrors=self._mirrors.held(),
             tries=tries if step == state.step else 0,
             raised=raised,
+            corrupted=state.corrupted,
         )
 
     def _exchange_reports(self, own: Report) -> list[Report]:

@@ -4,9 +4,10 @@ import hashlib
 import json
 import os
 import signal
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.points import listen
+from lightning_replica.sharding.guard import flip_bit
+from lightning_replica.sharding.state import ShardedState
 from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
@@ -29,18 +32,25 @@ class Injected(Exception):
 
 @dataclass
 class Fault:
-    """One process's fault: ``kind`` is "kill" or "raise", ``step`` the updates applied when ``point`` is reached."""
+    """One process's fault: ``kind`` is "kill", "raise" or "flip"; ``step``: updates applied at ``point``.
+
+    "flip" flips a bit of the shard; a seed of its own for every place.
+    """
 
     kind: str
     rank: int
     point: str
     step: int
 
-    def reach(self, point: str, step: int, marker: Path) -> None:
+    def reach(self, point: str, step: int, marker: Path, state: ShardedState | None = None) -> None:
         """Fails if this is the place, once in the whole run: ``marker`` says that it has."""
         here = (int(os.environ["LOCAL_RANK"]), point, step)
         if here == (self.rank, self.point, self.step) and not marker.exists():
             marker.touch()
+            if self.kind == "flip":
+                assert state is not None
+                marker.write_text(flip_bit(state.optimizers, zlib.crc32(f"{self.rank}{point}{step}".encode())))
+                return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise Injected(f"at {point} of step {step}")
@@ -57,6 +67,7 @@ class Case:
     epochs: int = 2
     max_tries: int = 3
     clip: float | None = 0.7
+    guard: Literal["sampled", "full", "off"] = "full"
 
 
 class Faults(Callback):
@@ -65,14 +76,18 @@ class Faults(Callback):
     def __init__(self, case: Case, out: Path) -> None:
         self.case, self.out = case, out
 
+    @property
+    def state(self) -> ShardedState | None:
+        return self.strategy._training.state if self.strategy._training else None
+
     def reach(self, point: str, step: int) -> None:
         for number, fault in enumerate(self.case.faults):
-            fault.reach(point, step, self.out / f"fired{number}")
+            fault.reach(point, step, self.out / f"fired{number}", self.state)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, Strategy)
-        listen(lambda point: self.reach(point, strategy._training.state.step if strategy._training else -1))
+        self.strategy = trainer.strategy
+        assert isinstance(self.strategy, Strategy)
+        listen(lambda point: self.reach(point, self.state.step if self.state else -1))
         self.reach("setup", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -169,7 +184,9 @@ def run(case: Case, out: Path) -> None:
     faults = Faults(case, out)
     model = Model(faults)
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(replicas=case.replicas, bucket_bytes=1024, max_tries=case.max_tries),
+        strategy=ReplicaZeroStrategy(
+            replicas=case.replicas, bucket_bytes=1024, max_tries=case.max_tries, guard=case.guard
+        ),
         accelerator="cpu",
         devices=case.devices,
         max_epochs=case.epochs,
