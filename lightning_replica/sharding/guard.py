@@ -267,7 +267,7 @@ def _sum(flat: Tensor, start: int, stop: int) -> int:
         if words.storage_offset() % _WORD:  # a view into the middle of some word
             words = words.clone()
         total = int(words.view(torch.int64).sum())
-    if stop > whole:
+    if stop > max(start, whole):
         total += int.from_bytes(bytes(data[whole * _WORD :].tolist()), "little")
     return total
 

@@ -36,12 +36,12 @@ def train(case: Trained, out: Path) -> None:
     place = out / f"cwd{rank}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    strategy = ReplicaZeroStrategy(bucket_bytes=512, **case.options)
+    strategy = ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **case.options})
 
     def reach(point: str) -> None:
         step = strategy.state.step if strategy._training else -1
         for number, fault in enumerate(case.faults):
-            fault.reach(point, step, out / f"fired{number}")
+            fault.reach(point, step, out / f"fired{number}", strategy._training and strategy.state)
 
     listen(reach)
     result = fit(case.name, strategy, case.devices, (Reaches(reach),))
@@ -77,6 +77,7 @@ def results(case: Trained, out: Path) -> tuple[world.Outcome, list[dict[str, Any
 
 def assert_no_trace(case: Trained, out: Path, untouched: list[dict[str, Any]]) -> None:
     outcome, ranks = results(case, out)
+    assert ("corrupted" in outcome.logs) == any(fault.kind == "flip" for fault in case.faults), outcome.logs
     for rank, (got, expected) in enumerate(zip(ranks, untouched, strict=True)):
         assert different(got, expected) == [], f"rank {rank} of {case}\n{outcome.logs}"
     assert (out / "fired0").exists(), f"{case} was not reached"
