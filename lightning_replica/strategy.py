@@ -58,7 +58,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
             sending through sockets.
         guard: How much of its shard (values and optimizer state) every rank watches for bits that change by themselves
             and compares with its peers before each update. "full": all of it. "sampled": a part, another one each
-            step, all of it within 32 steps: what a step does not look at is found only when its turn comes, after
+            step, all of it within 64 steps: what a step does not look at is found only when its turn comes, after
             the steps in between were made from wrong bits. "off": nothing. A rank whose memory changed at rest gets
             its shard from a peer; where an update itself went wrong, the majority of the holders is right, and
             with ``replicas=2`` the run ends with an error.

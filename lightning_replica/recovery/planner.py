@@ -178,15 +178,18 @@ def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> 
 def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
     """Whether a peer could make ``rank`` anew; where all its peers are new themselves, nobody could in any case."""
     peers = [peer for peer in grid.peers(rank) if peer != rank and not reports[peer].newborn]
-    return (not peers and not reports[rank].newborn) or _holds_mirror(reports, grid, rank, kind, step)
+    if reports[rank].newborn:
+        return any(_can_send(reports[peer], rank, kind, step) for peer in peers)
+    return not peers or any(_keeps(reports[peer], rank, kind, step) for peer in peers)
 
 
-def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
-    return any(_can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
+def _keeps(holder: Report, rank: int, kind: Kind, step: int) -> bool:
+    """Whether ``holder`` has the private state of ``rank``; it can hand it on once its own shard is whole."""
+    return holder.holds(kind, step) and Mirror(rank, kind, step) in holder.mirrors
 
 
 def _can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
-    return source.intact and source.holds(kind, step) and Mirror(target, kind, step) in source.mirrors
+    return source.intact and _keeps(source, target, kind, step)
 
 
 def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tuple[Move, ...]:

@@ -39,15 +39,14 @@ log = logging.getLogger(__name__)
 
 GuardMode: TypeAlias = Literal["sampled", "full", "off"]
 
-Writes: TypeAlias = tuple[tuple["weakref.ref[Tensor]", int], ...]
-
-PARTS = 32
+PARTS = 64
 """Steps after which "sampled" has read everything."""
 
 _WORD = 8
 _CHUNK_WORDS = 2**17  # of a tensor that must be copied to be read in logical order
 _FACTOR = 0x9E3779B97F4A7C15  # any odd number
 _MASK = 2**64 - 1
+_PLAIN = (Tensor, nn.Parameter)  # what subclasses of tensors hold, nobody knows
 
 
 @dataclass(frozen=True)
@@ -56,38 +55,70 @@ class Region:
 
     Attributes:
         name: "main", or the kind of optimizer state ("exp_avg").
-        tensor: The tensor.
+        tensor: The tensor; it may be gone by now.
+        writes: How often it had been written to.
         start: The first word.
         stop: One past the last.
     """
 
     name: str
-    tensor: Tensor
+    tensor: "weakref.ref[Tensor]"
+    writes: int
     start: int
     stop: int
+
+    def untouched(self) -> bool:
+        """Whether the tensor is still there and torch knows of no write to it since."""
+        tensor = self.tensor()
+        return tensor is not None and _writes(tensor) == self.writes
+
+    def digest(self) -> int:
+        """Of the words, as they are now."""
+        tensor = self.tensor()
+        return 0 if tensor is None else digest(tensor, self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """A digest that was taken, and of what.
+    """Digests that were taken, and of what.
 
     Attributes:
         step: Of the shard.
         words: In the whole shard.
-        writes: For every region, the tensor and how often it had been written to.
-        names: Of the regions.
+        regions: What was read.
         values: Digest of every region.
     """
 
     step: int
     words: int
-    writes: Writes
-    names: tuple[str, ...]
+    regions: tuple[Region, ...]
     values: tuple[int, ...]
 
-    def untouched(self, other: "_Memory") -> bool:
-        """Whether torch knows of no write between the two."""
-        return (self.step, self.words) == (other.step, other.words) and _same_writes(self.writes, other.writes)
+    @classmethod
+    def of(cls, step: int, words: int, regions: Iterable[Region]) -> "_Memory":
+        """Reads ``regions``."""
+        regions = tuple(regions)
+        return cls(step, words, regions, tuple(region.digest() for region in regions))
+
+    @property
+    def names(self) -> str:
+        """What was read."""
+        return ", ".join(dict.fromkeys(region.name for region in self.regions))
+
+    def untouched(self) -> bool:
+        """Whether torch knows of no write since."""
+        return all(region.untouched() for region in self.regions)
+
+    def again(self) -> "_Memory":
+        """The same, as it is now."""
+        return self.of(self.step, self.words, self.regions)
+
+    def same_place(self, other: "_Memory") -> bool:
+        """Whether both were read from the same place, and torch knows of no write between the two."""
+        mine, others = self.regions, other.regions
+        if (self.step, self.words, len(mine)) != (other.step, other.words, len(others)):
+            return False
+        return all(a.tensor() is b.tensor() and a.writes == b.writes for a, b in zip(mine, others, strict=True))
 
 
 class Guard:
@@ -121,7 +152,7 @@ class Guard:
 
     def keep(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
         """Renews what is remembered where something is known to have written to the shard since."""
-        if self._parts and not self._knows(step, optimizers):
+        if self._memory is None or self._memory.step != step or not self._memory.untouched():
             self.renew(step, optimizers)
 
     def look(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> Digest | None:
@@ -152,29 +183,27 @@ class Guard:
             log.info("Hooks change the shard or the optimizer's state; at rest, these are watched without hooks only.")
         self._changed = ()
 
-    def check(self, step: int, optimizers: Sequence[ShardedOptimizer], after_hooks: bool = False) -> None:
+    def check(self, after_hooks: bool = False) -> None:
         """Takes the digest again, where this rank has to decide on its own.
 
         Args:
-            step: Of the shard.
-            optimizers: Hold the shard.
             after_hooks: Whether code of the user's may have run since the last digest.
 
         Raises:
             CorruptedShardError: If it is another one.
         """
-        before, now = self._memory, self._read(step, optimizers)
-        if before is None or now is None or (after_hooks and self._excused):
+        before = self._memory
+        if before is None or (after_hooks and self._excused):
             return
-        changed = self._changed or _differences(before, now)
+        changed = self._changed or (_differences(before, before.again()) if before.untouched() else ())
         if changed:
-            self._fail(step, _at_rest(changed))
+            self._fail(before.step, _at_rest(changed))
 
     def _how(self, wrong: Sequence[int], digests: Mapping[int, Digest]) -> str:
         if self._changed:
             return _at_rest(self._changed)
         values = ", ".join(f"rank {rank}: {digest.value & _MASK:016x}" for rank, digest in sorted(digests.items()))
-        names = ", ".join(dict.fromkeys(self._memory.names)) if self._memory is not None else ""
+        names = self._memory.names if self._memory is not None else ""
         if len(wrong) == len(digests):
             return (
                 f"its holders have different bits after an update, and none of them can be told to be right"
@@ -186,25 +215,14 @@ class Guard:
         self.found = f"Shard {self._shard} of rank {self._rank} is corrupted at step {step}: {how}"
         raise CorruptedShardError(self.found)
 
-    def _knows(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> bool:
-        before = self._memory
-        if before is None or before.step != step:
-            return False
-        words, regions = self._regions(step, optimizers)
-        return before.words == words and _same_writes(before.writes, _writes(regions))
-
     def _read(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> _Memory | None:
+        """Digests of the part of the shard whose turn it is."""
         if not self._parts:
             return None
-        words, regions = self._regions(step, optimizers)
-        values = tuple(digest(region.tensor, region.start, region.stop) for region in regions)
-        return _Memory(step, words, _writes(regions), tuple(region.name for region in regions), values)
-
-    def _regions(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> tuple[int, list[Region]]:
         tensors = list(shard_tensors(optimizers))
-        words = sum(words_of(tensor) for _, tensor in tensors)
+        words = sum([words_of(tensor) for _, tensor in tensors])
         part = step % self._parts
-        return words, regions(tensors, part * words // self._parts, (part + 1) * words // self._parts)
+        return _Memory.of(step, words, regions(tensors, part * words // self._parts, (part + 1) * words // self._parts))
 
 
 def shard_tensors(optimizers: Iterable[ShardedOptimizer]) -> Iterator[tuple[str, Tensor]]:
@@ -215,8 +233,9 @@ def shard_tensors(optimizers: Iterable[ShardedOptimizer]) -> Iterator[tuple[str,
         for piece in optimizer.pieces:
             state = optimizer.optimizer.state.get(piece.parameter, {})
             for key in sorted(state, key=str):
-                if type(state[key]) in (Tensor, nn.Parameter) and state[key].layout is torch.strided:
-                    yield str(key), state[key]
+                tensor = state[key]
+                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                    yield key, tensor
 
 
 def words_of(tensor: Tensor) -> int:
@@ -231,8 +250,10 @@ def regions(tensors: Iterable[tuple[str, Tensor]], start: int, stop: int) -> lis
         last = first + words_of(tensor)
         low, high = max(start, first), min(stop, last)
         if low < high:
-            found.append(Region(name, tensor, low - first, high - first))
+            found.append(Region(name, weakref.ref(tensor), _writes(tensor), low - first, high - first))
         first = last
+        if first >= stop:
+            break
     return found
 
 
@@ -272,17 +293,7 @@ def _sum(flat: Tensor, start: int, stop: int) -> int:
     return total
 
 
-def _writes(regions: Iterable[Region]) -> Writes:
-    return tuple((weakref.ref(region.tensor), _version(region.tensor)) for region in regions)
-
-
-def _same_writes(a: Writes, b: Writes) -> bool:
-    """Whether both are of the same tensors, and nothing was written between them."""
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(x() is y() and seen == now for (x, seen), (y, now) in pairs)
-
-
-def _version(tensor: Tensor) -> int:
+def _writes(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else data_version(tensor)
 
 
@@ -293,10 +304,10 @@ def _at_rest(changed: Sequence[str]) -> str:
 
 def _differences(before: _Memory, now: _Memory) -> tuple[str, ...]:
     """What has changed although torch knows of no write in between."""
-    if not before.untouched(now):
+    if not before.same_place(now):
         return ()
-    pairs = zip(now.names, before.values, now.values, strict=True)
-    return tuple(f"{name}: digest {old:016x}, now {new:016x}" for name, old, new in pairs if old != new)
+    pairs = zip(now.regions, before.values, now.values, strict=True)
+    return tuple(f"{region.name}: digest {old:016x}, now {new:016x}" for region, old, new in pairs if old != new)
 
 
 def _fold(values: Sequence[int]) -> int:

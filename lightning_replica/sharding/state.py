@@ -206,7 +206,7 @@ class ShardedState:
         Raises:
             CorruptedShardError: If something has.
         """
-        self._guard.check(self.step, self.optimizers, after_hooks=True)
+        self._guard.check(after_hooks=True)
 
     def commit(self, stop: bool = False) -> Commit:
         """Agrees with all ranks that step t -> t+1 happens.
@@ -233,7 +233,7 @@ class ShardedState:
         if self.phase is not StepPhase.COMMITTED or self.committed is None:
             raise ProtocolError(f"An update needs a commit, but this rank is in {self.phase} of step {self.step}.")
         if not self.manual:
-            self._guard.check(self.step, self.optimizers)
+            self._guard.check()
             self.phase = StepPhase.UPDATING
             reach("update")
             self._update(self.optimizers, self.committed)

@@ -21,7 +21,8 @@ def compare(names: list[str], out: Path, devices: int = 2, **options: Any) -> di
     case.scenarios, case.options, case.port = names, options, free_port()  # type: ignore[attr-defined]
     outcome = world.run(case, out, target=both)
     assert outcome.code == 0, outcome.logs
-    assert "corrupted" not in outcome.logs and "recovered" not in outcome.logs
+    assert "corrupted" not in outcome.logs
+    assert "recovered" not in outcome.logs
     found = {}
     for name in names:
         ddp, ours = (
