@@ -25,7 +25,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from lightning_replica._compat.torch import data_version
 from lightning_replica.digests import Digest, all_changed_alike, suspects
 from lightning_replica.errors import CorruptedShardError
 from lightning_replica.sharding.optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from lightning_replica.sharding.state import ShardedState
 
 log = logging.getLogger(__name__)
 
@@ -317,18 +320,18 @@ def _fold(values: Sequence[int]) -> int:
     return folded - 2**64 if folded >= 2**63 else folded
 
 
-def flip_bit(optimizers: Sequence[ShardedOptimizer], seed: int) -> str:
+def flip_bit(state: "ShardedState", seed: int) -> str:
     """Flips one bit somewhere in a shard, behind torch's back, as a cosmic ray would. For tests of recovery.
 
     Args:
-        optimizers: Of the `ShardedState`.
+        state: Whose shard; not empty.
         seed: Says which bit.
 
     Returns:
         What was done.
     """
     generator = torch.Generator().manual_seed(seed)
-    tensors = [(name, tensor) for name, tensor in shard_tensors(optimizers) if tensor.numel()]
+    tensors = [(name, tensor) for name, tensor in shard_tensors(state.optimizers) if tensor.numel()]
     name, tensor = tensors[int(torch.randint(len(tensors), (), generator=generator))]
     index = int(torch.randint(tensor.numel(), (), generator=generator))
     bit = int(torch.randint(8 * tensor.element_size(), (), generator=generator))

@@ -232,8 +232,8 @@ class ShardedState:
         """
         if self.phase is not StepPhase.COMMITTED or self.committed is None:
             raise ProtocolError(f"An update needs a commit, but this rank is in {self.phase} of step {self.step}.")
+        self._guard.check()
         if not self.manual:
-            self._guard.check()
             self.phase = StepPhase.UPDATING
             reach("update")
             self._update(self.optimizers, self.committed)

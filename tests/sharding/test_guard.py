@@ -1,5 +1,6 @@
 """The digest finds every flipped bit, its parts cover everything, and what is lawful is no alarm."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from lightning_replica.digests import Digest
 from lightning_replica.errors import CorruptedShardError
 from lightning_replica.grid import Grid
-from lightning_replica.sharding.guard import PARTS, Guard, digest, flip_bit, regions, shard_tensors, words_of
+from lightning_replica.sharding import guard as guards
+from lightning_replica.sharding.guard import PARTS, Guard, digest, regions, shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64)
@@ -111,6 +113,10 @@ def test_a_flip_is_found_at_once_or_in_its_turn(seed: int) -> None:
     found = sampled.look(4, optimizers)
     assert found is not None
     assert found.changed == (changed == [4])
+
+
+def flip_bit(optimizers: list[ShardedOptimizer], seed: int) -> str:
+    return guards.flip_bit(SimpleNamespace(optimizers=optimizers), seed)  # type: ignore[arg-type]
 
 
 def touch(optimizers: list[ShardedOptimizer]) -> None:

@@ -49,7 +49,7 @@ class Fault:
             marker.touch()
             if self.kind == "flip":
                 assert state is not None
-                marker.write_text(flip_bit(state.optimizers, zlib.crc32(f"{self.rank}{point}{step}".encode())))
+                marker.write_text(flip_bit(state, zlib.crc32(f"{self.rank}{point}{step}".encode())))
                 return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
