@@ -4,7 +4,7 @@ A pure function of what all holders of a shard have said, so that each of them c
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -27,6 +27,12 @@ class Digest:
     def plain(self) -> tuple[int, int, int]:
         """As plain numbers."""
         return (self.words, self.value, int(self.changed))
+
+    @classmethod
+    def of(cls, plain: Sequence[int]) -> "Digest":
+        """The inverse of `plain`."""
+        words, value, changed = plain
+        return cls(words, value, bool(changed))
 
 
 def suspects(digests: Mapping[int, Digest]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """One fit: the sharded state, the host state and this process's part in the world, working together."""
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
 from lightning_replica.devices import cpu
+from lightning_replica.digests import Digest
 from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError
 from lightning_replica.host import LightningHost
 from lightning_replica.messages import say
@@ -18,7 +20,7 @@ from lightning_replica.points import reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.recovery import describe
 from lightning_replica.session import Session
-from lightning_replica.sharding.collectives import Groups
+from lightning_replica.sharding.collectives import Groups, all_gather_bytes
 from lightning_replica.sharding.commit import Commit, Request
 from lightning_replica.sharding.guard import GuardMode
 from lightning_replica.sharding.layout import Partition
@@ -188,9 +190,13 @@ class Training:
         """The last thing in a fit: from here on nobody needs to go back.
 
         Raises:
-            CorruptedShardError: If something has happened to the shard since the last update.
+            CorruptedShardError: If this rank's shard is wrong: no commit follows in which peers would compare.
         """
-        self.state.check()
+        found = self.state.look()
+        if found is not None:
+            told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
+            peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
+            self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
         self._session.disarm()
 
     def recover_from(self, error: Exception) -> Snapshot | None:

@@ -141,8 +141,7 @@ def _read(row: Tensor, step: int) -> tuple[bytes, Digest | None] | None:
     payload = data[_HEADER.size : _HEADER.size + length]
     if not length or sent != step or len(payload) != length or _crc(payload, found) != crc:
         return None
-    words, value, changed = found
-    return payload, None if words < 0 else Digest(words, value, bool(changed))
+    return payload, None if tuple(found) == _NO_DIGEST else Digest.of(found)
 
 
 def _crc(payload: bytes, found: Sequence[int]) -> int:

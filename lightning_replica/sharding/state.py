@@ -200,14 +200,6 @@ class ShardedState:
         """
         self._guard.hear(self.step, digests)
 
-    def check(self) -> None:
-        """Makes sure that nothing has happened to the shard since its last update.
-
-        Raises:
-            CorruptedShardError: If something has.
-        """
-        self._guard.check(after_hooks=True)
-
     def commit(self, stop: bool = False) -> Commit:
         """Agrees with all ranks that step t -> t+1 happens.
 
@@ -353,7 +345,7 @@ class ShardedState:
         Raises:
             CorruptedShardError: If its bits are wrong.
         """
-        self.check()
+        self._guard.check(after_hooks=True)
         manifest, tensors = moving.export_shard(self.optimizers, with_gradients=self.manual)
         return {"step": self.step, **manifest}, tensors
 

@@ -62,14 +62,16 @@ def test_at_rest(point: str, step: int, rank: int, untouched: world.Outcome, tmp
     assert_repaired(world.run(case, tmp_path), case, tmp_path, untouched)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_an_update_that_went_wrong_is_named_by_the_majority(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "before_validation"), [(3, 6), (4, 5)])
+def test_an_update_that_went_wrong_is_named_by_the_majority(ranks: int, before_validation: int, tmp_path: Path) -> None:
+    """Also the last one of all; and a validation that has seen its parameters is done again."""
     shape = {"devices": ranks, "replicas": ranks}
     untouched = world.run(Case(**shape), tmp_path / "untouched")
-    case = Case(faults=flips((0, "update", 0), (ranks - 1, "torn", 1), (1, "gather", 4)), **shape)
+    places = ((0, "update", 0), (ranks - 1, "torn", 1), (1, "gather", 4), (2, "update", before_validation))
+    case = Case(faults=flips(*places), **shape)
     outcome = world.run(case, tmp_path / "faults")
     assert_repaired(outcome, case, tmp_path / "faults", untouched)
-    assert found_in(outcome.logs) == {(0, 1), (ranks - 1, 2), (1, 4)}
+    assert found_in(outcome.logs) == {(0, 1), (ranks - 1, 2), (1, 4), (2, before_validation + 1)}
     assert outcome.logs.count("an update gave other bits than on its peers") >= 2
 
 
