@@ -116,13 +116,6 @@ class _Memory:
         """The same, as it is now."""
         return self.of(self.step, self.words, self.regions)
 
-    def same_place(self, other: "_Memory") -> bool:
-        """Whether both were read from the same place, and torch knows of no write between the two."""
-        mine, others = self.regions, other.regions
-        if (self.step, self.words, len(mine)) != (other.step, other.words, len(others)):
-            return False
-        return all(a.tensor() is b.tensor() and a.writes == b.writes for a, b in zip(mine, others, strict=True))
-
 
 class Guard:
     """Watches over the shard of one rank. See [Note: wrong bits].
@@ -131,9 +124,6 @@ class Guard:
         mode: "full" reads the whole shard, "sampled" a part of it that changes with the step, "off" nothing.
         rank: This rank.
         shard: Its shard.
-
-    Attributes:
-        found: What is wrong with this rank's shard; empty if nothing is known to be.
     """
 
     def __init__(self, mode: GuardMode, rank: int, shard: int) -> None:
@@ -142,7 +132,17 @@ class Guard:
         self._memory: _Memory | None = None
         self._changed: tuple[str, ...] = ()
         self._excused = False
-        self.found = ""
+        self._found = ""
+
+    @property
+    def found(self) -> str:
+        """What is wrong with this rank's shard; empty if nothing is known to be.
+
+        A change at rest that the peers have not judged yet counts: if a fault comes first, it may be because of it.
+        """
+        if self._changed and not self._found and self._memory is not None:
+            return self._text(self._memory.step, _at_rest(self._changed))
+        return self._found
 
     def renew(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
         """The shard has just been updated: from now on its bits shall not change."""
@@ -151,12 +151,14 @@ class Guard:
     def reset(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
         """The shard has come from a peer: whatever was wrong with it is over."""
         self.renew(step, optimizers)
-        self._changed, self.found = (), ""
+        self._changed, self._found = (), ""
 
     def keep(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """Renews what is remembered where something is known to have written to the shard since."""
-        if self._memory is None or self._memory.step != step or not self._memory.untouched():
+        """Takes what was lawfully written to the shard since for what it is now."""
+        if self._memory is None or self._memory.step != step:
             self.renew(step, optimizers)
+        elif not self._memory.untouched():
+            self.look(step, optimizers)
 
     def look(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> Digest | None:
         """Takes the digest again, after hooks of the user's.
@@ -198,9 +200,9 @@ class Guard:
         before = self._memory
         if before is None or (after_hooks and self._excused):
             return
-        changed = self._changed or (_differences(before, before.again()) if before.untouched() else ())
-        if changed:
-            self._fail(before.step, _at_rest(changed))
+        self._changed = self._changed or _differences(before, before.again())
+        if self._changed:
+            self._fail(before.step, _at_rest(self._changed))
 
     def _how(self, wrong: Sequence[int], digests: Mapping[int, Digest]) -> str:
         if self._changed:
@@ -215,8 +217,11 @@ class Guard:
         return f"an update gave other bits than on its peers (digests of {names}: {values})"
 
     def _fail(self, step: int, how: str) -> None:
-        self.found = f"Shard {self._shard} of rank {self._rank} is corrupted at step {step}: {how}"
-        raise CorruptedShardError(self.found)
+        self._found = self._text(step, how)
+        raise CorruptedShardError(self._found)
+
+    def _text(self, step: int, how: str) -> str:
+        return f"Shard {self._shard} of rank {self._rank} is corrupted at step {step}: {how}"
 
     def _read(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> _Memory | None:
         """Digests of the part of the shard whose turn it is."""
@@ -306,11 +311,16 @@ def _at_rest(changed: Sequence[str]) -> str:
 
 
 def _differences(before: _Memory, now: _Memory) -> tuple[str, ...]:
-    """What has changed although torch knows of no write in between."""
-    if not before.same_place(now):
-        return ()
-    pairs = zip(now.regions, before.values, now.values, strict=True)
-    return tuple(f"{region.name}: digest {old:016x}, now {new:016x}" for region, old, new in pairs if old != new)
+    """What has changed although torch knows of no write in between; what was written to lawfully is left out."""
+    fresh = {(id(r.tensor()), r.start, r.stop): value for r, value in zip(now.regions, now.values, strict=True)}
+    found = []
+    for region, old in zip(before.regions, before.values, strict=True):
+        if region.untouched():
+            key = (id(region.tensor()), region.start, region.stop)
+            new = fresh[key] if key in fresh else region.digest()
+            if new != old:
+                found.append(f"{region.name}: digest {old:016x}, now {new:016x}")
+    return tuple(found)
 
 
 def _fold(values: Sequence[int]) -> int:
