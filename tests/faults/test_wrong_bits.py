@@ -87,7 +87,7 @@ def test_an_update_that_went_wrong_with_two_holders(tmp_path: Path) -> None:
 
 def test_the_holder_that_is_left_is_not_right(tmp_path: Path) -> None:
     """Nobody takes wrong bits from it."""
-    faults = (*flips((3, "forward", 2)), Fault("kill", 1, "backward", 2))
+    faults = (*flips((3, "forward", 2)), Fault("kill", 1, "reduction", 2))
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code != 0
     assert "Shard 1 is lost at step 2: none of its holders (ranks 1, 3) can be trusted." in outcome.logs
