@@ -4,6 +4,7 @@ ReplicaError
 ├── ConfigurationError       what was asked for cannot be done; raised before any process group waits
 ├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
 ├── Interrupted              the world has moved to a new generation; this rank's step ends here
+├── CorruptedShardError      bits of this rank's shard have changed by themselves, or its peers have others
 ├── TransferError            a shard or a snapshot arrived damaged or not at all
 ├── HookError                a recovery hook of the user's raised; recovery is tried again
 ├── CheckpointError          a checkpoint is damaged, unfinished, of another model, or could not be written
@@ -26,6 +27,10 @@ class CollectiveError(ReplicaError):
 
 class Interrupted(ReplicaError):
     """Another rank is lost and the world moves to a new generation."""
+
+
+class CorruptedShardError(ReplicaError):
+    """This rank's shard cannot be trusted: it changed at rest, or its peers hold other bits."""
 
 
 class TransferError(ReplicaError):

@@ -26,6 +26,7 @@ from lightning_replica._compat.lightning import (
 from lightning_replica.checkpoints import Checkpoints, StateDictType, absent
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
+from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
@@ -57,6 +58,12 @@ class ReplicaZeroStrategy(ParallelStrategy):
             directories (PyTorch Distributed Checkpoint), all ranks in parallel. Both are loaded by any number of ranks.
         shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
             sending through sockets.
+        guard: How much of its shard (values and optimizer state) every rank watches for bits that change by themselves
+            and compares with its peers before each update. "full": all of it. "sampled": a part, another one each
+            step, all of it within 64 steps: what a step does not look at is found only when its turn comes, after
+            the steps in between were made from wrong bits. "off": nothing. A rank whose memory changed at rest gets
+            its shard from a peer; where an update itself went wrong, the majority of the holders is right, and
+            with ``replicas=2`` the run ends with an error.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         recovery: Whether a fault is recovered from. Without it training is as sharded and has the same bits, but the
             first fault ends the run.
@@ -88,6 +95,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         whole_gradients: bool | Literal["auto"] = "auto",
         state_dict_type: StateDictType = "full",
         shared_memory: bool = True,
+        guard: GuardMode = "sampled",
         bucket_bytes: int = 16 * 2**20,
         recovery: bool = True,
         max_restarts: int = 3,
@@ -108,6 +116,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self._given_options = RecoveryOptions(
             recovery=recovery,
             max_tries=max_tries,
+            guard=guard,
             max_restarts=max_restarts,
             hang_min_s=hang_min_s,
             hang_max_s=hang_max_s,

@@ -1,5 +1,6 @@
 """One fit: the sharded state, the host state and this process's part in the world, working together."""
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
+from lightning_replica.digests import Digest
 from lightning_replica.errors import RecoveryError
 from lightning_replica.hooks import Hooks, explain, is_from_outside
 from lightning_replica.host import LightningHost
@@ -20,7 +22,7 @@ from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.account import Account
 from lightning_replica.recovery.incident import Incident, describe
 from lightning_replica.session import Session
-from lightning_replica.sharding.collectives import Groups
+from lightning_replica.sharding.collectives import Groups, all_gather_bytes
 from lightning_replica.sharding.commit import Commit, Request
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
@@ -73,6 +75,7 @@ class Training:
             self.whole_gradients,
             self.manual,
             shared_memory,
+            session.options.guard,
             self.recoverable,
         )
         self.host = LightningHost(trainer, self.state)
@@ -164,8 +167,11 @@ class Training:
         self._module_buffers.sync(session.groups.world)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
-            session.mirrors.begin("tail", taken.step, taken.private_bytes())
+            found = state.look()
+            session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
             session.mirrors.settle()
+            if found is not None:
+                state.hear({**session.mirrors.digests(taken.step), session.rank: found})
         else:
             self.host.pass_commit(state.step + 1, output)
         reach("before_commit")
@@ -208,7 +214,16 @@ class Training:
         return taken
 
     def end(self) -> None:
-        """The last thing in a fit: from here on nobody needs to go back."""
+        """The last thing in a fit: from here on nobody needs to go back.
+
+        Raises:
+            CorruptedShardError: If this rank's shard is wrong: no commit follows in which peers would compare.
+        """
+        found = self.state.look()
+        if found is not None:
+            told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
+            peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
+            self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
         self._session.disarm()
 
     def report(self) -> None:
@@ -224,6 +239,9 @@ class Training:
         batches, since = self._window
         self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
         raised = "" if is_from_outside(error) else explain(error)
+        if self.state.corrupted:
+            log.warning("%s", self.state.corrupted)
+            raised = ""
         if raised:
             # Once, and first; a step that fails again in the same way adds no second traceback.
             log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)

@@ -13,7 +13,7 @@ PACKAGE = Path(lightning_replica.__file__).parent
 # From the ground up. A file may import from its own row and from those above it in this list.
 LAYERS = [
     ["errors", "messages", "checks", "_compat"],
-    ["points", "grid", "works"],
+    ["points", "grid", "works", "digests"],
     ["sharding"],
     ["recovery"],
     ["checkpoint"],
@@ -42,7 +42,7 @@ LAYERS = [
     ["cli", "conf"],
     ["__main__"],
 ]
-NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors"]
+NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors", "digests"]
 
 
 def files() -> list[Path]:

@@ -1,7 +1,8 @@
 """The second level: a process is there, but its shard is not what it was."""
 
 from lightning_replica.callbacks.level import Level
-from lightning_replica.recovery.options import GuardMode, RecoveryOptions
+from lightning_replica.digests import GuardMode
+from lightning_replica.recovery.options import RecoveryOptions
 
 
 class PeerRepair(Level):

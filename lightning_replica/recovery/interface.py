@@ -28,17 +28,29 @@ class Recoverable(Protocol):
         """Whether the shard's memory cannot be trusted."""
 
     @property
+    def corrupted(self) -> str:
+        """How the shard's bits were found to be wrong; empty if they were not. ``torn`` is true then."""
+
+    @property
     def commit_vector(self) -> tuple[float, ...] | None:
         """The commit of ``step -> step + 1``, if this rank saw it succeed."""
 
     def roll_forward(self, vector: tuple[float, ...]) -> None:
-        """Makes the committed update. Called only where ``entered``."""
+        """Makes the committed update. Called only where ``entered``.
+
+        Raises:
+            CorruptedShardError: If the shard's bits are found to be wrong.
+        """
 
     def roll_back(self, kind: Kind) -> None:
         """Forgets the step under way. Called on every rank, after any rolling forward and `Host.restore_groups`."""
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Describes the shard in plain data and lists the flat tensors that hold it."""
+        """Describes the shard in plain data and lists the flat tensors that hold it.
+
+        Raises:
+            CorruptedShardError: If the shard's bits are found to be wrong.
+        """
 
     def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
         """Takes a peer's shard. If it raises half-way, ``torn`` is true."""

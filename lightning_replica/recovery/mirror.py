@@ -4,23 +4,26 @@
 Twice a step, in one all-gather among the R peers: when a batch window begins (awaited only at the next one, so it
 costs no time) and before the commit (awaited before this rank enters it). So whenever a commit has succeeded
 anywhere, every peer holds the private state that the tail of that step begins with. A message that a fault cut
-short is told by its checksum; the planner then goes back to the tail.
+short is told by its checksum; the planner then goes back to the tail. The message before the commit also carries
+what a rank has found in its shard, so that peers can compare their bits before any of them enters the commit.
 """
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
+from lightning_replica.digests import Digest
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror
 from lightning_replica.works import Work, track
 
-_HEADER = struct.Struct("<qqq")  # step, length of the payload, CRC-32 of the payload
+_HEADER = struct.Struct("<qqqqqq")  # step, length of the payload, CRC-32 of payload and digest, digest
+_NO_DIGEST = (-1, 0, 0)
 _START_BYTES = 64 * 1024
 
 
@@ -37,7 +40,7 @@ class Mirrors:
         self._capacity = _START_BYTES
         # Newest last. After a fault the same state is sent again, and the older copy is kept until that is through.
         self._rows: dict[tuple[Kind, int], list[list[Tensor]]] = {}
-        self._pending: tuple[Work, Kind, int, bytes] | None = None
+        self._pending: tuple[Work, Kind, int, bytes, Digest | None] | None = None
 
     def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
         """Uses ``group``, whose members are ``peers``, from now on. Rows received so far are kept."""
@@ -45,25 +48,32 @@ class Mirrors:
         self._pending = None
         self._capacity = _START_BYTES  # the same on a replacement as on everyone else
 
-    def begin(self, kind: Kind, step: int, payload: bytes) -> None:
-        """Starts to send ``payload`` to the peers and to receive theirs. Collective among peers."""
+    def begin(self, kind: Kind, step: int, payload: bytes, digest: Digest | None = None) -> None:
+        """Starts to send ``payload`` to the peers and to receive theirs. Collective among peers.
+
+        Args:
+            kind: Of the snapshot.
+            step: Of the snapshot.
+            payload: This rank's private state.
+            digest: What this rank has found in its shard.
+        """
         self.settle()
         if len(self._peers) == 1:
             return
         if kind == "batch":  # the steps before this window are done with on every rank
             self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= step}
-        self._pending = (self._launch(kind, step, payload), kind, step, payload)
+        self._pending = (self._launch(kind, step, payload, digest), kind, step, payload, digest)
 
     def settle(self) -> None:
         """Waits for what `begin` started; a payload that did not fit is sent again with more room."""
         if self._pending is None:
             return
-        work, kind, step, payload = self._pending
+        work, kind, step, payload, digest = self._pending
         self._wait(work)
         needed = max(_HEADER.unpack_from(as_bytes(row))[1] for row in self._rows[kind, step][-1]) + _HEADER.size
         if needed > self._capacity:
             self._capacity = 1 << needed.bit_length()
-            self._wait(self._launch(kind, step, payload))
+            self._wait(self._launch(kind, step, payload, digest))
         self._rows[kind, step] = self._rows[kind, step][-1:]
         self._pending = None
 
@@ -79,6 +89,12 @@ class Mirrors:
             for peer in self._peers
             if peer != self._rank and self._find(Mirror(peer, kind, step)) is not None
         )
+
+    def digests(self, step: int) -> dict[int, Digest]:
+        """What this rank and its peers have found in their shards before the commit that leads to ``step``."""
+        rows = self._rows.get(("tail", step), [[]])[-1]
+        read = {peer: _read(row, step) for peer, row in zip(self._peers, rows, strict=False)}
+        return {peer: message[1] for peer, message in read.items() if message is not None and message[1] is not None}
 
     def payload(self, mirror: Mirror) -> bytes:
         """The private state that ``mirror``, one of `held`, stands for."""
@@ -96,31 +112,37 @@ class Mirrors:
         """Holds what a peer has shared: a second fault may come before all have mirrored their states again."""
         rows = [torch.zeros(_HEADER.size, dtype=torch.uint8) for _ in self._peers]
         for peer, payload in payloads.items():
-            rows[self._peers.index(peer)] = torch.frombuffer(bytearray(_pack(step, payload)), dtype=torch.uint8)
+            rows[self._peers.index(peer)] = torch.frombuffer(bytearray(_pack(step, payload, None)), dtype=torch.uint8)
         self._rows[kind, step] = [rows]
 
     def _find(self, mirror: Mirror) -> bytes | None:
         place = self._peers.index(mirror.rank)
         read = (_read(rows[place], mirror.step) for rows in self._rows[mirror.kind, mirror.step])
-        return next((payload for payload in read if payload is not None), None)
+        return next((message[0] for message in read if message is not None), None)
 
-    def _launch(self, kind: Kind, step: int, payload: bytes) -> Work:
+    def _launch(self, kind: Kind, step: int, payload: bytes, digest: Digest | None) -> Work:
         message = torch.zeros(self._capacity, dtype=torch.uint8)
-        data = _pack(step, payload)[: self._capacity]
+        data = _pack(step, payload, digest)[: self._capacity]
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = list(torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8).unbind())
         self._rows.setdefault((kind, step), []).append(rows)
         return track(dist.all_gather(rows, message, group=self._group, async_op=True))
 
 
-def _pack(step: int, payload: bytes) -> bytes:
-    return _HEADER.pack(step, len(payload), zlib.crc32(payload)) + payload
+def _pack(step: int, payload: bytes, digest: Digest | None) -> bytes:
+    found = _NO_DIGEST if digest is None else digest.plain
+    return _HEADER.pack(step, len(payload), _crc(payload, found), *found) + payload
 
 
-def _read(row: Tensor, step: int) -> bytes | None:
-    """The payload of a message of ``step``, or None if it is not whole."""
+def _read(row: Tensor, step: int) -> tuple[bytes, Digest | None] | None:
+    """The payload and digest of a message of ``step``, or None if it is not whole."""
     data = row.numpy().tobytes()
-    sent, length, crc = _HEADER.unpack_from(data)
+    sent, length, crc, *found = _HEADER.unpack_from(data)
     payload = data[_HEADER.size : _HEADER.size + length]
-    whole = length and sent == step and len(payload) == length and zlib.crc32(payload) == crc
-    return payload if whole else None
+    if not length or sent != step or len(payload) != length or _crc(payload, found) != crc:
+        return None
+    return payload, None if tuple(found) == _NO_DIGEST else Digest.of(found)
+
+
+def _crc(payload: bytes, found: Sequence[int]) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", *found)))

@@ -1,11 +1,10 @@
 """What a user can choose about recovery: one set of names, defaults and checks, for the strategy and for callbacks."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from lightning_replica import checks
-
-GuardMode: TypeAlias = Literal["sampled", "full", "off"]
+from lightning_replica.digests import GuardMode
 
 
 @dataclass(frozen=True)

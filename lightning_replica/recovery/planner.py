@@ -37,6 +37,7 @@ class Report:
         joining: Whether it is a new process whose first recovery this is; it may have its state by now.
         hook: The recovery hook that failed last on this rank, and how, in this recovery.
         hook_failures: How often hooks have failed on this rank in this recovery.
+        corrupted: How its shard was found to be wrong; empty if it was not. It is not ``intact`` then.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Report:
     joining: bool = False
     hook: str = ""
     hook_failures: int = 0
+    corrupted: str = ""
 
     @property
     def newborn(self) -> bool:
@@ -158,7 +160,8 @@ def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
         )
     tries = max(report.tries for report in reports)
     if tries >= max_tries:
-        said = "; ".join(f"rank {report.rank}: {report.raised}" for report in reports if report.raised)
+        complaints = [(report.rank, report.raised or report.corrupted) for report in reports]
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in complaints if text)
         raise RecoveryError(
             f"The same step has failed {tries + 1} times (max_tries={max_tries}): the one after step {step},"
             f" of which no shard is lost. {said or 'No rank raised.'}"
@@ -171,27 +174,36 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
 
     A survivor's own snapshot is not enough, a peer must hold its private part too: the survivor may be lost before it
     has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's.
+    With a corrupted shard the tail comes first, if it can be had: it may have seen parameters made of wrong bits.
     """
-    able = all(
-        (report.newborn or report.holds("batch", step))
-        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, "batch", step))
+    if any(report.corrupted for report in reports) and _can_start(reports, grid, "tail", step):
+        return "tail"
+    return "batch" if _can_start(reports, grid, "batch", step) else "tail"
+
+
+def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> bool:
+    return all(
+        (report.newborn or report.holds(kind, step))
+        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, kind, step))
         for report in reports
     )
-    return "batch" if able else "tail"
 
 
 def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
     """Whether a peer could make ``rank`` anew; where all its peers are new themselves, nobody could in any case."""
     peers = [peer for peer in grid.peers(rank) if peer != rank and not reports[peer].newborn]
-    return (not peers and not reports[rank].newborn) or _holds_mirror(reports, grid, rank, kind, step)
+    if reports[rank].newborn:
+        return any(_can_send(reports[peer], rank, kind, step) for peer in peers)
+    return not peers or any(_keeps(reports[peer], rank, kind, step) for peer in peers)
 
 
-def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
-    return any(_can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
+def _keeps(holder: Report, rank: int, kind: Kind, step: int) -> bool:
+    """Whether ``holder`` has the private state of ``rank``; it can hand it on once its own shard is whole."""
+    return holder.holds(kind, step) and Mirror(rank, kind, step) in holder.mirrors
 
 
 def _can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
-    return source.intact and source.holds(kind, step) and Mirror(target, kind, step) in source.mirrors
+    return source.intact and _keeps(source, target, kind, step)
 
 
 def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tuple[Move, ...]:
@@ -202,6 +214,12 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
             continue
         peers = grid.peers(report.rank)
         sources = [peer for peer in peers if reports[peer].intact]
+        found = [reports[peer].corrupted for peer in peers if reports[peer].corrupted]
+        if not sources and found:
+            raise RecoveryError(
+                f"Shard {grid.shard_of(report.rank)} is lost at step {step}: none of its holders (ranks"
+                f" {', '.join(map(str, peers))}) can be trusted. {'. '.join(found)}. Go on from the last checkpoint."
+            )
         if not sources:
             raise RecoveryError(
                 f"Every holder of shard {grid.shard_of(report.rank)} is lost (ranks {', '.join(map(str, peers))})"

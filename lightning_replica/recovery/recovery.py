@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from lightning_replica.errors import CollectiveError, HookError, Interrupted, RecoveryError, TransferError
+from lightning_replica.errors import (
+    CollectiveError,
+    CorruptedShardError,
+    HookError,
+    Interrupted,
+    RecoveryError,
+    TransferError,
+)
 from lightning_replica.grid import Grid
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.faults import Fault
@@ -26,7 +33,7 @@ from lightning_replica.works import Work
 log = logging.getLogger(__name__)
 
 # A fault while recovering: the next generation begins and recovery starts again. Anything else is a bug or final.
-_AGAIN = (CollectiveError, Interrupted, TransferError)
+_AGAIN = (CollectiveError, Interrupted, TransferError, CorruptedShardError)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class Recovery:
         timeline, self._left = Timeline(), self.generation - newborn
         self._newborn = self._joining = newborn
         self._hook_failures, self._hook_said, self._moves = 0, "", []
-        fault = None if newborn else self._fault(raised) if raised else self._seen("a peer is gone")
+        fault = None if newborn else self._fault(state, raised)
         while True:
             try:
                 plan = self._attempt(state, host, raised, fault, timeline)
@@ -114,10 +121,10 @@ class Recovery:
             except HookError as error:
                 # Whatever the phase, the others must come back to the start too.
                 self._hook_failures, self._hook_said, fault = self._hook_failures + 1, str(error), None
-                self._generations.begin_next(self.generation, self._fault(str(error)))
+                self._generations.begin_next(self.generation, self._fault(state, str(error)))
             except _AGAIN as error:
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
-                fault = self._seen(str(error))
+                fault = self._corrupted(state) if isinstance(error, CorruptedShardError) else self._seen(str(error))
                 if timeline.elapsed_s > self._options.rendezvous_timeout_s:
                     raise RecoveryError(
                         f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {error}"
@@ -137,8 +144,15 @@ class Recovery:
         ]
         return "".join(lines)
 
-    def _fault(self, raised: str) -> Fault:
+    def _fault(self, state: Recoverable, raised: str) -> Fault:
+        if state.corrupted:
+            return self._corrupted(state)
+        if not raised:
+            return self._seen("a peer is gone")
         return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
+
+    def _corrupted(self, state: Recoverable) -> Fault:
+        return Fault("corrupted shard", (self._rank,), state.corrupted)
 
     def _seen(self, what: str) -> Fault:
         return Fault("peer gone", (), f"rank {self._rank}: {what}")
@@ -223,6 +237,7 @@ class Recovery:
             joining=self._joining,
             hook=self._hook_said,
             hook_failures=self._hook_failures,
+            corrupted=state.corrupted,
         )
 
     def _exchange_reports(self, own: Report) -> list[Report]:

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica._compat.torch import as_bytes
+from lightning_replica.digests import Digest, GuardMode
 from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.grid import Grid
 from lightning_replica.points import reach
@@ -20,6 +21,7 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.commit import Commit, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
+from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.reducer import Reducer
@@ -40,7 +42,8 @@ class ShardedState:
             costs a gather; otherwise it is so for the own shard only.
         manual: Whether one step of this state is a batch with any number of optimizer steps.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
-        recoverable: Whether a step may have to be undone; otherwise no copy is kept that only this needs.
+        guard: How much of the shard is watched for bits that change by themselves.
+        recoverable: Whether a step may have to be undone; otherwise nothing is kept or watched that only this needs.
 
     Attributes:
         step: Steps applied to this rank's shard, t.
@@ -60,9 +63,11 @@ class ShardedState:
         whole_gradients: bool = False,
         manual: bool = False,
         shared_memory: bool = True,
+        guard: GuardMode = "sampled",
         recoverable: bool = True,
     ) -> None:
         self.grid, self.rank, self._recoverable = grid, rank, recoverable
+        self._guard = Guard(guard if recoverable else "off", rank, grid.shard_of(rank))
         self._shared_memory, self._mapped = shared_memory and grid.world_size > 1, False
         self.whole_gradients, self.manual = whole_gradients, manual
         _check_disjoint(optimizers)
@@ -127,10 +132,13 @@ class ShardedState:
         self.follow_groups()
         self._before_window = None
         self._map()
-        if weights_may_differ and self._is_written():
-            if self._recoverable:
-                self._before_window = [buffers.main.clone() for buffers in self.buffers]
-            self._adopt(self.buffers)
+        if weights_may_differ:
+            self.look()  # the weights, if adopted, would hide what has happened to the shard
+            if self._is_written():
+                if self._recoverable:
+                    self._before_window = [buffers.main.clone() for buffers in self.buffers]
+                self._adopt(self.buffers)
+        self._guard.keep(self.step, self.optimizers)
         self._backup = Backup(self.optimizers) if self.manual and self._recoverable else None
 
     def _is_written(self) -> bool:
@@ -183,6 +191,18 @@ class ShardedState:
             if coefficient != 1.0:
                 buffers.grads.mul_(coefficient)
 
+    def look(self) -> Digest | None:
+        """What this rank finds in its shard now, for its peers to compare; None if nothing is watched."""
+        return self._guard.look(self.step, self.optimizers)
+
+    def hear(self, digests: Mapping[int, Digest]) -> None:
+        """Compares what all holders of this shard have found; called before the commit.
+
+        Raises:
+            CorruptedShardError: If this rank's shard is wrong, or nobody can tell whose is.
+        """
+        self._guard.hear(self.step, digests)
+
     def commit(self, stop: bool = False) -> Commit:
         """Agrees with all ranks that step t -> t+1 happens.
 
@@ -200,14 +220,20 @@ class ShardedState:
         return self.committed
 
     def update(self) -> None:
-        """Applies the committed step to the own shard. Needs no other rank."""
+        """Applies the committed step to the own shard. Needs no other rank.
+
+        Raises:
+            CorruptedShardError: If the shard has changed since the commit was entered. It is not updated then.
+        """
         if self.phase is not StepPhase.COMMITTED or self.committed is None:
             raise ProtocolError(f"An update needs a commit, but this rank is in {self.phase} of step {self.step}.")
+        self._guard.check()
         if not self.manual:
             self.phase = StepPhase.UPDATING
             reach("update")
             self._update(self.optimizers, self.committed)
         self.step += 1
+        self._guard.renew(self.step, self.optimizers)
         self._backup = self._before_window = None
         self._idle()
 
@@ -223,10 +249,12 @@ class ShardedState:
         commit = Commit.of(vector.tolist())
         if self._backup is not None:
             self._backup.keep_shard()
+        self.look()
         self.phase = StepPhase.UPDATING
         reach("update")
         self._adopt(optimizer.buffers)
         self._update([optimizer], commit)
+        self._guard.renew(self.step, self.optimizers)
         self.gather([optimizer])
         if not self.whole_gradients:
             for buffers in optimizer.buffers:
@@ -272,8 +300,14 @@ class ShardedState:
 
     @property
     def torn(self) -> bool:
-        """Whether a fault came while the shard was changing, and there is no copy of it."""
-        return self.phase is StepPhase.UPDATING and not (self._backup is not None and self._backup.whole)
+        """Whether a fault came while the shard was changing, and there is no copy of it; or its bits are wrong."""
+        backed = self._backup is not None and self._backup.whole
+        return bool(self.corrupted) or (self.phase is StepPhase.UPDATING and not backed)
+
+    @property
+    def corrupted(self) -> str:
+        """How the shard's bits were found to be wrong, until they are replaced; empty if they were not."""
+        return self._guard.found
 
     @property
     def commit_vector(self) -> tuple[float, ...] | None:
@@ -309,7 +343,12 @@ class ShardedState:
                 buffers.drop_gradients()
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """The shard in few large messages: see `moving`."""
+        """The shard in few large messages: see `moving`.
+
+        Raises:
+            CorruptedShardError: If its bits are wrong.
+        """
+        self._guard.check(after_hooks=True)
         manifest, tensors = moving.export_shard(self.optimizers, with_gradients=self.manual)
         return {"step": self.step, **manifest}, tensors
 
@@ -320,6 +359,7 @@ class ShardedState:
             self._watch(*optimizer.follow_layout(layout))
         moving.import_shard(self.optimizers, manifest, receive)
         self.step = manifest["step"]
+        self._guard.reset(self.step, self.optimizers)
         self._idle()
 
     def rebuild(self) -> None:

@@ -131,6 +131,7 @@ def test_from_hydra_and_from_lightning_cli(monkeypatch: pytest.MonkeyPatch) -> N
         }
     }
     monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's own call
     cli = LightningCLI(Plain, run=False, args=arguments, save_config_callback=None, seed_everything_default=False)
     strategy = cli.trainer.strategy
     assert isinstance(strategy, ReplicaZeroStrategy)

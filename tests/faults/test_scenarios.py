@@ -36,12 +36,12 @@ def train(case: Trained, out: Path) -> None:
     place = out / f"cwd{rank}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    strategy = ReplicaZeroStrategy(bucket_bytes=512, **case.options)
+    strategy = ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **case.options})
 
     def reach(point: str) -> None:
         step = strategy.state.step if strategy._training else -1
         for number, fault in enumerate(case.faults):
-            fault.reach(point, step, out / f"fired{number}")
+            fault.reach(point, step, out / f"fired{number}", strategy._training and strategy.state)
 
     listen(reach)
     result = fit(case.name, strategy, case.devices, (Reaches(reach),))
@@ -77,6 +77,7 @@ def results(case: Trained, out: Path) -> tuple[world.Outcome, list[dict[str, Any
 
 def assert_no_trace(case: Trained, out: Path, untouched: list[dict[str, Any]]) -> None:
     outcome, ranks = results(case, out)
+    assert "corrupted" not in outcome.logs, outcome.logs  # a guard that sees everything has seen nothing
     for rank, (got, expected) in enumerate(zip(ranks, untouched, strict=True)):
         assert different(got, expected) == [], f"rank {rank} of {case}\n{outcome.logs}"
     assert (out / "fired0").exists(), f"{case} was not reached"
@@ -108,6 +109,35 @@ def test_a_kill_and_an_exception(name: str, tmp_path: Path) -> None:
     for kind in ("kill", "raise"):
         case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2)
         assert_no_trace(case, tmp_path / kind, untouched)
+
+
+AT_REST = [point for point in POINTS if point != "update"]
+# More than one update in a batch, weights of the user's own, parameters of fewer bits than their shards.
+FLIPPED = {
+    "manual",
+    "manual_accumulation",
+    "gan",
+    "half_mixed_manual",
+    "clamped_weights",
+    "bf16_true",
+    "moving_average",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FLIPPED else pytest.mark.combinations) for name in NAMES]
+)
+def test_a_flipped_bit(name: str, tmp_path: Path) -> None:
+    """It is repaired, or overwritten lawfully before anybody reads it (values are adopted from weights)."""
+    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
+    for number in range(2):
+        chosen = zlib.crc32(f"{name}/flip{number}".encode())
+        fault = Fault("flip", number, AT_REST[chosen % len(AT_REST)], 1 + chosen // 16 % 3)
+        case = Trained((fitting(name, fault),), name=name, devices=2)
+        outcome, ranks = results(case, tmp_path / str(number))
+        for got, expected in zip(ranks, untouched, strict=True):
+            assert different(got, expected) == [], f"{case}\n{outcome.logs}"
+        assert (tmp_path / str(number) / "fired0").exists(), f"{case} was not reached"
 
 
 def test_through_sockets(tmp_path: Path) -> None:

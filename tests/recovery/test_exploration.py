@@ -1,14 +1,16 @@
 """The commit rule and the planner, explored exhaustively: one fault, on any rank, at any point, in any interleaving.
 
-The model is a step t -> t+1 of every rank as a program counter. A rank moves by itself, or once others have come
-far enough; what a rank has sent counts even if it then dies. From every reachable state one rank fails, by death
-or by an exception, the others go on as far as they may, and whenever they stop the planner must bring all to one
-step with nothing committed undone. Seen to fail: with `min` for `max` in `make_plan`, with the tail always or
-never chosen in `_kind`, with mirrors taken for granted there; and `test_the_rule_is_needed` keeps one such failure.
+The model is a step t -> t+1 of every rank as a program counter. A rank moves by itself, or once others have come far
+enough; what a rank has sent counts even if it then dies. From every reachable state one rank fails, by death, by an
+exception or by wrong bits in its shard, the others go on as far as they may, and whenever they stop the planner must
+bring all to one step with nothing committed undone. Seen to fail: with `min` for `max` in `make_plan`, with the tail
+always or never chosen in `_kind`, with mirrors taken for granted there; and `test_the_rule_is_needed` keeps one such
+failure.
 """
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +22,7 @@ T = 5
 # Where a rank is. Everything before COMMITTED can be undone.
 TAIL, WINDOW, CONTRIBUTED, REDUCED, MIRRORED, ENTERED, COMMITTED, UPDATING, APPLIED, NEXT_WINDOW = range(10)
 State = tuple[int, ...]
+HOW = ("raised", "killed", "corrupted")
 
 
 ENTER_WHEN_REDUCED = True  # the commit rule; `test_the_rule_is_needed` turns it off
@@ -85,10 +88,13 @@ def report(grid: Grid, state: State, rank: int, late: bool) -> Report:
     )
 
 
-def check(grid: Grid, state: State, failed: int, killed: bool, late: bool) -> None:
+def check(grid: Grid, state: State, failed: int, how: str, late: bool) -> None:
     reports = [report(grid, state, rank, late) for rank in range(grid.world_size)]
+    killed = how == "killed"
     if killed:
         reports[failed] = Report(failed, -1, False, False, -1, (), (), ())
+    if how == "corrupted":
+        reports[failed] = replace(reports[failed], intact=False, corrupted="bits")
     plan = make_plan(reports, grid, 3)
     live = [r for r in reports if not r.newborn]
     # Nothing that a live rank saw committed is undone, and nothing is made up.
@@ -113,11 +119,14 @@ def check(grid: Grid, state: State, failed: int, killed: bool, late: bool) -> No
         assert not plan.forward
         assert all(state[r.rank] in (NEXT_WINDOW,) if plan.step > T else state[r.rank] != TAIL for r in live)
     # And no tail is done again for nothing: only where a survivor could not be made anew at the batch's start.
+    # Not with wrong bits, that it may have seen.
+    if how == "corrupted" and state[failed] < UPDATING:
+        assert plan.kind == "tail"
     mirrored = all(
         any(Mirror(rank, "batch", plan.step) in reports[peer].mirrors for peer in grid.peers(rank) if peer != rank)
         for rank in range(grid.world_size)
     )
-    if mirrored and not killed and all(WINDOW <= here <= ENTERED for here in state):
+    if mirrored and how == "raised" and all(WINDOW <= here <= ENTERED for here in state):
         assert plan.kind == "batch"
 
 
@@ -138,8 +147,8 @@ def test_one_fault_anywhere(world_size: int, replicas: int) -> None:
     grid = Grid(world_size, replicas)
     checked = 0
     for failed in range(world_size):
-        for state, killed, late in itertools.product(stops(grid, failed), (False, True), (False, True)):
-            check(grid, state, failed, killed, late)
+        for state, how, late in itertools.product(stops(grid, failed), HOW, (False, True)):
+            check(grid, state, failed, how, late)
             checked += 1
     assert checked > 100
 
@@ -150,8 +159,8 @@ def test_the_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Grid(2, 2)
 
     def explore() -> None:
-        for state, killed in itertools.product(stops(grid, 0), (False, True)):
-            check(grid, state, 0, killed, late=True)
+        for state, how in itertools.product(stops(grid, 0), HOW):
+            check(grid, state, 0, how, late=True)
 
     with pytest.raises((AssertionError, ProtocolError, RecoveryError)):
         explore()

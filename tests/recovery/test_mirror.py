@@ -3,6 +3,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_replica.digests import Digest
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
 from tests.support.ranks import open_world, run_ranks
@@ -23,8 +24,10 @@ def exchange(rank: int, store: Any) -> Any:
     mirrors.connect(dist.group.WORLD, (0, 1, 2))
     seen = []
     for step, sizes in enumerate([(10, 10, 10), (10, 50_000, 10), (200_000, 1, 60_000)]):
-        mirrors.begin("tail", step, payload(rank, sizes[rank]))
+        digests = {peer: Digest(7, -(2**62) + peer, peer == step) for peer in range(3)}
+        mirrors.begin("tail", step, payload(rank, sizes[rank]), digests[rank])
         mirrors.settle()
+        assert mirrors.digests(step) == digests
         seen.append(
             all(
                 mirrors.payload(Mirror(peer, "tail", step)) == payload(peer, sizes[peer])
@@ -35,6 +38,7 @@ def exchange(rank: int, store: Any) -> Any:
     steps = sorted({mirror.step for mirror in mirrors.held()})
     mirrors.begin("batch", 2, b"batch")
     mirrors.settle()
+    assert mirrors.digests(3) == {}
     kept = sorted({(mirror.kind, mirror.step) for mirror in mirrors.held()})
     mirrors.keep("batch", 2)
     # A replacement holds its peers' states before any collective.
@@ -62,14 +66,30 @@ def damage(rank: int, store: Any) -> Any:
     mirrors.connect(dist.group.WORLD, (0, 1))
     mirrors.begin("tail", 4, b"private")
     mirrors.settle()
+    assert mirrors.digests(4) == {}  # none was sent
     whole = [mirror.rank for mirror in mirrors.held()]
     # The newer copy of the same state is cut short; the older one still serves.
     (rows,) = mirrors._rows.values()
     rows.append([torch.zeros_like(row) for row in rows[0]])
     older = [mirror.rank for mirror in mirrors.held()]
     for row in rows[0]:
-        row[30] += 1
+        row[50] += 1  # in the payload
     return [whole, older, [mirror.rank for mirror in mirrors.held()]]
+
+
+def lie(rank: int, store: Any) -> Any:
+    open_world(rank, store, 2)
+    mirrors = Mirrors(rank, wait)
+    mirrors.connect(dist.group.WORLD, (0, 1))
+    mirrors.begin("tail", 4, b"private", Digest(9, 8, False))
+    mirrors.settle()
+    for row in mirrors._rows["tail", 4][-1]:
+        row[32] += 1  # in the digest
+    return list(mirrors.digests(4))
+
+
+def test_a_damaged_digest_is_not_heard() -> None:
+    assert run_ranks(2, lie) == [[], []]
 
 
 def test_a_damaged_message_is_not_held() -> None:

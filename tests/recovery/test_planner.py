@@ -55,6 +55,39 @@ def test_a_torn_shard_comes_from_the_peer_but_the_host_state_stays() -> None:
     assert (plan.step, plan.kind, plan.forward, plan.moves) == (6, "tail", (), (Move(2, 0, host=False),))
 
 
+def corrupted(rank: int, **changes: object) -> Report:
+    return at(rank, intact=False, corrupted=f"bits of rank {rank}", **changes)
+
+
+def test_a_corrupted_shard_comes_from_the_peer_and_the_tail_is_done_again() -> None:
+    """The tail may have seen parameters made of wrong bits."""
+    plan = make_plan([at(0), corrupted(1), at(2), at(3)], GRID, 3)
+    assert (plan.step, plan.kind, plan.forward, plan.moves) == (5, "tail", (), (Move(3, 1, host=False),))
+
+
+def test_with_a_corrupted_shard_the_batch_is_done_again_where_the_tail_is_forgotten() -> None:
+    """As after another recovery that went back to the batch."""
+    mirrored = [at(rank, tail=(), mirrors=(Mirror((rank + 2) % 4, "batch", 5),)) for rank in range(4)]
+    mirrored[1] = replace(mirrored[1], intact=False, corrupted="bits")
+    plan = make_plan(mirrored, GRID, 3)
+    assert (plan.kind, plan.moves) == ("batch", (Move(3, 1, host=False),))
+
+
+def test_a_shard_corrupted_after_the_commit_is_left_out_of_rolling_forward() -> None:
+    entered = {"entered": True, "tail": (5, 6)}
+    seen = {**entered, "committed": 6, "commit": (2.5,)}
+    plan = make_plan([at(0, **entered), corrupted(1, **seen), at(2, **entered), at(3, **entered)], GRID, 3)
+    assert (plan.step, plan.kind, plan.forward, plan.moves) == (6, "tail", (0, 2, 3), (Move(3, 1, host=False),))
+
+
+def test_corrupted_shards_are_replaced_by_the_majority_only() -> None:
+    grid = Grid(3, 3)
+    reports = [corrupted(0), at(1), at(2)]
+    mirrors = tuple(Mirror(rank, kind, 5) for rank in range(3) for kind in ("tail", "batch"))
+    plan = make_plan([replace(report, mirrors=mirrors) for report in reports], grid, 3)
+    assert plan.moves == (Move(1, 0, host=False),)
+
+
 def test_a_tail_that_one_rank_has_not_finished_is_done_again_by_all() -> None:
     plan = make_plan([at(0), at(1, batch=(4,)), at(2), at(3)], GRID, 3)
     assert (plan.step, plan.kind) == (5, "tail")
@@ -82,6 +115,13 @@ def test_sources_share_the_load() -> None:
         ([newborn(r) for r in range(4)], "Every rank is lost"),
         ([at(r, raised="ValueError: bad batch") for r in range(4)], "Every rank raised.*bad batch"),
         ([at(0), newborn(1), at(2), newborn(3)], r"Every holder of shard 1 is lost \(ranks 1, 3\).*replicas=2"),
+        (
+            [at(0), corrupted(1), at(2), corrupted(3)],
+            r"Shard 1 is lost at step 5: .*\(ranks 1, 3\) can be trusted. bits of rank 1. bits of rank 3. Go on from",
+        ),
+        ([corrupted(rank) for rank in range(4)], "Shard 0 is lost at step 5.*bits of rank 0. bits of rank 2"),
+        ([at(0), corrupted(1), at(2), newborn(3)], "Shard 1 is lost at step 5.*bits of rank 1"),
+        ([at(0), corrupted(1, tries=3), at(2), at(3)], "failed 4 times .*rank 1: bits of rank 1"),
         ([at(0, tries=3, raised="ValueError: x"), at(1), at(2), at(3)], r"failed 4 times \(max_tries=3\).*rank 0: Val"),
         ([at(0), newborn(1), at(2), at(3, mirrors=())], "No peer of rank 1 holds its random state"),
     ],

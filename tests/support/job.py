@@ -5,9 +5,10 @@ import json
 import os
 import signal
 import time
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.points import listen
+from lightning_replica.sharding.guard import flip_bit
+from lightning_replica.sharding.state import ShardedState
 from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
@@ -32,7 +35,8 @@ class Injected(Exception):
 class Fault:
     """One process's fault: ``step`` is the updates applied when ``point`` is reached.
 
-    Kinds: "kill", "raise", "stop" (SIGSTOP), "sleep" (without end).
+    Kinds: "kill", "raise", "stop" (SIGSTOP), "sleep" (without end), "flip" (a bit of the shard, with a seed of its own
+    for every place).
     """
 
     kind: str
@@ -40,11 +44,15 @@ class Fault:
     point: str
     step: int
 
-    def reach(self, point: str, step: int, marker: Path) -> None:
+    def reach(self, point: str, step: int, marker: Path, state: ShardedState | None = None) -> None:
         """Fails if this is the place, once in the whole run: ``marker`` says that it has."""
         here = (int(os.environ["LOCAL_RANK"]), point, step)
         if here == (self.rank, self.point, self.step) and not marker.exists():
             marker.touch()
+            if self.kind == "flip":
+                assert state is not None
+                marker.write_text(flip_bit(state, zlib.crc32(f"{self.rank}{point}{step}".encode())))
+                return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.kind == "stop":
@@ -66,6 +74,7 @@ class Case:
     max_tries: int = 3
     clip: float | None = 0.7
     hang: tuple[float, float] = (60.0, 1800.0)
+    guard: Literal["sampled", "full", "off"] = "full"
 
 
 class Faults(Callback):
@@ -74,14 +83,18 @@ class Faults(Callback):
     def __init__(self, case: Case, out: Path) -> None:
         self.case, self.out = case, out
 
+    @property
+    def state(self) -> ShardedState | None:
+        return self.strategy._training.state if self.strategy._training else None
+
     def reach(self, point: str, step: int) -> None:
         for number, fault in enumerate(self.case.faults):
-            fault.reach(point, step, self.out / f"fired{number}")
+            fault.reach(point, step, self.out / f"fired{number}", self.state)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, Strategy)
-        listen(lambda point: self.reach(point, strategy._training.state.step if strategy._training else -1))
+        self.strategy = trainer.strategy
+        assert isinstance(self.strategy, Strategy)
+        listen(lambda point: self.reach(point, self.state.step if self.state else -1))
         self.reach("setup", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -184,6 +197,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
             max_tries=case.max_tries,
             hang_min_s=case.hang[0],
             hang_max_s=case.hang[1],
+            guard=case.guard,
             **options,
         ),
         accelerator="cpu",

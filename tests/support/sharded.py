@@ -25,7 +25,7 @@ def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups
 
 def make_state(groups: Groups, parameters: Iterable[nn.Parameter], *optimizers: Optimizer, **options: Any) -> Any:
     """A connected state; buckets of 1000 bytes unless ``options`` say otherwise."""
-    options = {"bucket_bytes": 1000, **options}
+    options = {"bucket_bytes": 1000, "guard": "full", **options}
     state = ShardedState(groups.grid, groups.rank, list(parameters), list(optimizers), **options)
     state.connect(groups, lambda: None)
     return state
