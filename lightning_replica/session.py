@@ -4,8 +4,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterable
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +13,8 @@ from lightning_replica import agreement
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
-from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.external import Patience
 from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.launcher import ORPHANED
 from lightning_replica.launch.supervisor import PHASE
@@ -36,7 +36,7 @@ class Session:
     Args:
         grid: The table of ranks.
         rank: This rank.
-        environment: What the supervisor told this process.
+        surroundings: How this process reaches the others.
         backend: torch.distributed backend.
         timeout_s: After which a collective fails on its own.
         limits: When recovery gives up.
@@ -47,19 +47,21 @@ class Session:
     """
 
     def __init__(
-        self, grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+        self, grid: Grid, rank: int, surroundings: Surroundings, backend: str, timeout_s: float, limits: Limits
     ) -> None:
         self.grid, self.rank = grid, rank
-        self.newborn = environment.generation > 0
+        self.newborn = surroundings.generation > 0
         self._timeout_s, self._limits = timeout_s, limits
-        store = _connect(environment)
+        self._surroundings = surroundings
+        store = surroundings.connect()
         self.generations = Generations(store)
         self.journal = Journal(store, rank, reading=self.newborn)
         self._process_groups = ProcessGroups(store, rank, grid.world_size, backend, timeout_s, cpu.abort_group)
-        watched = Generations(_connect(environment))
-        self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan)
-        self._monitor.start(environment.generation)
-        self._generation = environment.generation
+        watched = Generations(surroundings.connect())
+        self._monitor = Monitor(watched, self._process_groups.abort, self._end_as_orphan)
+        self._monitor.start(surroundings.generation)
+        self._generation = surroundings.generation
+        self._armed = False
         self._fits = 0
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
@@ -131,6 +133,7 @@ class Session:
         """From here on a lost rank can be replaced; but a replacement only knows the way to a script's first fit."""
         self.journal.close()
         self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self._limits.rendezvous_s)
+        self._armed = True
         if self._fits == 1:
             self.generations.store.set(PHASE, "fit")
 
@@ -139,6 +142,7 @@ class Session:
         self._generation = self.recovery.generation
         name = f"finished/{self._fits}"
         self.generations.meet(name, self._generation, self.grid.world_size, self._limits.rendezvous_s)
+        self._armed = False
         self.generations.store.set(PHASE, "done")
 
     def leave(self) -> None:
@@ -150,6 +154,21 @@ class Session:
         atexit.unregister(self.close)
         self._monitor.stop()
         self._process_groups.close()
+        self._surroundings.leave(self.grid.world_size)
+
+    def end_when_told(self, told_to_end: Callable[[], bool]) -> None:
+        """Has a recovery that waits in vain end when this process is told to; a supervisor needs no such thing."""
+        if not self._surroundings.supervised:
+            self.generations.patience = Patience(self.rank, told_to_end)
+
+    def _end_as_orphan(self) -> None:
+        """The store is gone and with it every way to go on; ends at once, from the monitor's thread."""
+        if not self._surroundings.supervised:
+            if not self._armed:  # its rank has come to its end
+                return
+            log.error("rank %d: the store is gone, and with it rank 0 or the launcher that served it.", self.rank)
+        if threading.main_thread().is_alive():
+            os._exit(ORPHANED)
 
     def _make_groups(self) -> Iterable[dist.ProcessGroup]:
         self._groups = make_groups(self.grid, self.rank, self._timeout_s)
@@ -163,7 +182,7 @@ _current: Session | None = None
 
 
 def join(
-    grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+    grid: Grid, rank: int, enter: Callable[[], Surroundings], backend: str, timeout_s: float, limits: Limits
 ) -> Session:
     """This process's session: one, however many trainers and fits there are.
 
@@ -172,7 +191,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, environment, backend, timeout_s, limits)
+        _current = Session(grid, rank, enter(), backend, timeout_s, limits)
     verdict = _current.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(
@@ -185,14 +204,3 @@ def join(
             " Use the same `devices` and `replicas` in one script."
         )
     return _current
-
-
-def _connect(environment: RankEnvironment) -> dist.TCPStore:
-    timeout = timedelta(seconds=60)
-    return dist.TCPStore(environment.host, environment.port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def _end_as_orphan() -> None:
-    """The supervisor is gone and with it every way to go on; ends at once, from the monitor's thread."""
-    if threading.main_thread().is_alive():
-        os._exit(ORPHANED)

@@ -28,7 +28,8 @@ from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
-from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.environment import RankEnvironment, Surroundings
+from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import SupervisorLauncher
 from lightning_replica.messages import say
 from lightning_replica.precision import ShardedStep, sharded
@@ -103,6 +104,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self._partition, self._whole_gradients = partition, whole_gradients
         self._shared_memory = shared_memory
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
+        self._num_nodes = 1
         self._session: Session | None = None
         self._training: Training | None = None
         self._checkpoints = Checkpoints(state_dict_type)
@@ -119,22 +121,32 @@ class ReplicaZeroStrategy(ParallelStrategy):
     @property
     def grid(self) -> Grid:
         """The table of ranks."""
-        return Grid(self.num_processes, 1 if self.num_processes == 1 else self._replicas)
+        return Grid(self.world_size, 1 if self.world_size == 1 else self._replicas)
 
     @property
     def num_nodes(self) -> int:
-        """One: ranks on several nodes are not started yet."""
-        return 1
+        """Nodes; several only under a launcher that starts ranks on all of them."""
+        return self._num_nodes
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise ConfigurationError(f"{num_nodes=}: `replica_zero` runs on one node so far. Set `num_nodes=1`.")
+        if num_nodes != 1 and not started_by_another(self.cluster_environment):
+            raise ConfigurationError(
+                f"{num_nodes=}: `python train.py` starts the ranks of one node. Start the script on all nodes with"
+                f" torchrun (`torchrun --nnodes={num_nodes} --nproc-per-node=... train.py`) or SLURM, or set"
+                " `num_nodes=1`."
+            )
+        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices or ())
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self._num_nodes * self.num_processes
 
     @property
     def root_device(self) -> torch.device:
@@ -144,7 +156,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank reads its own part of the data."""
-        return {"num_replicas": self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def precision_plugin(self) -> ShardedStep:
@@ -174,13 +186,16 @@ class ReplicaZeroStrategy(ParallelStrategy):
             )
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        self._launcher = SupervisorLauncher(grid.world_size, self._max_restarts)
+        if self.cluster_environment is not None and started_by_another(self.cluster_environment):
+            self._launcher = ExternalLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = SupervisorLauncher(grid.world_size, self._max_restarts)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment who we are."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.local_rank)
-            self.cluster_environment.set_world_size(self.num_processes)
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
@@ -188,11 +203,18 @@ class ReplicaZeroStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        environment = RankEnvironment.current()
-        if environment is not None:
-            self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
+        if RankEnvironment.current() is not None or started_by_another(self.cluster_environment):
+            self._session = join(
+                self.grid, self.global_rank, self._surroundings, "gloo", self._timeout_s, self._limits
+            )
             if self._session.newborn and self.lightning_module is not None:
                 let_config_be_saved_again(self.lightning_module.trainer)
+
+    def _surroundings(self) -> Surroundings:
+        environment = RankEnvironment.current()
+        if environment is not None or self.cluster_environment is None:
+            return cast("RankEnvironment", environment)
+        return ExternalEnvironment.enter(self.cluster_environment, self.global_rank, self.num_nodes)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""
@@ -360,7 +382,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
         """Where the fit goes on, if a checkpoint has been loaded."""
-        return self._checkpoints.resumption(trainer, self.global_rank, self.num_processes)
+        return self._checkpoints.resumption(trainer, self.global_rank, self.world_size)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""

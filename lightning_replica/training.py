@@ -75,6 +75,7 @@ class Training:
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
         session.attach(self.state)
+        session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
 
     # A step, in the order of calls

@@ -40,18 +40,12 @@ class SupervisorLauncher(_Launcher):
 
         Raises:
             SystemExit: In the supervisor, once all ranks have ended, with their exit code.
-            ConfigurationError: If another launcher started this process.
         """
         environment = RankEnvironment.current()
         if environment is not None:
             die_with(environment.supervisor)
             _set_num_threads_if_needed(num_processes=self._world_size)
             return function(*args, **kwargs)
-        if "LOCAL_RANK" in os.environ:
-            raise ConfigurationError(
-                f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so another launcher (torchrun, SLURM ...) started this"
-                " process, but `replica_zero` starts and replaces its ranks itself. Run `python train.py` instead."
-            )
         supervisor = Supervisor(start_script(rerun_command), self._world_size, self._max_restarts, say)
         code = supervisor.run()
         _disarm(trainer)

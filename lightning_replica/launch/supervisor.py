@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.distributed as dist
-
-from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 
@@ -88,7 +86,7 @@ class Supervisor:
 
         0 if every rank ended with 0, else the code of the rank that failed first (128 + n for signal n).
         """
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve(LOOPBACK)
         self._generations = Generations(self._store)
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -103,7 +101,7 @@ class Supervisor:
         return self._code
 
     def _start(self, rank: int, generation: int) -> None:
-        environment = RankEnvironment("127.0.0.1", self._store.port, os.getpid(), generation)
+        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
         variables = environment.variables(rank, self._world_size, os.environ)
         child = _Child(rank, self._start_process(rank, variables))
         self._children[rank] = child

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_replica
 
 MODE, RANK = sys.argv[1], int(sys.argv[2])
+NODES = int(os.environ.get("NODES", "1"))
 
 
 class Model(L.LightningModule):
@@ -33,15 +34,24 @@ class Model(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+# What is not 0 in a process that takes another's place.
+LIVES = ("LIGHTNING_REPLICA_GENERATION", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
 class Break(Callback):
+    raised = False
+
     def on_after_backward(self, trainer: L.Trainer, _: Any) -> None:
-        first = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
+        first = all(os.environ.get(name, "0") == "0" for name in LIVES)
         if trainer.global_step != 2 or trainer.global_rank != RANK:
             return
         if MODE == "wait":
             print("waiting", flush=True)
             while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
                 time.sleep(0.01)
+        if MODE == "raise" and not self.raised:
+            self.raised = True
+            raise RuntimeError("injected")
         if MODE == "kill" and first:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +66,8 @@ def main() -> None:
     trainer = L.Trainer(
         strategy=lightning_replica.ReplicaZeroStrategy(),
         accelerator="cpu",
-        devices=2,
+        devices=2 // NODES,
+        num_nodes=NODES,
         max_epochs=1,
         callbacks=[Break()],
         enable_progress_bar=False,
