@@ -16,7 +16,8 @@ from lightning_replica.grid import Grid
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.external import Patience
 from lightning_replica.launch.journal import Journal
-from lightning_replica.launch.launcher import ORPHANED
+from lightning_replica.launch.orphans import ORPHANED
+from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
@@ -136,6 +137,13 @@ class Session:
         self._armed = True
         if self._fits == 1:
             self.generations.store.set(PHASE, "fit")
+            if self.rank == 0:
+                self.call_standbys()
+
+    def call_standbys(self) -> None:
+        """Ranks are under way: the supervisor may start processes that wait."""
+        if self._surroundings.supervised:
+            call(self.generations.store, imported())
 
     def disarm(self) -> None:
         """Training is over on every rank; nobody needs to be replaced any more."""
@@ -154,7 +162,8 @@ class Session:
         atexit.unregister(self.close)
         self._monitor.stop()
         self._process_groups.close()
-        self._surroundings.leave(self.grid.world_size)
+        if not self._surroundings.supervised:
+            self._surroundings.leave(self.grid.world_size, failed=self.generations.verdict() is not None)
 
     def end_when_told(self, told_to_end: Callable[[], bool]) -> None:
         """Has a recovery that waits in vain end when this process is told to; a supervisor needs no such thing."""

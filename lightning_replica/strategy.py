@@ -58,6 +58,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             sending through sockets.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
         max_restarts: Processes that may be replaced in one run.
+        standby: Processes that have imported everything and wait to take a lost rank's place. Each holds some hundred
+            MB; without one, a replacement has to import torch and lightning first.
         max_tries: Recoveries at one step before the run ends.
         timeout_s: After which a collective fails on its own.
         rendezvous_timeout_s: How long ranks wait for a replacement to come.
@@ -83,6 +85,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         shared_memory: bool = True,
         bucket_bytes: int = 16 * 2**20,
         max_restarts: int = 3,
+        standby: int = 0,
         max_tries: int = 3,
         timeout_s: float = 1800.0,
         rendezvous_timeout_s: float = 600.0,
@@ -94,13 +97,14 @@ class ReplicaZeroStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes, max_tries=max_tries)
-        checks.whole(0, max_restarts=max_restarts)
+        checks.whole(0, max_restarts=max_restarts, standby=standby)
         checks.seconds(timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
         checks.choice("partition", partition, ("element", "parameter"))
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
         checks.choice("shared_memory", shared_memory, (True, False))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
+        self._standby = standby
         self._partition, self._whole_gradients = partition, whole_gradients
         self._shared_memory = shared_memory
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
@@ -189,7 +193,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if self.cluster_environment is not None and started_by_another(self.cluster_environment):
             self._launcher = ExternalLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = SupervisorLauncher(grid.world_size, self._max_restarts)
+            self._launcher = SupervisorLauncher(grid.world_size, self._max_restarts, self._standby)
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment who we are."""

@@ -206,7 +206,9 @@ class Training:
         except RecoveryError as final:
             session.generations.give_up(str(final))
             raise
-        session.newborn = False
+        if session.newborn:
+            session.newborn = False
+            session.call_standbys()
         self._window_is_open, self.weights_touched = False, True
         self._module_buffers.forget()
         if outcome.plan.kind == "tail" and outcome.plan.commit:

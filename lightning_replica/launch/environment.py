@@ -42,7 +42,7 @@ class Surroundings(Protocol):
     def connect(self) -> dist.Store:
         """A new connection to the store."""
 
-    def leave(self, world_size: int) -> None:
+    def leave(self, world_size: int, failed: bool) -> None:
         """The last thing that a rank does."""
 
 
@@ -75,7 +75,7 @@ class RankEnvironment:
         """A new connection to the supervisor's store."""
         return connect(self.host, self.port)
 
-    def leave(self, world_size: int) -> None:
+    def leave(self, world_size: int, failed: bool) -> None:
         """The supervisor waits for its children."""
 
     def variables(self, rank: int, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, connect, loopback_interface, serve
 from lightning_replica.messages import say
 
-_LEAVE_S = 10.0
+_LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
 _PATIENCE_S = 2.0
 # What tells one attempt from another, by launcher.
 _ATTEMPT = (
@@ -137,11 +137,11 @@ class ExternalEnvironment:
         return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.host, self.port))
 
 
-    def leave(self, world_size: int) -> None:
+    def leave(self, world_size: int, failed: bool) -> None:
         """The last thing that a rank does: where it serves the store, others may still need it for a moment."""
         store = self.connect()
         store.add("left", 1)
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + (_LEAVE_FAILED_S if failed else _LEAVE_S)
         while self.served is not None and store.add("left", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)
 

@@ -1,20 +1,15 @@
 """Turns the process that the user started into the supervisor."""
 
-import ctypes
-import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
-from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.orphans import die_with
+from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor, start_script
 from lightning_replica.messages import say
-
-ORPHANED = 70  # exit code of a rank whose supervisor is gone
-_PR_SET_PDEATHSIG = 1
 
 
 class SupervisorLauncher(_Launcher):
@@ -25,10 +20,11 @@ class SupervisorLauncher(_Launcher):
     Args:
         world_size: Number of ranks.
         max_restarts: Processes that may be replaced before the run is given up.
+        standby: Processes that are kept waiting for that.
     """
 
-    def __init__(self, world_size: int, max_restarts: int) -> None:
-        self._world_size, self._max_restarts = world_size, max_restarts
+    def __init__(self, world_size: int, max_restarts: int, standby: int) -> None:
+        self._world_size, self._max_restarts, self._standby = world_size, max_restarts, standby
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -46,21 +42,14 @@ class SupervisorLauncher(_Launcher):
             die_with(environment.supervisor)
             _set_num_threads_if_needed(num_processes=self._world_size)
             return function(*args, **kwargs)
-        supervisor = Supervisor(start_script(rerun_command), self._world_size, self._max_restarts, say)
+        standbys = Standbys(rerun_command, self._standby)
+        supervisor = Supervisor(start_script(rerun_command), self._world_size, self._max_restarts, say, standbys)
         code = supervisor.run()
         _disarm(trainer)
         sys.exit(code)
 
     def kill(self, signum: Any) -> None:
         """Called by Lightning's signal handlers inside a rank: a rank has no children to end."""
-
-
-def die_with(supervisor: int) -> None:
-    """Ends this process when ``supervisor`` ends, as far as the platform can; the monitor does the rest."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        sys.exit(ORPHANED)
 
 
 def _disarm(trainer: Any) -> None:

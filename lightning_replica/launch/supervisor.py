@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
+from lightning_replica.launch.standby import Standbys
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 
@@ -66,6 +67,7 @@ class Supervisor:
         world_size: Number of ranks.
         max_restarts: Processes that may be replaced before the run is given up.
         say: Tells the user something, in one line.
+        standbys: Processes that wait to become ranks.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class Supervisor:
         world_size: int,
         max_restarts: int,
         say: Callable[[str], None],
+        standbys: Standbys | None = None,
     ) -> None:
         self._start_process, self._world_size, self._max_restarts, self._say = start, world_size, max_restarts, say
-        self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
+        self._standbys = standbys
+        self._ended: queue.SimpleQueue[_Child | signal.Signals | Standbys] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
         self._restarts = 0
         self._code = 0
@@ -92,10 +96,14 @@ class Supervisor:
         try:
             for rank in range(self._world_size):
                 self._start(rank, generation=0)
+            if self._standbys is not None:
+                self._standbys.watch(self._store.port, self._ended.put)
             while self._children:
                 self._on_end(self._ended.get())
         finally:
             self._terminate(signal.SIGKILL)
+            if self._standbys is not None:
+                self._standbys.end()
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
         return self._code
@@ -103,7 +111,8 @@ class Supervisor:
     def _start(self, rank: int, generation: int) -> None:
         environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
         variables = environment.variables(rank, self._world_size, os.environ)
-        child = _Child(rank, self._start_process(rank, variables))
+        standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
+        child = _Child(rank, standby or self._start_process(rank, variables))
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
@@ -115,7 +124,10 @@ class Supervisor:
     def _on_signal(self, signum: int, _: object) -> None:
         self._ended.put(signal.Signals(signum))
 
-    def _on_end(self, event: "_Child | signal.Signals") -> None:
+    def _on_end(self, event: "_Child | signal.Signals | Standbys") -> None:
+        if isinstance(event, Standbys):
+            event.fill(self._max_restarts - self._restarts)
+            return
         if isinstance(event, signal.Signals):
             self._fail(f"The run was stopped by {event.name}.", 128 + event, forward=event)
             return

@@ -64,7 +64,7 @@ def main() -> None:
     model = Model()
     data = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=2, shuffle=True)
     trainer = L.Trainer(
-        strategy=lightning_replica.ReplicaZeroStrategy(),
+        strategy=lightning_replica.ReplicaZeroStrategy(standby=int(os.environ.get("STANDBY", "0"))),
         accelerator="cpu",
         devices=2 // NODES,
         num_nodes=NODES,
