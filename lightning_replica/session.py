@@ -1,10 +1,12 @@
 """One process's part in the world: its connections, its groups, its way in and out."""
 
 import atexit
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -93,6 +95,14 @@ class Session:
         """Makes sure that all ranks are about to train the same parameters."""
         topic = f"model/{self._fits}"
         agreement.compare_models(self.generations, topic, self.rank, self.grid, module, self._limits.rendezvous_s)
+
+    def leave_note(self, topic: str, plain: Any) -> None:
+        """Leaves plain data for a process that may have to take this one's place."""
+        self.generations.store.set(f"note/{self.rank}/{topic}", json.dumps(plain))
+
+    def read_note(self, topic: str) -> Any:
+        """What this replacement's predecessor has left."""
+        return json.loads(self.generations.store.get(f"note/{self.rank}/{topic}"))
 
     def attach(self, state: ShardedState) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup."""

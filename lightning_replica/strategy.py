@@ -1,5 +1,6 @@
 """`ReplicaZeroStrategy`: what Lightning sees."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica import checks, fit_loop, objects
+from lightning_replica import checks, fit_loop, logger_runs, objects
 from lightning_replica._compat.lightning import (
     _all_gather_ddp_if_available,
     _StrategyRegistry,
@@ -190,6 +191,12 @@ class ReplicaZeroStrategy(ParallelStrategy):
             )
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
+        if hasattr(sys, "ps1") and RankEnvironment.current() is None:
+            raise ConfigurationError(
+                "`replica_zero` starts its ranks by running the script again, and replaces them so; an interactive"
+                " session or a notebook has no script. Save the code to a file and run it with `python train.py`; in a"
+                " notebook, `!python train.py`."
+            )
         if self.cluster_environment is not None and started_by_another(self.cluster_environment):
             self._launcher = ExternalLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
@@ -208,11 +215,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         if RankEnvironment.current() is not None or started_by_another(self.cluster_environment):
-            self._session = join(
-                self.grid, self.global_rank, self._surroundings, "gloo", self._timeout_s, self._limits
-            )
+            self._session = join(self.grid, self.global_rank, self._surroundings, "gloo", self._timeout_s, self._limits)
             if self._session.newborn and self.lightning_module is not None:
-                let_config_be_saved_again(self.lightning_module.trainer)
+                trainer = self.lightning_module.trainer
+                let_config_be_saved_again(trainer)
+                logger_runs.adopt(trainer.loggers, self._session.read_note("loggers"), writes=self.is_global_zero)
 
     def _surroundings(self) -> Surroundings:
         environment = RankEnvironment.current()
@@ -235,6 +242,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if fitting:
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
+            if not self.session.newborn:
+                self.session.leave_note("loggers", logger_runs.record(trainer.loggers))
             self.setup_optimizers(trainer)
             self._training = Training(
                 trainer,

@@ -25,6 +25,7 @@ LAYERS = [
         "agreement",
         "attributes",
         "callback_state",
+        "logger_runs",
         "objects",
         "metrics",
         "module_buffers",

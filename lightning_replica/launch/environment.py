@@ -96,7 +96,8 @@ class RankEnvironment:
 
 def loopback_interface() -> dict[str, str]:
     """The variable that keeps gloo's sockets on this machine; what a user has set goes before it."""
-    return {_GLOO_INTERFACE: name for _, name in socket.if_nameindex() if name in _LOOPBACK}
+    found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
+    return {_GLOO_INTERFACE: found[0]} if found else {}
 
 
 def connect(host: str, port: int) -> dist.TCPStore:

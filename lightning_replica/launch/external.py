@@ -136,7 +136,6 @@ class ExternalEnvironment:
         """A new connection to the store."""
         return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.host, self.port))
 
-
     def leave(self, world_size: int, failed: bool) -> None:
         """The last thing that a rank does: where it serves the store, others may still need it for a moment."""
         store = self.connect()
@@ -187,9 +186,9 @@ def _attempt(environment: Mapping[str, str]) -> str:
 def _serve(host: str, port: int, num_nodes: int) -> dist.TCPStore:
     advice = "Set MASTER_ADDR to the address of rank 0's node and MASTER_PORT to a free port there."
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         if num_nodes > 1 and address.startswith(("127.", "::1")):
             raise ConfigurationError(f"MASTER_ADDR={host} is {address}, which no other node can reach. {advice}")
-        return serve(str(address), port)
+        return serve(address, port)
     except OSError as error:
         raise ConfigurationError(f"Rank 0 cannot listen at {host}:{port}: {error}. {advice}") from error

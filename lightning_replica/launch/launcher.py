@@ -36,6 +36,7 @@ class SupervisorLauncher(_Launcher):
 
         Raises:
             SystemExit: In the supervisor, once all ranks have ended, with their exit code.
+            ConfigurationError: If there is no script to run again.
         """
         environment = RankEnvironment.current()
         if environment is not None:

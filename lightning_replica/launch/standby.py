@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lightning_replica.launch.environment import LOOPBACK, connect
 from lightning_replica.launch.waiting import search_path

@@ -4,6 +4,7 @@ It reads from a file which modules to import, and from a pipe, one JSON object, 
 opens nothing and knows no rank; the script that it runs finds what a new process finds, but for `sys.modules`.
 """
 
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -35,6 +36,10 @@ def wait(supervisor: int, orders: int, modules: int) -> None:
     die_with(supervisor)
     with os.fdopen(modules) as names, _silence():
         warm_up(json.load(names))
+    # A full garbage collection in a process that has imported everything takes some tenths of a second, and the first
+    # allocations of the script would start one. What is here now stays.
+    gc.collect()
+    gc.freeze()
     with os.fdopen(orders) as pipe:
         order = pipe.read()
     if order:
@@ -125,7 +130,9 @@ def _run_script(path: str, arguments: Sequence[str]) -> None:
 def _run(code: Any, file: str, names: dict[str, Any]) -> None:
     """In the real `__main__`, so that what is pickled there is found, here and in DataLoader workers."""
     namespace = vars(sys.modules["__main__"])
-    kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"], "__doc__": None}
+    begins_with = {"__name__": "__main__", "__doc__": None, "__builtins__": namespace["__builtins__"]}
+    if "__annotations__" in namespace:  # up to Python 3.13
+        begins_with["__annotations__"] = {}
     namespace.clear()
-    namespace.update(kept, __file__=file, **names)
+    namespace.update(begins_with, __file__=file, **names)
     exec(code, namespace)

@@ -49,7 +49,9 @@ class Break(Callback):
             print("waiting", flush=True)
             while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
                 time.sleep(0.01)
-        if MODE == "raise" and not self.raised:
+        if MODE == "raise and kill" and first and self.raised:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE.startswith("raise") and first and not self.raised:
             self.raised = True
             raise RuntimeError("injected")
         if MODE == "kill" and first:
