@@ -3,6 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -68,7 +69,7 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
     Raises:
         ConfigurationError: If there is no script; or in a Hydra multirun, whose command line stands for all its jobs.
     """
-    if not hasattr(sys.modules["__main__"], "__file__"):
+    if not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise ConfigurationError(
             "`replica_zero` starts its ranks by running the script again, but this one came with `python -c` or from"
             " standard input. Save it to a file and run it with `python train.py`."

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_replica
 
 MODE, RANK = sys.argv[1], int(sys.argv[2])
+STANDBY = int(os.environ.get("STANDBY", "0"))
 NODES = int(os.environ.get("NODES", "1"))
 
 
@@ -55,6 +57,8 @@ class Break(Callback):
             self.raised = True
             raise RuntimeError("injected")
         if MODE == "kill" and first:
+            while len(Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()) < 2 + STANDBY:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_exception(self, trainer: L.Trainer, _: Any, error: BaseException) -> None:
@@ -66,7 +70,7 @@ def main() -> None:
     model = Model()
     data = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=2, shuffle=True)
     trainer = L.Trainer(
-        strategy=lightning_replica.ReplicaZeroStrategy(standby=int(os.environ.get("STANDBY", "0"))),
+        strategy=lightning_replica.ReplicaZeroStrategy(standby=STANDBY),
         accelerator="cpu",
         devices=2 // NODES,
         num_nodes=NODES,
@@ -80,6 +84,8 @@ def main() -> None:
     metrics = trainer.validate(model, data, verbose=False)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     print(f"rank {trainer.global_rank} pid {os.getpid()} {digest[:12]} {metrics[0]['val']:.9f}", flush=True)
+    if sys.orig_argv[1] == "-c":
+        print(f"rank {trainer.global_rank} was a standby", flush=True)
     if MODE == "exit" and trainer.global_rank == RANK:
         sys.exit(7)
 
