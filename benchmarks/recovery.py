@@ -1,6 +1,7 @@
-"""Recovery time by phase: 20 ranks killed, then 20 exceptions, each in one training of `benchmarks/common.py`'s model.
+"""Recovery time by phase: 20 exceptions, 20 ranks killed, without and with a standby, in `benchmarks/common.py`'s model.
 
     python benchmarks/recovery.py
+    python benchmarks/recovery.py --standby 1 --kind SIGKILL   # only these, without a table
 
 Everything is as for a user: ranks are re-runs of this script, a killed rank's replacement starts Python, imports torch
 and lightning, builds model and data, and receives its shard. Figures are what the run itself says ("recovered at ..."),
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,15 @@ from lightning_replica import ReplicaZeroStrategy
 
 warnings.filterwarnings("ignore")
 EVERY = 4  # steps between faults
+REFILL_S = 8.0  # in which a new standby imports everything; faults are not meant to come faster than that
 PHASES = ["stop", "clean", "regroup", "repair", "rollback", "resume"]
 
 
 class Break(Callback):
     """One fault every few steps, each on the next rank, in backward."""
 
-    def __init__(self, kind: str, count: int, marks: Path) -> None:
-        self.kind, self.count, self.marks = kind, count, marks
+    def __init__(self, kind: str, count: int, marks: Path, pause_s: float) -> None:
+        self.kind, self.count, self.marks, self.pause_s = kind, count, marks, pause_s
 
     def on_after_backward(self, trainer: L.Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -47,6 +50,7 @@ class Break(Callback):
         if due or not 1 <= number <= self.count or not mine or mark.exists():
             return
         mark.touch()
+        time.sleep(self.pause_s)
         if self.kind == "exception":
             raise RuntimeError(f"fault {number}")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,16 +70,16 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def train(kind: str, count: int, ranks: int, marks: Path) -> None:
+def train(kind: str, count: int, ranks: int, standby: int, marks: Path) -> None:
     torch.manual_seed(0)
     steps = (count + 1) * EVERY
     tokens = torch.randint(0, VOCABULARY, (BATCH * ranks * (steps + 1), LENGTH))
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(max_restarts=count),
+        strategy=ReplicaZeroStrategy(max_restarts=count, standby=standby),
         accelerator="cpu",
         devices=ranks,
         max_steps=steps,
-        callbacks=[Break(kind, count, marks)],
+        callbacks=[Break(kind, count, marks, REFILL_S if standby else 0.0)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -84,11 +88,11 @@ def train(kind: str, count: int, ranks: int, marks: Path) -> None:
     trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=BATCH))
 
 
-def measure(kind: str, count: int, ranks: int) -> dict[str, list[float]]:
+def measure(kind: str, count: int, ranks: int, standby: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as marks:
-        options = ["--kind", kind, "--count", str(count), "--ranks", str(ranks), "--marks", marks]
+        options = ["--kind", kind, "--count", str(count), "--ranks", str(ranks), "--standby", str(standby)]
         done = subprocess.run(
-            [sys.executable, __file__, *options],
+            [sys.executable, __file__, *options, "--marks", marks],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,19 +113,25 @@ def main() -> None:
     parser.add_argument("--kind", choices=["SIGKILL", "exception"])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--standby", type=int, default=0)
     parser.add_argument("--marks", type=Path, help="where faults that have happened are marked")
     args = parser.parse_args()
-    if args.kind:
-        train(args.kind, args.count, args.ranks, args.marks)
+    if args.marks:
+        train(args.kind, args.count, args.ranks, args.standby, args.marks)
         return
-    raw = {kind: measure(kind, args.count, args.ranks) for kind in ("exception", "SIGKILL")}
+    if args.kind:
+        for name, seconds in measure(args.kind, args.count, args.ranks, args.standby).items():
+            print(f"{name:10}{spread(seconds)}")
+        return
+    runs = {"exception": ("exception", 0), "SIGKILL": ("SIGKILL", 0), "SIGKILL, standby": ("SIGKILL", 1)}
+    raw = {name: measure(kind, args.count, args.ranks, standby) for name, (kind, standby) in runs.items()}
     columns = ["total", *PHASES]
-    rows = [[kind, *(spread(found[column]) for column in columns)] for kind, found in raw.items()]
+    rows = [[name, *(spread(found[column]) for column in columns)] for name, found in raw.items()]
     parameters = sum(p.numel() for p in Transformer().parameters())
     notes = f"""
 Seconds; median and middle half of {args.count}. {args.ranks} ranks, R=2, {parameters / 1e6:.1f} M parameters, AdamW: a shard is
 {12 * parameters * 2 / args.ranks / 2**20:.0f} MiB. "regroup" after a SIGKILL is the wait for the new process: the start of Python and
-the import of torch and lightning. The step in flight, which is done again, is not counted.
+the import of torch and lightning; a standby has both behind it, and only runs the script. The step in flight, which is done again, is not counted.
 """
     write("recovery", "Recovery time by phase", ["fault", *columns], rows, notes, raw)
 

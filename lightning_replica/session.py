@@ -1,12 +1,13 @@
 """One process's part in the world: its connections, its groups, its way in and out."""
 
 import atexit
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -17,9 +18,11 @@ from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
-from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.external import Patience
 from lightning_replica.launch.journal import Journal
-from lightning_replica.launch.launcher import ORPHANED
+from lightning_replica.launch.orphans import ORPHANED
+from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.generation import Generations
@@ -44,7 +47,7 @@ class Session:
     Args:
         grid: The table of ranks.
         rank: This rank.
-        environment: What the supervisor told this process.
+        surroundings: How this process reaches the others.
         backend: torch.distributed backend.
         timeout_s: After which a collective fails on its own.
         options: What the user has chosen about recovery.
@@ -59,16 +62,17 @@ class Session:
         self,
         grid: Grid,
         rank: int,
-        environment: RankEnvironment,
+        surroundings: Surroundings,
         backend: str,
         timeout_s: float,
         options: RecoveryOptions,
     ) -> None:
         self.grid, self.rank = grid, rank
         self._show_progress(options)
-        self.newborn = environment.generation > 0
+        self.newborn = surroundings.generation > 0
         self._timeout_s, self.options = timeout_s, options
-        store = _connect(environment)
+        self._surroundings, self._armed = surroundings, False
+        store = surroundings.connect()
         self.generations = Generations(store)
         self.journal = Journal(store, rank, reading=self.newborn)
         if not options.recovery:
@@ -76,11 +80,11 @@ class Session:
         self._process_groups = ProcessGroups(
             store, rank, grid.world_size, backend, timeout_s, cpu.abort_group, self.check
         )
-        watched = Generations(_connect(environment))
+        watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
-        self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan, interval_s)
-        self._monitor.start(environment.generation)
-        self._generation = self.born = environment.generation
+        self._monitor = Monitor(watched, self._process_groups.abort, self._end_as_orphan, interval_s)
+        self._monitor.start(surroundings.generation)
+        self._generation = self.born = surroundings.generation
         self._fits = 0
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
@@ -131,6 +135,14 @@ class Session:
             self.generations, topic, self.rank, self.grid, module, self.options.rendezvous_timeout_s
         )
 
+    def leave_note(self, topic: str, plain: Any) -> None:
+        """Leaves plain data for a process that may have to take this one's place."""
+        self.generations.store.set(f"note/{self.rank}/{topic}", json.dumps(plain))
+
+    def read_note(self, topic: str) -> Any:
+        """What this replacement's predecessor has left."""
+        return json.loads(self.generations.store.get(f"note/{self.rank}/{topic}"))
+
     def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup.
 
@@ -179,8 +191,16 @@ class Session:
         if not self.options.recovery:
             return
         self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self.options.rendezvous_timeout_s)
+        self._armed = True
         if self._fits == 1:
             self.generations.store.set(PHASE, "fit")
+            if self.rank == 0:
+                self.call_standbys()
+
+    def call_standbys(self) -> None:
+        """Ranks are under way: the supervisor may start processes that wait."""
+        if self._surroundings.supervised:
+            call(self.generations.store, imported())
 
     def disarm(self) -> None:
         """Training is over on every rank; nobody needs to be replaced any more."""
@@ -189,6 +209,7 @@ class Session:
         self._generation = self.recovery.generation
         name = f"finished/{self._fits}"
         self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
+        self._armed = False
         self.generations.store.set(PHASE, "done")
 
     def leave(self) -> None:
@@ -200,6 +221,22 @@ class Session:
         atexit.unregister(self.close)
         self._monitor.stop()
         self._process_groups.close()
+        if not self._surroundings.supervised:
+            self._surroundings.leave(self.grid.world_size, failed=self.generations.verdict() is not None)
+
+    def end_when_told(self, told_to_end: Callable[[], bool]) -> None:
+        """Has a recovery that waits in vain end when this process is told to; a supervisor needs no such thing."""
+        if not self._surroundings.supervised:
+            self.generations.patience = Patience(self.rank, told_to_end)
+
+    def _end_as_orphan(self) -> None:
+        """The store is gone and with it every way to go on; ends at once, from the monitor's thread."""
+        if not self._surroundings.supervised:
+            if not self._armed:  # its rank has come to its end
+                return
+            log.error("rank %d: the store is gone, and with it rank 0 or the launcher that served it.", self.rank)
+        if threading.main_thread().is_alive():
+            os._exit(ORPHANED)
 
     def _make_groups(self) -> Iterable[dist.ProcessGroup]:
         self._groups = make_groups(self.grid, self.rank, self._timeout_s)
@@ -213,7 +250,12 @@ _current: Session | None = None
 
 
 def join(
-    grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, options: RecoveryOptions
+    grid: Grid,
+    rank: int,
+    enter: Callable[[], Surroundings],
+    backend: str,
+    timeout_s: float,
+    options: RecoveryOptions,
 ) -> Session:
     """This process's session: one, however many trainers and fits there are.
 
@@ -222,7 +264,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, environment, backend, timeout_s, options)
+        _current = Session(grid, rank, enter(), backend, timeout_s, options)
     verdict = _current.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(
@@ -235,14 +277,3 @@ def join(
             " Use the same `devices` and `replicas` in one script."
         )
     return _current
-
-
-def _connect(environment: RankEnvironment) -> dist.TCPStore:
-    timeout = timedelta(seconds=60)
-    return dist.TCPStore(environment.host, environment.port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def _end_as_orphan() -> None:
-    """The supervisor is gone and with it every way to go on; ends at once, from the monitor's thread."""
-    if threading.main_thread().is_alive():
-        os._exit(ORPHANED)

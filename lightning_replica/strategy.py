@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica import checks, fit_loop, objects
+from lightning_replica import checks, fit_loop, logger_runs, objects
 from lightning_replica._compat.lightning import (
     _all_gather_ddp_if_available,
     _StrategyRegistry,
@@ -30,8 +31,8 @@ from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
-from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.launcher import SupervisorLauncher
+from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
+from lightning_replica.launch.external import started_by_another
 from lightning_replica.messages import say
 from lightning_replica.points import begin
 from lightning_replica.precision import ShardedStep, sharded
@@ -68,6 +69,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         recovery: Whether a fault is recovered from. Without it training is as sharded and has the same bits, but the
             first fault ends the run.
         max_restarts: Processes that may be replaced in one run.
+        standby: Processes that have imported everything and wait to take a lost rank's place. Each holds some hundred
+            MB; without one, a replacement has to import torch and lightning first.
         max_tries: Recoveries at one step before the run ends.
         timeout_s: After which a collective fails on its own.
         rendezvous_timeout_s: How long ranks wait for a replacement to come.
@@ -99,6 +102,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         bucket_bytes: int = 16 * 2**20,
         recovery: bool = True,
         max_restarts: int = 3,
+        standby: int = 0,
         max_tries: int = 3,
         timeout_s: float = 1800.0,
         rendezvous_timeout_s: float = 600.0,
@@ -118,6 +122,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
             max_tries=max_tries,
             guard=guard,
             max_restarts=max_restarts,
+            standby=standby,
             hang_min_s=hang_min_s,
             hang_max_s=hang_max_s,
             rendezvous_timeout_s=rendezvous_timeout_s,
@@ -129,6 +134,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
         self._partition, self._whole_gradients = partition, whole_gradients
         self._shared_memory = shared_memory
+        self._num_nodes = 1
         self._session: Session | None = None
         self._training: Training | None = None
         self._checkpoints = Checkpoints(state_dict_type)
@@ -145,22 +151,32 @@ class ReplicaZeroStrategy(ParallelStrategy):
     @property
     def grid(self) -> Grid:
         """The table of ranks."""
-        return Grid(self.num_processes, 1 if self.num_processes == 1 else self._replicas)
+        return Grid(self.world_size, 1 if self.world_size == 1 else self._replicas)
 
     @property
     def num_nodes(self) -> int:
-        """One: ranks on several nodes are not started yet."""
-        return 1
+        """Nodes; several only under a launcher that starts ranks on all of them."""
+        return self._num_nodes
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise ConfigurationError(f"{num_nodes=}: `replica_zero` runs on one node so far. Set `num_nodes=1`.")
+        if num_nodes != 1 and not started_by_another(self.cluster_environment):
+            raise ConfigurationError(
+                f"{num_nodes=}: `python train.py` starts the ranks of one node. Start the script on all nodes with"
+                f" torchrun (`torchrun --nnodes={num_nodes} --nproc-per-node=... train.py`) or SLURM, or set"
+                " `num_nodes=1`."
+            )
+        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices or ())
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self._num_nodes * self.num_processes
 
     @property
     def root_device(self) -> torch.device:
@@ -170,7 +186,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank reads its own part of the data."""
-        return {"num_replicas": self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def precision_plugin(self) -> ShardedStep:
@@ -200,7 +216,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
             )
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        self._launcher = SupervisorLauncher(grid.world_size, self.options_for)
+        self._launcher = launcher_for(self.cluster_environment, self.num_processes, self.num_nodes, self.options_for)
 
     def options_for(self, trainer: Any) -> RecoveryOptions:
         """What the arguments and the trainer's callbacks together say about recovery.
@@ -213,8 +229,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Tells the cluster environment who we are."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.local_rank)
-            self.cluster_environment.set_world_size(self.num_processes)
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
@@ -222,13 +238,14 @@ class ReplicaZeroStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        environment = RankEnvironment.current()
-        if environment is not None:
+        if is_rank(self.cluster_environment):
             trainer = self.lightning_module.trainer if self.lightning_module is not None else None
             options = self.options_for(trainer)
-            self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, options)
+            enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
+            self._session = join(self.grid, self.global_rank, enter, "gloo", self._timeout_s, options)
             if self._session.newborn and trainer is not None:
                 let_config_be_saved_again(trainer)
+                logger_runs.adopt(trainer.loggers, self._session.read_note("loggers"), writes=self.is_global_zero)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""
@@ -245,6 +262,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         if fitting:
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
+            if not self.session.newborn:
+                self.session.leave_note("loggers", logger_runs.record(trainer.loggers))
             self.setup_optimizers(trainer)
             self._training = Training(
                 trainer,
@@ -410,7 +429,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
         """Where the fit goes on, if a checkpoint has been loaded."""
-        return self._checkpoints.resumption(trainer, self.global_rank, self.num_processes)
+        return self._checkpoints.resumption(trainer, self.global_rank, self.world_size)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""

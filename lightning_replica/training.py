@@ -90,6 +90,7 @@ class Training:
         self._shown = ""  # the newest exception whose traceback has been printed
         self._window = (0, time.monotonic())  # batches begun since the last step, and when the first was
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
+        session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
 
     # A step, in the order of calls
@@ -262,7 +263,9 @@ class Training:
             session.generations.give_up(str(final))
             self._tell_of_the_end(str(final))
             raise
-        session.newborn = False
+        if session.newborn:
+            session.newborn = False
+            session.call_standbys()
         self._window_is_open, self.weights_touched = False, True
         self._module_buffers.forget()
         if outcome.plan.kind == "tail" and outcome.plan.commit:

@@ -27,7 +27,7 @@ def trainer(**options: Any) -> L.Trainer:
     [
         ({"devices": 3}, r"replicas=2 does not divide world_size=3.*Choose one of 1, 3"),
         ({"devices": 4, "strategy": ReplicaZeroStrategy(replicas=8)}, r"replicas=8 does not divide.*one of 1, 2, 4"),
-        ({"num_nodes": 2}, r"num_nodes=2.*Set `num_nodes=1`"),
+        ({"num_nodes": 2}, r"num_nodes=2.*torchrun.*set `num_nodes=1`"),
         ({"plugins": MixedPrecision("bf16-mixed", "cuda")}, r"'bf16-mixed' is for cuda, the accelerator is cpu"),
     ],
 )

@@ -26,6 +26,7 @@ LAYERS = [
         "attributes",
         "callback_state",
         "hooks",
+        "logger_runs",
         "objects",
         "metrics",
         "module_buffers",

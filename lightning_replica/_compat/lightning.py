@@ -1,6 +1,9 @@
 """Private names of Lightning."""
 
+import csv
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -9,6 +12,7 @@ from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _set_num_threads_if_needed,
 )
+from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
@@ -50,6 +54,7 @@ __all__ = [
     "_call_strategy_hook",
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
+    "continue_csv",
     "epoch_of",
     "let_config_be_saved_again",
     "load_loops",
@@ -62,8 +67,13 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
     """The command line that runs this very script again, and its working directory (None: this one).
 
     Raises:
-        ConfigurationError: In a Hydra multirun, whose command line stands for all of its jobs.
+        ConfigurationError: If there is no script; or in a Hydra multirun, whose command line stands for all its jobs.
     """
+    if not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
+        raise ConfigurationError(
+            "`replica_zero` starts its ranks by running the script again, but this one came with `python -c` or from"
+            " standard input. Save it to a file and run it with `python train.py`."
+        )
     if _HYDRA_AVAILABLE:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
@@ -110,6 +120,25 @@ def let_config_be_saved_again(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if hasattr(callback, "already_saved") and hasattr(callback, "overwrite"):
             callback.overwrite = True
+
+
+class _ContinuedWriter(ExperimentWriter):
+    """Appends to the metrics that are there, where the original deletes them."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        if self._fs.isfile(self.metrics_file_path):
+            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+                self.metrics_keys = next(csv.reader(file), [])
+
+    def _check_log_dir_exists(self) -> None:
+        pass
+
+
+def continue_csv(logger: CSVLogger) -> None:
+    """Has a logger go on in the directory of its version."""
+    if logger._experiment is None:
+        logger._experiment = _ContinuedWriter(logger.log_dir)
 
 
 class Sigterm:

@@ -159,7 +159,8 @@ class _Run:
 
     def __init__(self, result: Path, *options: str) -> None:
         self._result, self._log = result, result.with_suffix(".log")
-        environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}  # another launcher's
+        another_launcher = ("LOCAL_RANK", "TORCHELASTIC_", "SLURM_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(another_launcher)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lightning_replica.cli.smoke", str(result), *options],

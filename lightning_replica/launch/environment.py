@@ -11,12 +11,40 @@ LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightn
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
 
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = ("lo", "lo0")  # Linux, macOS
+_CONNECT = timedelta(seconds=60)
+
+LOOPBACK = "127.0.0.1"
+
+
+class Surroundings(Protocol):
+    """How a rank reaches the others, whoever started it."""
+
+    @property
+    def generation(self) -> int:
+        """Generation that the process is born into."""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervisor replaces ranks that are lost; else whoever started them ends them all together."""
+
+    def connect(self) -> dist.Store:
+        """A new connection to the store."""
+
+    def leave(self, world_size: int, failed: bool) -> None:
+        """The last thing that a rank does."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +62,7 @@ class RankEnvironment:
     port: int
     supervisor: int
     generation: int
+    supervised = True
 
     @classmethod
     def current(cls) -> "RankEnvironment | None":
@@ -43,9 +72,17 @@ class RankEnvironment:
         host, port = os.environ[_STORE].rsplit(":", 1)
         return cls(host, int(port), int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION]))
 
+    def connect(self) -> dist.Store:
+        """A new connection to the supervisor's store."""
+        return connect(self.host, self.port)
+
+    def leave(self, world_size: int, failed: bool) -> None:
+        """The supervisor waits for its children."""
+
     def variables(self, rank: int, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment of the process of ``rank``."""
         return {
+            **loopback_interface(),
             **inherited,
             _STORE: f"{self.host}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
@@ -56,3 +93,34 @@ class RankEnvironment:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
+
+
+def loopback_interface() -> dict[str, str]:
+    """The variable that keeps gloo's sockets on this machine; what a user has set goes before it."""
+    found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
+    return {_GLOO_INTERFACE: found[0]} if found else {}
+
+
+def connect(host: str, port: int) -> dist.TCPStore:
+    """A connection to a store."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+
+
+def serve(address: str, port: int = 0) -> dist.TCPStore:
+    """A store that listens on ``address`` only, where torch's own listens on every interface.
+
+    Args:
+        address: IP address of this machine.
+        port: 0 finds a free one.
+
+    Raises:
+        OSError: If the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        bound = listening.getsockname()[1]
+        return dist.TCPStore(
+            address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )

@@ -1,22 +1,17 @@
 """Turns the process that the user started into the supervisor."""
 
-import ctypes
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
-from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.orphans import die_with
+from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor, start_script
 from lightning_replica.messages import say
 from lightning_replica.recovery.options import RecoveryOptions
-
-ORPHANED = 70  # exit code of a rank whose supervisor is gone
-_PR_SET_PDEATHSIG = 1
 
 
 class SupervisorLauncher(_Launcher):
@@ -42,35 +37,22 @@ class SupervisorLauncher(_Launcher):
 
         Raises:
             SystemExit: In the supervisor, once all ranks have ended, with their exit code.
-            ConfigurationError: If another launcher started this process, or callbacks contradict the strategy.
+            ConfigurationError: If there is no script to run again, or callbacks contradict the strategy.
         """
         environment = RankEnvironment.current()
         if environment is not None:
             die_with(environment.supervisor)
             _set_num_threads_if_needed(num_processes=self._world_size)
             return function(*args, **kwargs)
-        if "LOCAL_RANK" in os.environ:
-            raise ConfigurationError(
-                f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so another launcher (torchrun, SLURM ...) started this"
-                " process, but `replica_zero` starts and replaces its ranks itself. Run `python train.py` instead."
-            )
         options = self._options_for(trainer)
-        start = start_script(rerun_command)
-        supervisor = Supervisor(start, self._world_size, options, say, _local_root(trainer))
+        start, standbys = start_script(rerun_command), Standbys(rerun_command, options.standby)
+        supervisor = Supervisor(start, self._world_size, options, say, _local_root(trainer), standbys)
         code = supervisor.run()
         _disarm(trainer)
         sys.exit(code)
 
     def kill(self, signum: Any) -> None:
         """Called by Lightning's signal handlers inside a rank: a rank has no children to end."""
-
-
-def die_with(supervisor: int) -> None:
-    """Ends this process when ``supervisor`` ends, as far as the platform can; the monitor does the rest."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        sys.exit(ORPHANED)
 
 
 def _local_root(trainer: Any) -> Path:

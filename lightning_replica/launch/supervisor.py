@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed as dist
-
 from lightning_replica.launch.beacons import HangLimits
-from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
+from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.watch import Watch
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
@@ -73,6 +72,7 @@ class Supervisor:
         options: What the user has chosen about recovery.
         say: Tells the user something.
         directory: Where the stacks of ranks are written to when one hangs.
+        standbys: Processes that wait to become ranks.
     """
 
     def __init__(
@@ -82,9 +82,11 @@ class Supervisor:
         options: RecoveryOptions,
         say: Callable[[str], None],
         directory: Path = Path(),
+        standbys: Standbys | None = None,
     ) -> None:
         self._start_process, self._world_size, self._options, self._say = start, world_size, options, say
-        self._ended: queue.SimpleQueue[_Child | signal.Signals | None] = queue.SimpleQueue()
+        self._standbys = standbys
+        self._ended: queue.SimpleQueue[_Child | signal.Signals | Standbys | None] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
         self._watch = Watch(world_size, HangLimits.of(options), directory)
         self._hung: dict[int, str] = {}
@@ -97,13 +99,15 @@ class Supervisor:
 
         0 if every rank ended with 0, else the code of the rank that failed first (128 + n for signal n).
         """
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve(LOOPBACK)
         self._generations = Generations(self._store)
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
                 self._start(rank, generation=0)
+            if self._standbys is not None:
+                self._standbys.watch(self._store.port, self._ended.put)
             while self._children:
                 event = self._ended.get()
                 if event is None:
@@ -113,15 +117,18 @@ class Supervisor:
         finally:
             self._over.set()
             self._terminate(signal.SIGKILL)
+            if self._standbys is not None:
+                self._standbys.end()
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
         return self._code
 
     def _start(self, rank: int, generation: int) -> None:
-        environment = RankEnvironment("127.0.0.1", self._store.port, os.getpid(), generation)
+        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
         variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
-        child = _Child(rank, self._start_process(rank, variables))
+        standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
+        child = _Child(rank, standby or self._start_process(rank, variables))
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
@@ -138,7 +145,10 @@ class Supervisor:
     def _on_signal(self, signum: int, _: object) -> None:
         self._ended.put(signal.Signals(signum))
 
-    def _on_end(self, event: "_Child | signal.Signals") -> None:
+    def _on_end(self, event: "_Child | signal.Signals | Standbys") -> None:
+        if isinstance(event, Standbys):
+            event.fill(self._options.max_restarts - self._restarts)
+            return
         if isinstance(event, signal.Signals):
             self._fail(f"The run was stopped by {event.name}.", 128 + event, forward=event)
             return

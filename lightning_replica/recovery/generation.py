@@ -29,11 +29,21 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int: ...
 
 
+def _forever(_: float, __: Callable[[], list[int]]) -> None:
+    """Waiting is bounded by its own time-out."""
+
+
 class Generations:
-    """The log of generations, as one process sees it."""
+    """The log of generations, as one process sees it.
+
+    Attributes:
+        patience: Called again and again while `share` waits, with the seconds waited so far and a function that tells
+            which ranks are missing; it may raise.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.patience: Callable[[float, Callable[[], list[int]]], None] = _forever
 
     def begun(self, generation: int) -> bool:
         """Whether ``generation`` has begun."""
@@ -107,14 +117,21 @@ class Generations:
         self.store.set(f"{topic}/{rank}", json.dumps(plain))
         keys = [f"{topic}/{other}" for other in range(world_size)]
 
+        began = time.monotonic()
+
+        def missing() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
         def complete() -> bool:
-            return self.store.check(keys)
+            if self.store.check(keys):
+                return True
+            self.patience(time.monotonic() - began, missing)
+            return False
 
         try:
             self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}")
         except RecoveryError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise RecoveryError(f"{error} Missing: ranks {missing}.") from error
+            raise RecoveryError(f"{error} Missing: ranks {missing()}.") from error
         return [json.loads(self.store.get(key)) for key in keys]
 
     def meet(self, name: str, generation: int, world_size: int, timeout_s: float) -> None:

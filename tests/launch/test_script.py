@@ -56,14 +56,15 @@ def untouched() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_comes_back(rank: int, untouched: dict[str, str]) -> None:
-    process = start("kill", rank)
+@pytest.mark.parametrize(("rank", "standby"), [(0, 1), (1, 0)])
+def test_a_killed_rank_comes_back(rank: int, standby: int, untouched: dict[str, str]) -> None:
+    process = start("kill", rank, STANDBY=str(standby))
     output = finish(process)
     assert process.returncode == 0, output
     assert results(output) == untouched
     assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in output
     assert len(re.findall(rf"recovered at step 2 in [\d.]+ s: rank {rank} was replaced", output)) == 1
+    assert re.findall(r"rank (\d) was a standby", output) == [str(rank)] * standby
     assert "on_exception" not in output  # neither in a rank nor in the supervisor
 
 
@@ -96,23 +97,64 @@ def test_ranks_end_with_their_supervisor() -> None:
     all_gone(pids)
 
 
+def other_than(process: "subprocess.Popen[str]", known: list[int]) -> int:
+    """Waits for a new child."""
+    deadline = time.monotonic() + 60
+    while not set(ranks_of(process)) - set(known):
+        assert time.monotonic() < deadline, "no standby is started"
+        time.sleep(0.01)
+    return (set(ranks_of(process)) - set(known)).pop()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all(signum: signal.Signals) -> None:
-    process = start("wait", 1)
+    process = start("wait", 1, STANDBY="1")
     wait_for(process, "waiting")
-    pids = ranks_of(process)
     if signum is signal.SIGINT:
+        pids = ranks_of(process)
+        lost = other_than(process, pids[:2])
+        os.kill(lost, signal.SIGKILL)  # a standby that dies while it waits is replaced, and nobody hears of it
+        pids = [*pids[:2], lost, other_than(process, [*pids, lost])]
         os.killpg(process.pid, signum)  # as Ctrl-C does
     else:
+        pids = ranks_of(process)
         process.send_signal(signum)
     output = finish(process)
     assert process.returncode == 128 + signum, output
     assert f"The run was stopped by {signum.name}" in output
+    assert "died" not in output
     all_gone(pids)
 
 
-def test_another_launcher() -> None:
+def test_another_launcher_that_says_too_little() -> None:
     process = start("none", 0, LOCAL_RANK="0")
     output = finish(process)
     assert process.returncode == 1
-    assert "LOCAL_RANK=0 is set, so another launcher" in output
+    assert "LOCAL_RANK=0 is set, so another launcher has started this process, but MASTER_ADDR and" in output
+
+
+def test_without_a_script() -> None:
+    """Each in a process of its own, all at once."""
+    fit = "L.Trainer(strategy='replica_zero', accelerator='cpu', devices=2, logger=False).fit(BoringModel())"
+    model = "from lightning.pytorch.demos.boring_classes import BoringModel"
+    code = f"import lightning as L, lightning_replica\n{model}\n{fit}"
+    nodes = code.replace("devices=2", "devices=2, num_nodes=2")
+    cases = [
+        (["-c", code], "", "came with `python -c` or from standard input"),
+        (["-"], code, "came with `python -c` or from standard input"),
+        (["-i"], code + "\n", "an interactive session or a notebook has no script"),
+        (["-c", nodes], "", "starts the ranks of one node. Start the script on all nodes with torchrun"),
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for options, _, _ in cases
+    ]
+    for process, (_, typed, message) in zip(processes, cases, strict=True):
+        output, _ = process.communicate(typed, timeout=100)
+        assert message in output

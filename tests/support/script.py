@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_replica
 
 MODE, RANK = sys.argv[1], int(sys.argv[2])
+STANDBY = int(os.environ.get("STANDBY", "0"))
+NODES = int(os.environ.get("NODES", "1"))
 
 
 class Model(L.LightningModule):
@@ -33,16 +36,29 @@ class Model(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+# What is not 0 in a process that takes another's place.
+LIVES = ("LIGHTNING_REPLICA_GENERATION", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
 class Break(Callback):
+    raised = False
+
     def on_after_backward(self, trainer: L.Trainer, _: Any) -> None:
-        first = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
+        first = all(os.environ.get(name, "0") == "0" for name in LIVES)
         if trainer.global_step != 2 or trainer.global_rank != RANK:
             return
         if MODE == "wait":
             print("waiting", flush=True)
             while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
                 time.sleep(0.01)
+        if MODE == "raise and kill" and first and self.raised:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE.startswith("raise") and first and not self.raised:
+            self.raised = True
+            raise RuntimeError("injected")
         if MODE == "kill" and first:
+            while len(Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()) < 2 + STANDBY:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_exception(self, trainer: L.Trainer, _: Any, error: BaseException) -> None:
@@ -54,9 +70,10 @@ def main() -> None:
     model = Model()
     data = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=2, shuffle=True)
     trainer = L.Trainer(
-        strategy=lightning_replica.ReplicaZeroStrategy(),
+        strategy=lightning_replica.ReplicaZeroStrategy(standby=STANDBY),
         accelerator="cpu",
-        devices=2,
+        devices=2 // NODES,
+        num_nodes=NODES,
         max_epochs=1,
         callbacks=[Break()],
         enable_progress_bar=False,
@@ -67,6 +84,8 @@ def main() -> None:
     metrics = trainer.validate(model, data, verbose=False)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     print(f"rank {trainer.global_rank} pid {os.getpid()} {digest[:12]} {metrics[0]['val']:.9f}", flush=True)
+    if sys.orig_argv[1] == "-c":
+        print(f"rank {trainer.global_rank} was a standby", flush=True)
     if MODE == "exit" and trainer.global_rank == RANK:
         sys.exit(7)
 

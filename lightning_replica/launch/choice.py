@@ -1,0 +1,55 @@
+"""Who starts the ranks: the supervisor, or somebody else."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from lightning.pytorch.plugins import ClusterEnvironment
+
+from lightning_replica._compat.lightning import _Launcher
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.environment import RankEnvironment, Surroundings
+from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
+from lightning_replica.launch.launcher import SupervisorLauncher
+from lightning_replica.recovery.options import RecoveryOptions
+
+
+def launcher_for(
+    cluster: ClusterEnvironment | None,
+    num_processes: int,
+    num_nodes: int,
+    options_for: Callable[[Any], RecoveryOptions],
+) -> _Launcher:
+    """The launcher of this process.
+
+    Args:
+        cluster: What Lightning has found.
+        num_processes: Ranks on this node.
+        num_nodes: Nodes.
+        options_for: What a trainer's user has chosen about recovery.
+
+    Raises:
+        ConfigurationError: In a session without a script.
+    """
+    if hasattr(sys, "ps1") and RankEnvironment.current() is None:
+        raise ConfigurationError(
+            "`replica_zero` starts its ranks by running the script again, and replaces them so; an interactive session"
+            " or a notebook has no script. Save the code to a file and run it with `python train.py`; in a notebook,"
+            " `!python train.py`."
+        )
+    if cluster is not None and started_by_another(cluster):
+        return ExternalLauncher(cluster, num_processes, num_nodes)
+    return SupervisorLauncher(num_processes, options_for)
+
+
+def is_rank(cluster: ClusterEnvironment | None) -> bool:
+    """Whether this process is a rank; otherwise it is the one that the user started, and will be the supervisor."""
+    return RankEnvironment.current() is not None or started_by_another(cluster)
+
+
+def surroundings(cluster: ClusterEnvironment | None, rank: int, num_nodes: int) -> Surroundings:
+    """How a rank reaches the others."""
+    environment = RankEnvironment.current()
+    if environment is not None or cluster is None:
+        return cast("RankEnvironment", environment)
+    return ExternalEnvironment.enter(cluster, rank, num_nodes)

@@ -1,0 +1,194 @@
+"""Ranks that torchrun, SLURM or another launcher has started: it ends and restarts them all together.
+
+Nobody here replaces a single process then; what needs none (retry, repair) works as under our own supervisor. All that
+ranks tell each other stands in a store under a prefix that names job and attempt, so that nothing of another job, or of
+the same job before its restart, is ever read.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins import ClusterEnvironment
+
+from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed
+from lightning_replica.errors import ConfigurationError, RecoveryError
+from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, connect, loopback_interface, serve
+from lightning_replica.messages import say
+
+_LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
+_PATIENCE_S = 2.0
+# What tells one attempt from another, by launcher.
+_ATTEMPT = (
+    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
+
+
+def started_by_another(cluster: ClusterEnvironment | None) -> bool:
+    """Whether another launcher than our supervisor has started this process; Lightning's detection decides.
+
+    Raises:
+        ConfigurationError: If it has not said where the ranks meet.
+    """
+    if RankEnvironment.current() is not None or cluster is None or not cluster.creates_processes_externally:
+        return False
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if isinstance(cluster, LightningEnvironment) and missing:
+        raise ConfigurationError(
+            f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so another launcher has started this process, but"
+            f" {' and '.join(missing)}, where its ranks would meet, {'is' if len(missing) == 1 else 'are'} not."
+            " Unset LOCAL_RANK and run `python train.py`, which starts all ranks of one node, or use torchrun."
+        )
+    return True
+
+
+class ExternalLauncher(_Launcher):
+    """Leaves processes to whoever has started them.
+
+    Args:
+        cluster: What Lightning knows of the launcher.
+        num_processes: Ranks on this node.
+        num_nodes: Nodes.
+    """
+
+    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+        self._cluster, self._num_processes, self._num_nodes = cluster, num_processes, num_nodes
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """The processes are there."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Calls ``function``.
+
+        Raises:
+            ConfigurationError: If the launcher started another number of ranks.
+        """
+        world_size = self._num_processes * self._num_nodes
+        try:
+            self._cluster.validate_settings(num_devices=self._num_processes, num_nodes=self._num_nodes)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        if self._cluster.world_size() != world_size:
+            raise ConfigurationError(
+                f"devices={self._num_processes} and num_nodes={self._num_nodes} make {world_size} ranks, but the"
+                f" launcher started {self._cluster.world_size()}. Set `devices` to the processes on a node and"
+                " `num_nodes` to the number of nodes."
+            )
+        _set_num_threads_if_needed(num_processes=self._num_processes)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Called by Lightning's signal handlers: a rank has no children to end."""
+
+
+@dataclass(frozen=True)
+class ExternalEnvironment:
+    """Where ranks meet that another launcher has started.
+
+    Attributes:
+        host: Where the store listens.
+        port: Its port.
+        attempt: Names job and attempt.
+        served: The store itself, where this rank keeps it.
+    """
+
+    host: str
+    port: int
+    attempt: str
+    served: dist.TCPStore | None = None
+    generation = 0
+    supervised = False
+
+    @classmethod
+    def enter(cls, cluster: ClusterEnvironment, rank: int, num_nodes: int) -> "ExternalEnvironment":
+        """Finds the store, the launcher's if it has one; else rank 0 serves one.
+
+        Raises:
+            ConfigurationError: If there is no address or port to serve at, or this rank is already in this attempt.
+        """
+        attempt = _attempt(os.environ)
+        if num_nodes == 1:
+            for name, value in loopback_interface().items():
+                os.environ.setdefault(name, value)
+        host, port = cluster.main_address, cluster.main_port
+        served = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+            host = LOOPBACK if num_nodes == 1 else host
+            served = _serve(host, port, num_nodes) if rank == 0 else None
+        environment = cls(host, port, attempt, served)
+        if environment.connect().add(f"here/{rank}", 1) > 1:
+            raise ConfigurationError(
+                f"Rank {rank} is there twice: its process was started again on its own, or two jobs meet at"
+                f" {host}:{port}. Restart all ranks together, as `torchrun --max-restarts` does, or set another"
+                " MASTER_PORT."
+            )
+        return environment
+
+    def connect(self) -> dist.Store:
+        """A new connection to the store."""
+        return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.host, self.port))
+
+    def leave(self, world_size: int, failed: bool) -> None:
+        """The last thing that a rank does: where it serves the store, others may still need it for a moment."""
+        store = self.connect()
+        store.add("left", 1)
+        deadline = time.monotonic() + (_LEAVE_FAILED_S if failed else _LEAVE_S)
+        while self.served is not None and store.add("left", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+class Patience:
+    """Called while a recovery waits for ranks, which nobody replaces.
+
+    Args:
+        rank: This rank.
+        told_to_end: Whether this process has got a SIGTERM, with which the launcher ends what is left of a run.
+    """
+
+    def __init__(self, rank: int, told_to_end: Callable[[], bool]) -> None:
+        self._rank, self._told_to_end = rank, told_to_end
+        self._said = False
+
+    def __call__(self, waited_s: float, missing: Callable[[], list[int]]) -> None:
+        """Says what is lost, once, and ends when the launcher says so.
+
+        Raises:
+            RecoveryError: If this process has been told to end.
+        """
+        if waited_s < _PATIENCE_S:
+            return
+        gone = missing()
+        if self._told_to_end() and gone:
+            raise RecoveryError(f"The launcher has ended this run: ranks {gone} are gone, which only it can replace.")
+        if not self._said and gone and self._rank == min(set(range(max(gone) + 2)) - set(gone)):
+            self._said = True
+            say(
+                f"ranks {gone} have not come back for {waited_s:.0f} s. If their processes are gone, only the launcher"
+                " that started them can help: by ending and restarting all ranks."
+            )
+
+
+def _attempt(environment: Mapping[str, str]) -> str:
+    for names in _ATTEMPT:
+        if names[0] in environment:
+            return "/".join(environment.get(name, "0") for name in names)
+    return "0"
+
+
+def _serve(host: str, port: int, num_nodes: int) -> dist.TCPStore:
+    advice = "Set MASTER_ADDR to the address of rank 0's node and MASTER_PORT to a free port there."
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        if num_nodes > 1 and address.startswith(("127.", "::1")):
+            raise ConfigurationError(f"MASTER_ADDR={host} is {address}, which no other node can reach. {advice}")
+        return serve(address, port)
+    except OSError as error:
+        raise ConfigurationError(f"Rank 0 cannot listen at {host}:{port}: {error}. {advice}") from error

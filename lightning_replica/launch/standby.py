@@ -1,0 +1,175 @@
+"""Processes that have imported what ranks import, and wait to take a lost rank's place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeAlias
+
+from lightning_replica.launch.environment import LOOPBACK, connect
+from lightning_replica.launch.waiting import search_path
+from lightning_replica.recovery.generation import Store
+
+Command: TypeAlias = Callable[[int], tuple[Sequence[str], str | None]]
+"""The command line and the working directory of a rank."""
+
+_CALLS, _CALL = "standby/calls", "standby/call/{}"
+# The first entry of `sys.path` is the script's folder from the beginning, as in a rank.
+_SEARCH = "import sys; sys.path[0] = {!r} if sys.path[0] == '' else sys.path[0]"
+_FOREVER = timedelta(days=3650)
+_MAX_LOST = 3  # standbys that may die while they wait before no more are started
+
+
+def call(store: Store, modules: Sequence[str]) -> None:
+    """Tells the supervisor that now is a good time to start standbys: ranks are not waiting for a processor.
+
+    Args:
+        store: The supervisor's store.
+        modules: What a standby shall import.
+    """
+    store.set(_CALL.format(store.add(_CALLS, 1)), json.dumps(list(modules)))
+
+
+def imported() -> list[str]:
+    """The modules of this process that are installed, not the user's own: of those, one process's are another's."""
+    folders = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib")})
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    own = __name__.partition(".")[0]
+    return sorted(
+        name
+        for name, file in files.items()
+        if name != "__main__" and (name.partition(".")[0] == own or (file or "").startswith(folders))
+    )
+
+
+class Standbys:
+    """Keeps ``count`` processes waiting. All methods but `watch`'s thread belong to the supervisor's main thread.
+
+    Args:
+        command: The command line of a rank.
+        count: How many wait.
+    """
+
+    def __init__(self, command: Command, count: int) -> None:
+        self._command, self._count = command, count
+        self._waiting: list[_Standby] = []
+        self._modules: list[str] | None = None  # None until the first call
+        self._wanted = False
+        self._lost = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="standby-calls", daemon=True)
+
+    def watch(self, port: int, changed: Callable[["Standbys"], None]) -> None:
+        """Begins to listen for calls.
+
+        Args:
+            port: Of the supervisor's store.
+            changed: Called, from another thread, when `fill` has something to do.
+        """
+        self._port, self._changed = port, changed
+        if self._count:
+            self._thread.start()
+
+    def fill(self, restarts_left: int) -> None:
+        """Starts what is missing.
+
+        A process dies with the thread that started it, so it has to be the one that lasts.
+        """
+        died = [standby for standby in self._waiting if standby.process.poll() is not None]
+        self._lost += len(died)
+        self._waiting = [standby for standby in self._waiting if standby not in died]
+        if not self._wanted or self._modules is None or self._lost > _MAX_LOST:
+            return
+        for _ in range(min(self._count, restarts_left) - len(self._waiting)):
+            standby = _Standby(self._command, self._modules)
+            self._waiting.append(standby)
+            threading.Thread(target=self._wait, args=(standby,), name="standby", daemon=True).start()
+
+    def take(self, rank: int, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
+        """Turns a standby into ``rank``; None if there is none."""
+        self._wanted = False  # until the next call: its start would hold up the recovery
+        command, cwd = self._command(rank)
+        while self._waiting:
+            standby = self._waiting.pop(0)
+            if standby.become(command, cwd, environment):
+                return standby.process
+        return None
+
+    def end(self) -> None:
+        """Ends all that wait."""
+        self._over.set()
+        if self._thread.is_alive():
+            call(connect(LOOPBACK, self._port), [])  # wakes the thread
+            self._thread.join()
+        waiting, self._waiting = self._waiting, []
+        for standby in waiting:
+            standby.end()
+
+    def _listen(self) -> None:
+        store = connect(LOOPBACK, self._port)
+        store.set_timeout(_FOREVER)
+        number = 1
+        while True:
+            modules = json.loads(store.get(_CALL.format(number)))
+            if self._over.is_set():
+                return
+            self._modules, self._wanted = modules, True
+            self._changed(self)
+            number += 1
+
+    def _wait(self, standby: "_Standby") -> None:
+        standby.process.wait()
+        if standby in self._waiting:
+            self._changed(self)
+
+
+class _Standby:
+    """One waiting process."""
+
+    def __init__(self, command: Command, modules: Sequence[str]) -> None:
+        line, cwd = command(0)
+        reader, writer = os.pipe()
+        # It begins with SIGINT blocked, and unblocks once it ignores it: Ctrl-C never finds it unprepared.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            # Modules in a file: their names are more than a pipe holds, and the supervisor must not wait.
+            with tempfile.TemporaryFile("w+") as names:
+                json.dump(list(modules), names)
+                names.seek(0)
+                call = f"wait({os.getpid()}, {reader}, {names.fileno()})"
+                script = f"from lightning_replica.launch.waiting import wait; {call}"
+                self.process = subprocess.Popen(
+                    [line[0], "-c", f"{_SEARCH.format(search_path(line, cwd))}; {script}"],
+                    pass_fds=(reader, names.fileno()),
+                    cwd=cwd,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.close(reader)
+        self._orders = os.fdopen(writer, "w")
+
+    def become(self, command: Sequence[str], cwd: str | None, environment: dict[str, str]) -> bool:
+        """Makes it a rank; False if it has died."""
+        if self.process.poll() is not None:
+            return False
+        order = {"command": list(command), "cwd": cwd, "environment": environment}
+        try:
+            self._orders.write(json.dumps(order))
+            self._orders.close()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """Ends it."""
+        self.process.kill()
+        self.process.wait()
+        with suppress(BrokenPipeError):
+            self._orders.close()
