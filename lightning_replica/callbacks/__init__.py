@@ -1,0 +1,6 @@
+"""Callbacks that come with the strategy."""
+
+from lightning_replica.callbacks.fault_injector import FaultInjector, Injected, InjectedFault
+from lightning_replica.callbacks.fingerprint import Fingerprint
+
+__all__ = ["FaultInjector", "Fingerprint", "Injected", "InjectedFault"]
