@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica import checks, fit_loop, objects
+from lightning_replica import chaos, checks, fit_loop, objects
 from lightning_replica._compat.lightning import (
     _all_gather_ddp_if_available,
     _StrategyRegistry,
@@ -99,7 +99,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
         checks.choice("shared_memory", shared_memory, (True, False))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
-        self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
+        self._replicas, self._bucket_bytes = replicas, bucket_bytes
+        self._max_restarts = chaos.override("max_restarts", max_restarts)
         self._partition, self._whole_gradients = partition, whole_gradients
         self._shared_memory = shared_memory
         self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
@@ -193,6 +194,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
             if self._session.newborn and self.lightning_module is not None:
                 let_config_be_saved_again(self.lightning_module.trainer)
+            if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                chaos.enter(self.lightning_module.trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""

@@ -35,7 +35,7 @@ LAYERS = [
     ["snapshot", "host"],
     ["training"],
     ["resume", "checkpoints"],
-    ["fit_loop", "strategy"],
+    ["callbacks", "chaos", "fit_loop", "strategy"],
     [""],
     ["cli", "conf"],
     ["__main__"],
