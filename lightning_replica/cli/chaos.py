@@ -20,8 +20,8 @@ examples:
   lightning-replica chaos --runs 5 --faults 4 --seed 1 --out chaos -- python train.py --steps 100
   lightning-replica chaos --list kill:2:forward:30,exception:0:update:31 -- python train_cli.py fit -c train.yaml
 
-The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It has to start anew each time: one that
-goes on from a checkpoint of its own finds that of the run before. Compared are the weights, every rank's shard of the
+The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It has to start anew each time: one
+that goes on from a checkpoint of its own finds that of the run before. Compared are the weights, every rank's shard of the
 optimizer state, its random numbers and the batches that it saw: after every step, and at the end of `fit`, with
 schedulers and metrics too. Random faults leave each other time to recover, so that all of them are survivable.
 
@@ -152,9 +152,14 @@ def _blame(found: list[str]) -> str:
         lines = [f"    {text}" for text in found[:3]]
         return "\n".join(
             ["Two untouched runs differ as well: it is the script that never does the same twice. Seed everything"]
-            + ["(`lightning.seed_everything(1, workers=True)`) and let no random number depend on time or process.", *lines]
+            + [
+                "(`lightning.seed_everything(1, workers=True)`) and let no random number depend on time or process.",
+                *lines,
+            ]
         )
-    return "Two untouched runs are identical: the difference comes from recovery. Please report it, with the folder below."
+    return (
+        "Two untouched runs are identical: the difference comes from recovery. Please report it, with the folder below."
+    )
 
 
 def summary(results: list[Result]) -> str:

@@ -69,9 +69,10 @@ def _rank(path: Path) -> RankPrint:
     for record in records:
         fit = record.pop("fit")
         if "batch" in record:
-            found.batches[(fit, *record["batch"])].add(record["data"])
+            epoch, number = record["batch"]
+            found.batches[(fit, epoch, number)].add(record["data"])
         elif "step" in record:
-            found.steps[fit, record.pop("step")].add(tuple(sorted(record.items())))
+            found.steps[(fit, record.pop("step"))].add(tuple(sorted(record.items())))
         elif "end" in record:
             found.ends[fit] = record
     return found

@@ -5,6 +5,7 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,7 +13,7 @@ from lightning_replica.cli.incidents import Incident
 from lightning_replica.cli.output import size
 from lightning_replica.cli.picture import DARK, LIGHT, MARKS, Theme, draw, headline, seconds
 
-_SVG = {"svg.hashsalt": "lightning-replica", "svg.fonttype": "path"}  # the same log gives the same file
+_SVG: Any = {"svg.hashsalt": "lightning-replica", "svg.fonttype": "path"}  # the same log gives the same file
 _HEADER = ("#", "when (UTC)", "step", "what happened", "then", "shards", "recovery", "first good step", "done again")
 _STYLE = """
 :root { color-scheme: light dark; --page: %(page)s; --text: %(text)s; --faint: %(faint)s; --line: %(line)s;

@@ -29,9 +29,12 @@ MARKS: dict[str, tuple[str, str]] = {
 }
 COLOURS = dict(zip(PHASES, ("#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#6A5ACD"), strict=True))
 
-_WIDTH, _LEFT, _RIGHT = 12.0, 4.15, 0.45  # inches, all of them
-_TOP, _LANE, _ROW, _AXIS, _BOTTOM = 0.95, 0.30, 0.31, 1.05, 0.75
-_TEXT = 50  # characters of a row's text
+# Inches, all of them. Before a row's bar stand its number, mark, step and text.
+_WIDTH, _EDGE, _LANES_LEFT, _ROWS_LEFT = 12.0, 0.45, 1.15, 5.1
+_NUMBER, _MARK, _STEP, _WORDS = 0.80, 0.98, 1.85, 1.98
+_TOP, _LANE, _AXIS, _BOTTOM = 1.0, 0.30, 1.1, 0.7
+_TEXT = 47  # characters of a row's text
+_MANY = 40  # incidents from which on all is drawn smaller
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def headline(incidents: Sequence[Incident]) -> tuple[str, str]:
     begin, end = incidents[0].time, incidents[-1].time
     steps = sorted({incidents[0].step, incidents[-1].step})
     parts = [f"{begin:%Y-%m-%d %H:%M:%S}" + (f" to {end:%Y-%m-%d %H:%M:%S}" if end > begin else "") + " UTC"]
-    parts.append("step" + "s" * (len(steps) > 1) + " " + " to ".join(map(str, steps)))
+    parts.append("step" + "s" * (len(steps) > 1) + " " + " to ".join(f"{step:,}" for step in steps))
     parts += [f"median recovery {seconds(statistics.median(well))}"] if len(well) > 1 else []
     return f"{count}, {outcome}", "  ·  ".join(parts)
 
@@ -71,12 +74,12 @@ def draw(incidents: Sequence[Incident], theme: Theme = LIGHT) -> Figure:
         theme: Its colours.
     """
     lanes = _lanes(incidents)
-    upper, lower = _LANE * len(lanes) + 0.2, _ROW * len(incidents) + 0.1
+    upper, lower = _upper(lanes), (0.31 if len(incidents) <= _MANY else 0.2) * len(incidents) + 0.1
     height = _TOP + upper + _AXIS + lower + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), facecolor=theme.page)
 
-    def panel(top: float, tall: float) -> Axes:
-        box = (_LEFT / _WIDTH, 1 - (top + tall) / height, 1 - (_LEFT + _RIGHT) / _WIDTH, tall / height)
+    def panel(left: float, top: float, tall: float) -> Axes:
+        box = (left / _WIDTH, 1 - (top + tall) / height, 1 - (left + _EDGE) / _WIDTH, tall / height)
         axes = figure.add_axes(box, facecolor="none")
         axes.tick_params(colors=theme.faint, labelsize=8.5, length=0)
         for side, spine in axes.spines.items():
@@ -85,11 +88,13 @@ def draw(incidents: Sequence[Incident], theme: Theme = LIGHT) -> Figure:
         return axes
 
     title, below = headline(incidents)
-    figure.text(0.35 / _WIDTH, 1 - 0.34 / height, title, color=theme.text, size=15, weight="bold", va="center")
-    figure.text(0.35 / _WIDTH, 1 - 0.63 / height, below, color=theme.faint, size=9.5, va="center")
-    _draw_lanes(panel(_TOP, upper), incidents, lanes, theme)
-    _draw_rows(panel(_TOP + upper + _AXIS, lower), incidents, theme)
-    _legend(figure, incidents, theme, height)
+    left, middle = _EDGE / _WIDTH, 1 - (_TOP + upper + _AXIS - 0.22) / height
+    figure.text(left, 1 - 0.34 / height, title, color=theme.text, size=15, weight="bold", va="center")
+    figure.text(left, 1 - 0.63 / height, below, color=theme.faint, size=9.5, va="center")
+    figure.text(left, middle, "What each recovery took", color=theme.text, size=11, weight="bold", va="center")
+    _draw_lanes(panel(_LANES_LEFT, _TOP, upper), incidents, lanes, theme)
+    _draw_rows(panel(_ROWS_LEFT, _TOP + upper + _AXIS, lower), incidents, theme)
+    _legends(figure, incidents, theme, 1 - 0.34 / height, middle)
     return figure
 
 
@@ -111,34 +116,33 @@ def _lanes(incidents: Sequence[Incident]) -> dict[int, int]:
 
 def _draw_lanes(axes: Axes, incidents: Sequence[Incident], lanes: dict[int, int], theme: Theme) -> None:
     begin, end = incidents[0].time, incidents[-1].time
-    margin = max((end - begin) * 0.04, timedelta(seconds=1))
+    margin = max((end - begin) * 0.04, timedelta(seconds=1 if end > begin else 30))
     low, high = _number(begin - margin), _number(end + margin)
     axes.set_xlim(low, high)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_yticks(list(lanes.values()), ["unknown" if rank < 0 else f"rank {rank}" for rank in lanes])
     axes.hlines(list(lanes.values()), low, high, color=theme.line, linewidth=1, zorder=1)
-    crowded = 0.6 if len(incidents) > 40 else 1.0
+    many = len(incidents) > _MANY
+    small = 0.65 if many else 1.0
     for each in incidents:
         at = _number(each.time)
         if each.failed:
             axes.axvline(at, color=theme.alarm, linewidth=1.2, linestyle=(0, (3, 2)), zorder=2)
         for move in each.moves:
             arrow = {
-                "arrowstyle": "-|>", "color": theme.faint, "linewidth": 1.1 * crowded, "shrinkA": 2, "shrinkB": 6 * crowded,
-                "mutation_scale": 9 * crowded, "connectionstyle": "arc3,rad=-0.25",
+                "arrowstyle": "-|>", "color": theme.faint, "linewidth": 1.1 * small, "shrinkA": 2, "shrinkB": 6 * small,
+                "mutation_scale": 9 * small, "alpha": small, "connectionstyle": f"arc3,rad={0 if many else -0.2}",
             }  # fmt: skip
             axes.annotate("", (at, lanes[move.target]), (at, lanes[move.source]), arrowprops=arrow, zorder=3)
-            axes.plot(at, lanes[move.source], ".", color=theme.faint, markersize=5 * crowded, zorder=3)
+            axes.plot(at, lanes[move.source], ".", color=theme.faint, markersize=5 * small, zorder=3)
         for rank in each.ranks or (-1,):
             shape, colour = MARKS[each.detected]
-            axes.plot(
-                at, lanes[rank], shape, color=colour, markersize=10 * crowded, markeredgecolor=theme.page, zorder=4
-            )
+            axes.plot(at, lanes[rank], shape, color=colour, markersize=10 * small, markeredgecolor=theme.page, zorder=4)
     locator = AutoDateLocator(minticks=3, maxticks=8)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
     axes.xaxis.get_offset_text().set_color(theme.faint)
-    axes.xaxis.get_offset_text().set_size(8.5)
+    axes.xaxis.get_offset_text().set_fontsize(8.5)
     _name_steps(axes, incidents, theme, (high - low) * 0.075)
 
 
@@ -162,7 +166,6 @@ def _draw_rows(axes: Axes, incidents: Sequence[Incident], theme: Theme) -> None:
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= longest * 1.05])
     axes.grid(axis="x", color=theme.line, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_title("What each recovery took", loc="left", color=theme.text, size=10.5, pad=9)
     for place, each in enumerate(incidents):
         _row(axes, place, each, theme, longest)
 
@@ -178,16 +181,28 @@ def _row(axes: Axes, place: int, each: Incident, theme: Theme, longest: float) -
     if start < total:  # attempts that had to begin again, and what came before the first phase
         axes.barh(place, total - start, left=start, height=0.62, color=theme.line, zorder=3)
     end = max(total, each.first_good_step_s or 0.0) + longest * 0.012
-    note, colour = (f"failed after {seconds(total)}", theme.alarm) if each.failed else (_short(each, total), theme.faint)
+    note, colour = (
+        (f"failed after {seconds(total)}", theme.alarm) if each.failed else (_short(each, total), theme.faint)
+    )
     axes.text(end, place, note, color=colour, size=8, va="center", zorder=4)
-    shape, mark = MARKS[each.detected]
-    x = -(_LEFT - 0.85) / (_WIDTH - _LEFT - _RIGHT)
+    _label(axes, place, each, theme)
+
+
+def _label(axes: Axes, place: int, each: Incident, theme: Theme) -> None:
+    """What stands before a bar."""
     side: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}
-    axes.plot(x + 0.012, place, shape, color=mark, markersize=7, markeredgecolor=theme.page, **side)
-    axes.text(x - 0.012, place, f"#{each.number}", color=theme.faint, size=8.5, ha="right", va="center", **side)
-    text = each.failed if each.failed else each.why
-    colour = theme.alarm if each.failed else theme.text
-    axes.text(x + 0.034, place, _cut(text), color=colour, size=8.5, va="center", **side)
+    words: dict[str, Any] = {"size": 8.5, "va": "center", **side}
+
+    def at(inches: float) -> float:
+        return (inches - _ROWS_LEFT) / (_WIDTH - _ROWS_LEFT - _EDGE)
+
+    shape, mark = MARKS[each.detected]
+    axes.text(at(_NUMBER), place, f"#{each.number}", color=theme.faint, ha="right", **words)
+    axes.plot(at(_MARK), place, shape, color=mark, markersize=7, markeredgecolor=theme.page, **side)
+    axes.text(at(_STEP), place, f"step {each.step:,}", color=theme.faint, ha="right", **words)
+    axes.text(
+        at(_WORDS), place, _cut(each.failed or each.why), color=theme.alarm if each.failed else theme.text, **words
+    )
 
 
 def _total(each: Incident) -> float:
@@ -208,33 +223,35 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else text[: _TEXT - 1].rstrip() + "…"
 
 
-def _legend(figure: Figure, incidents: Sequence[Incident], theme: Theme, height: float) -> None:
+def _legends(figure: Figure, incidents: Sequence[Incident], theme: Theme, upper: float, lower: float) -> None:
+    """What marks and colours mean; beside the titles of their panels."""
+    common: dict[str, Any] = {
+        "loc": "center right", "ncol": 8, "labelcolor": theme.text, "fontsize": 8.5, "frameon": False,
+        "handletextpad": 0.4, "columnspacing": 1.3, "borderaxespad": 0.0, "borderpad": 0.0,
+    }  # fmt: skip
+    right = 1 - _EDGE / _WIDTH
     seen = {each.detected for each in incidents}
-    marks: list[Any] = [
-        Line2D([], [], marker=shape, color="none", markerfacecolor=colour, markeredgecolor=theme.page, markersize=9)
+    marks: dict[str, Line2D] = {
+        name: Line2D(
+            [], [], marker=shape, color="none", markerfacecolor=colour, markeredgecolor=theme.page, markersize=9
+        )
         for name, (shape, colour) in MARKS.items()
         if name in seen
-    ]
-    names = [name for name in MARKS if name in seen]
+    }
     if any(each.moves for each in incidents):
-        marks.append(Line2D([], [], marker=r"$\rightarrow$", color="none", markerfacecolor=theme.faint, markersize=11))
-        names.append("shard sent")
-    common: dict[str, Any] = {
-        "labelcolor": theme.text, "fontsize": 8.5, "frameon": False, "handletextpad": 0.4, "columnspacing": 1.3,
-        "borderaxespad": 0.0, "borderpad": 0.0,
-    }  # fmt: skip
+        arrow: dict[str, Any] = {"markerfacecolor": theme.faint, "markeredgecolor": theme.faint, "markeredgewidth": 0.3}
+        marks["shard sent"] = Line2D([], [], marker=r"$\rightarrow$", color="none", markersize=12, **arrow)
+    figure.legend(list(marks.values()), list(marks), bbox_to_anchor=(right, upper), **common)
+    phases: dict[str, Any] = {phase: Patch(color=COLOURS[phase]) for phase in PHASES}
+    phases["to the first good step"] = Patch(color=theme.faint, alpha=0.55)
     figure.legend(
-        marks, names, loc="center right", ncol=8, bbox_to_anchor=(1 - _RIGHT / _WIDTH, 1 - 0.34 / height), **common
+        list(phases.values()), list(phases), bbox_to_anchor=(right, lower), handlelength=1.0, handleheight=0.8, **common
     )
-    patches: list[Any] = [Patch(color=COLOURS[phase]) for phase in PHASES]
-    patches.append(Patch(color=theme.faint, alpha=0.55))
-    top = _TOP + _LANE * len(_lanes(incidents)) + 0.2 + _AXIS - 0.2
-    anchor = (1 - _RIGHT / _WIDTH, 1 - top / height)
-    figure.legend(
-        patches, [*PHASES, "to the first good step"], loc="center right", ncol=7, bbox_to_anchor=anchor,
-        handlelength=1.0, handleheight=0.8, **common,
-    )  # fmt: skip
+
+
+def _upper(lanes: dict[int, int]) -> float:
+    return _LANE * len(lanes) + 0.2
 
 
 def _number(time: datetime) -> float:
-    return float(date2num(time))  # type: ignore[no-untyped-call]
+    return float(date2num(time))

@@ -147,7 +147,11 @@ def test_draws() -> None:
     dice = Dice(7, ("kill", "corrupt", "sigterm"), PLACES)
     due = [(step, 0.0) for step in range(200)]
     drawn = dice.draw(due, 4)
-    assert drawn == Dice(7, ("kill", "corrupt", "sigterm"), PLACES).draw(due, 4) != Dice(8, dice.kinds, PLACES).draw(due, 4)
+    assert (
+        drawn
+        == Dice(7, ("kill", "corrupt", "sigterm"), PLACES).draw(due, 4)
+        != Dice(8, dice.kinds, PLACES).draw(due, 4)
+    )
     assert {fault.rank for fault in drawn} == {0, 1, 2, 3}
     assert all(fault.kind != "sigterm" for fault in drawn[:-1])
     assert not {"update", "stop"} & {fault.point for fault in drawn if fault.kind == "corrupt"}
