@@ -21,8 +21,8 @@ examples:
   lightning-replica chaos --list kill:2:forward:30,exception:0:update:31 -- python train_cli.py fit -c train.yaml
 
 The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It has to start anew each time: one
-that goes on from a checkpoint of its own finds that of the run before. Compared are the weights, every rank's shard of the
-optimizer state, its random numbers and the batches that it saw: after every step, and at the end of `fit`, with
+that goes on from a checkpoint of its own finds that of the run before. Compared are the weights, every rank's shard of
+the optimizer state, its random numbers and the batches that it saw: after every step, and at the end of `fit`, with
 schedulers and metrics too. Random faults leave each other time to recover, so that all of them are survivable.
 
 kinds:   {", ".join(KINDS)}
@@ -113,7 +113,7 @@ def _series(
 ) -> list[Result]:
     write("untouched: running ...")
     laboratory.leave_alone()
-    write(f"untouched: {laboratory.ranks} ranks, {laboratory.steps} steps")
+    write(f"untouched: {_count(laboratory.ranks, 'rank')}, {_count(laboratory.steps, 'step')}")
     usual = tuple(place for place in PLACES if place in laboratory.last or place in PHASES)
     results = []
     for number in range(options.runs):
@@ -122,9 +122,9 @@ def _series(
             faults = tuple(laboratory.draw(_dice(options, number, usual), count, options.mtbf_steps))
         else:
             faults = listed
-        write(f"run {number + 1}: {len(faults)} faults, running ...")
+        write(f"run {number + 1}: {_count(len(faults), 'fault')}, running ...")
         result = laboratory.hurt(f"run-{number + 1}", faults, spaced=listed is None)
-        write(f"run {number + 1}: {len(result.struck)} faults struck, {result.verdict}")
+        write(f"run {number + 1}: {_count(len(result.struck), 'fault')} struck, {result.verdict}")
         results.append(result)
     write("\n" + _report(results))
     if any(result.verdict == "different" for result in results):
@@ -166,7 +166,12 @@ def summary(results: list[Result]) -> str:
     """Everything in one line."""
     struck = sum(len(result.struck) for result in results)
     missed = sum(len(result.missed) for result in results)
-    runs = f"{struck} fault{'s' * (struck != 1)} in {len(results)} run{'s' * (len(results) != 1)}"
-    bad = [f"{n} {v}" for v in ("different", "failed") if (n := sum(result.verdict == v for result in results))]
-    rest = f" ({missed} more were not reached)" if missed else ""
-    return f"{runs}, {', '.join(f'{text}' for text in bad) + ' run(s)' if bad else 'all bit-identical'}{rest}"
+    runs = f"{_count(struck, 'fault')} in {_count(len(results), 'run')}"
+    counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in ("different", "failed")}
+    bad = ", ".join(f"{_count(number, 'run')} {verdict}" for verdict, number in counts.items() if number)
+    rest = f" ({missed} more {'was' if missed == 1 else 'were'} not reached)" if missed else ""
+    return f"{runs}, {bad or 'all bit-identical'}{rest}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

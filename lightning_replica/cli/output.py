@@ -11,7 +11,7 @@ def write(text: str) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
-    """Rows in columns under a header; the first to the left, the others to the right, or all of them to the ``left``."""
+    """Rows in columns under a header; the first to the left, the others to the right or, if asked, ``left``."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
