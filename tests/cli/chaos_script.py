@@ -1,4 +1,4 @@
-"""A user's script that knows nothing of chaos: ``python chaos_script.py RANKS [odd]``; no two "odd" runs are the same."""
+"""Knows nothing of chaos: ``python chaos_script.py RANKS [odd]``; no two "odd" runs are the same."""
 
 import os
 import sys

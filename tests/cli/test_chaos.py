@@ -24,6 +24,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.timeout(600)  # three starts of Python and torch, one after the other
 def test_a_script_that_survives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = "kill:1:forward:3,exception:0:train_batch_end:8,exception:1:validation:1"
     assert main(["chaos", "--list", faults, "--out", str(tmp_path / "out"), "--", *SCRIPT, "2"]) == 0
@@ -41,6 +42,7 @@ def test_a_script_that_survives(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "validation" not in places
 
 
+@pytest.mark.timeout(600)
 def test_a_script_that_never_does_the_same_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM ends a run early: what there is of it is compared."""
     options = ["--list", "sigterm:0:forward:3", "--out", str(tmp_path / "out")]
