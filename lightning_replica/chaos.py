@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_replica.callbacks.fault_injector import FaultInjector
 from lightning_replica.callbacks.fingerprint import Fingerprint
 from lightning_replica.callbacks.places import PlaceCallback
+from lightning_replica.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_replica.callbacks.places import Place
@@ -46,9 +47,20 @@ class Experiment:
 
     @classmethod
     def current(cls) -> "Experiment | None":
-        """The experiment that this process is part of."""
+        """The experiment that this process is part of.
+
+        Raises:
+            ConfigurationError: If the variable names something else.
+        """
         path = os.environ.get(VARIABLE)
-        return cls(**json.loads(Path(path).read_text())) if path else None
+        if not path:
+            return None
+        try:
+            return cls(**json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"{VARIABLE}={path} is no experiment of `lightning-replica chaos` ({error}). Unset it to train."
+            ) from error
 
     def write(self, path: Path) -> None:
         """Writes the file that `current` reads."""

@@ -127,20 +127,22 @@ class Dice:
                 for its point gets another one, or is left out.
         """
         dice = random.Random(f"{self.seed}/faults")
-        drawn = []
-        for number, (step, after_s) in enumerate(due):
-            ending = number == len(due) - 1
-            kinds = [kind for kind in self.kinds if ending or kind != "sigterm"]
+        drawn: list[InjectedFault] = []
+        followed = False  # by a fault in whose recovery another can strike
+        for number, (step, after_s) in reversed(list(enumerate(due))):
+            kinds = [kind for kind in self.kinds if kind != "sigterm" or number == len(due) - 1]
             kind, rank = (dice.choice(kinds) if kinds else None), dice.randrange(world_size)
-            points = [p for p in self.points if _may_strike(kind, p) and (last is None or self._comes(p, step, last))]
+            points = [
+                p for p in self.points if _may_strike(kind, p) and (followed if p in PHASES else _comes(p, step, last))
+            ]
             if kind is not None and points:
-                drawn.append(InjectedFault(kind, rank, dice.choice(points), step, after_s))
+                drawn.insert(0, InjectedFault(kind, rank, dice.choice(points), step, after_s))
+                followed = followed or (drawn[0].point not in PHASES and kind != "sigterm")
         return drawn
 
-    @staticmethod
-    def _comes(point: Place, step: int, last: Mapping[str, int]) -> bool:
-        # A phase of a recovery comes with another fault, if one follows.
-        return step + 4 <= max(last.values(), default=0) if point in PHASES else step <= last.get(point, -1)
+
+def _comes(point: Place, step: int, last: Mapping[str, int] | None) -> bool:
+    return last is None or step <= last.get(point, -1)
 
 
 def _may_strike(kind: FaultKind | None, point: Place) -> bool:

@@ -3,16 +3,28 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_replica import ConfigurationError
+from lightning_replica import ConfigurationError, points
 from lightning_replica.callbacks import FaultInjector, Fingerprint, Injected, InjectedFault
-from lightning_replica.callbacks.fault_injector import EXIT_CODE
+from lightning_replica.callbacks.fault_injector import EXIT_CODE, _Ledger
 from lightning_replica.callbacks.faults import Dice, parse_all
 from lightning_replica.callbacks.fingerprint import digest
 from lightning_replica.callbacks.places import PHASES, PLACES
+from lightning_replica.cli import compare
+from lightning_replica.grid import Grid
+from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.recovery.generation import Generations
 from tests.support import job, world
 from tests.support.job import Case
 
@@ -27,10 +39,6 @@ class Injections(Case):
 
 def train(case: Injections, out: Path) -> None:
     """`job.run`, with callbacks and places that it does not have itself."""
-    import lightning as L
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger
-
     original = L.Trainer.__init__
 
     def init(self: L.Trainer, **arguments: Any) -> None:
@@ -53,12 +61,12 @@ def prints(out: Path) -> list[set[str]]:
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[world.Outcome, list[set[str]]]:
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[world.Outcome, list[set[str]], Path]:
     out = tmp_path_factory.mktemp("untouched")
     outcome = world.run(Injections(devices=2), out, target=train)
     assert outcome.code == 0, outcome.logs
     assert struck(out) == []
-    return outcome, prints(out)
+    return outcome, prints(out), out
 
 
 def run(listed: str, untouched: Any, out: Path, **options: Any) -> list[str]:
@@ -98,6 +106,65 @@ def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
     assert "kill:2:forward:0 strikes rank 2: there are ranks 0 to 1." in outcome.logs
 
 
+def test_sigterm_ends_the_run_as_far_as_it_came(untouched: Any, tmp_path: Path) -> None:
+    outcome = world.run(Injections(devices=2, listed="sigterm:1:backward:2"), tmp_path, target=train)
+    assert (outcome.code, outcome.said) == (0, []), outcome.logs
+    assert [line["fault"] for line in struck(tmp_path)] == ["sigterm:1:backward:2"]
+    whole, part = compare.read(untouched[2] / "prints"), compare.read(tmp_path / "prints")
+    assert [rank.last_step for rank in part] == [3, 3]
+    assert compare.differences(whole, part, cut_short=True) == []
+    assert "rank 0: the end was not reached" in compare.differences(whole, part)
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_who_may_strike_when(store: Any) -> None:
+    """Ranks 0 and 2 are peers, 1 and 3."""
+    session: Any = SimpleNamespace(generations=Generations(store), grid=Grid(4, 2))
+    ledger = _Ledger(session, "x")
+
+    def enter(number: int, rank: int, point: Any, step: int, spaced: bool = True) -> bool:
+        return ledger.enter(number, InjectedFault("kill", rank, point), step, spaced)
+
+    assert not enter(0, 0, "forward", 5)  # before the fit
+    store.set(PHASE, "fit")
+    assert enter(0, 0, "forward", 5)
+    assert not enter(0, 0, "forward", 50)  # never again
+    assert not _Ledger(session, "x").enter(0, InjectedFault("kill", 0, "forward"), 50, True)  # nor in a replacement
+    assert [enter(1, 1, "forward", step) for step in (4, 5, 6)] == [False] * 3
+    assert not enter(2, 2, "repair", 5)  # the peer of one that is lost
+    assert enter(3, 1, "repair", 5)
+    assert not enter(4, 0, "resume", 5)  # the third in one recovery
+    assert not enter(4, 0, "resume", 9)  # no recovery of a random fault
+    assert enter(5, 2, "forward", 5, spaced=False)
+    assert enter(1, 1, "forward", 7)
+    store.set(PHASE, "done")
+    assert not enter(6, 1, "forward", 90)
+
+
+def test_it_changes_nothing_but_what_it_breaks(tmp_path: Path) -> None:
+    """No gradient is gathered for it, no weight looked at; and its hooks are gone with the fit."""
+    injector, module = FaultInjector("kill:0:forward:0"), L.LightningModule()
+    module.layer = torch.nn.Linear(1, 1)
+    trainer = L.Trainer(accelerator="cpu", callbacks=[injector, Fingerprint(tmp_path)], logger=CSVLogger(tmp_path))
+    assert who_sees_gradients(trainer, module) is None
+    assert not may_change_weights(trainer, module)
+    before = module.lr_scheduler_step, trainer.loggers[0].log_metrics
+    other = FaultInjector()
+    injector.on_fit_start(trainer, module)
+    other.on_fit_start(trainer, module)
+    assert module.layer._forward_hooks
+    assert module.lr_scheduler_step != before[0]
+    injector.teardown(trainer, module, "fit")
+    other.teardown(trainer, module, "fit")
+    assert not module.layer._forward_hooks
+    assert "lr_scheduler_step" not in vars(other)
+    assert points._listeners == ()
+
+
 def test_faults_in_words() -> None:
     faults = (InjectedFault("kill", 2, "forward", 30), InjectedFault("hang", 0, "regroup", 1, after_s=2.5))
     assert parse_all("kill:2:forward:30, hang:0:regroup:1:2.5") == faults == parse_all(map(str, faults))
@@ -132,8 +199,6 @@ def test_bad_input(make: Any, message: str) -> None:
 
 
 def test_another_strategy(tmp_path: Path) -> None:
-    import lightning as L
-
     for callback in (FaultInjector("kill:0:forward:0"), Fingerprint(tmp_path)):
         trainer = L.Trainer(
             accelerator="cpu", max_steps=1, callbacks=[callback], logger=False, enable_checkpointing=False,
@@ -159,6 +224,7 @@ def test_draws() -> None:
     aimed = dice.draw(due, 4, last)
     assert all(fault.step <= last[fault.point] for fault in aimed if fault.point not in PHASES)
     assert {fault.point for fault in aimed} >= {"forward", "epoch_end", "regroup"}
+    assert aimed[-1].point not in PHASES  # there is no recovery after the last one
     times = dice.arrivals(5.0, 2000)
     assert 4.5 < times[-1] / 2000 < 5.5
     assert times == sorted(times)
@@ -166,9 +232,6 @@ def test_draws() -> None:
 
 
 def test_digests() -> None:
-    import numpy as np
-    import torch
-
     zero, minus = torch.zeros(()), -torch.zeros(())
     different = [zero, minus, zero.double(), zero[None], [zero], 0, 0.0, False, None, "0", b"0", np.zeros(1), {"a": 1}]
     assert len({digest(value) for value in different}) == len(different)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from lightning_replica import ConfigurationError, ReplicaZeroStrategy
 from lightning_replica.callbacks import InjectedFault
-from lightning_replica.chaos import VARIABLE
+from lightning_replica.chaos import VARIABLE, Experiment, override
 from lightning_replica.cli.chaos import summary
 from lightning_replica.cli.compare import differences, read
 from lightning_replica.cli.experiments import Result, Struck
@@ -91,6 +92,16 @@ def test_the_script_s_words_are_seen(tmp_path: Path, capsys: pytest.CaptureFixtu
     command = ["sh", "-c", f'echo "experiment ${VARIABLE}"; exit 3']
     assert main(["chaos", "--out", str(tmp_path / "out"), "--", *command]) == 2
     assert f"| experiment {tmp_path / 'out' / 'untouched' / 'experiment.json'}" in capsys.readouterr().err
+
+
+def test_what_an_experiment_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert override("max_restarts", 3) == 3
+    Experiment(str(tmp_path), strategy={"max_restarts": 9}).write(tmp_path / "file")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
+    assert (override("max_restarts", 3), override("max_tries", 3)) == (9, 3)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
+    with pytest.raises(ConfigurationError, match="is no experiment of `lightning-replica chaos`"):
+        ReplicaZeroStrategy()
 
 
 def test_the_last_line() -> None:
