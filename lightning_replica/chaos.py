@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightning_replica._compat.lightning import leave_config_unsaved
 from lightning_replica.callbacks.fault_injector import FaultInjector
 from lightning_replica.callbacks.fingerprint import Fingerprint
 from lightning_replica.callbacks.places import PlaceCallback
@@ -85,6 +86,7 @@ def enter(trainer: pl.Trainer) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if experiment is None or any(isinstance(callback, Fingerprint) for callback in callbacks):
         return
+    leave_config_unsaved(trainer)
     place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
     callbacks[place:place] = experiment.callbacks()
 

@@ -51,6 +51,7 @@ __all__ = [
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
     "epoch_of",
+    "leave_config_unsaved",
     "let_config_be_saved_again",
     "load_loops",
     "rerun_command",
@@ -110,6 +111,13 @@ def let_config_be_saved_again(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if hasattr(callback, "already_saved") and hasattr(callback, "overwrite"):
             callback.overwrite = True
+
+
+def leave_config_unsaved(trainer: Any) -> None:
+    """Has LightningCLI's callback save nothing: it refuses to where it has before, and runs of a test are many."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "already_saved") and hasattr(callback, "overwrite"):
+            callback.already_saved = True
 
 
 class Sigterm:
