@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 # Hooks that run between a backward pass and the update: whoever writes one wants to see gradients.
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE = (*_SEE_GRADIENTS, "configure_gradient_clipping")
+_KNOWN = ("lightning", "lightning_replica")  # whose callbacks change no weights in a batch
 # Hooks that run once a batch outside of the step: whoever writes one may change weights there.
 _CHANGE_WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward")
 
@@ -19,7 +20,10 @@ def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str |
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether user code may change weights between two steps; Lightning's own callbacks do so at epochs' ends only."""
+    """Whether user code may change weights between two steps.
+
+    Lightning's own callbacks do so at epochs' ends only, those of this package never.
+    """
     in_module = (*_CHANGE_WEIGHTS, "optimizer_step", "optimizer_zero_grad")
     return not module.automatic_optimization or (
         _first(trainer, module, in_module, _CHANGE_WEIGHTS, foreign_only=True) is not None
@@ -38,7 +42,7 @@ def _first(
             return f"{type(module).__name__}.{hook}"
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if foreign_only and type(callback).__module__.startswith("lightning."):
+        if foreign_only and type(callback).__module__.split(".")[0] in _KNOWN:
             continue
         for hook in in_callbacks:
             if is_overridden(hook, callback, parent=pl.Callback):

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica import checks, fit_loop, logger_runs, objects
+from lightning_replica import chaos, checks, fit_loop, logger_runs
 from lightning_replica._compat.lightning import (
-    _all_gather_ddp_if_available,
     _StrategyRegistry,
     let_config_be_saved_again,
 )
@@ -33,6 +32,7 @@ from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
 from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
 from lightning_replica.launch.external import started_by_another
+from lightning_replica.lightning_collectives import LightningCollectives
 from lightning_replica.messages import say
 from lightning_replica.points import begin
 from lightning_replica.precision import ShardedStep, sharded
@@ -44,7 +44,7 @@ from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
 
-class ReplicaZeroStrategy(ParallelStrategy):
+class ReplicaZeroStrategy(LightningCollectives):
     """Data parallelism with sharded optimizer state, every shard held by several ranks; a lost rank is replaced.
 
     Args:
@@ -224,7 +224,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: If they contradict each other.
         """
-        return combined(self._given_options, trainer.callbacks if trainer is not None else ())
+        return chaos.overridden(combined(self._given_options, trainer.callbacks if trainer is not None else ()))
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment who we are."""
@@ -246,6 +246,8 @@ class ReplicaZeroStrategy(ParallelStrategy):
             if self._session.newborn and trainer is not None:
                 let_config_be_saved_again(trainer)
                 logger_runs.adopt(trainer.loggers, self._session.read_note("loggers"), writes=self.is_global_zero)
+            if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+                chaos.enter(trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""
@@ -370,36 +372,6 @@ class ReplicaZeroStrategy(ParallelStrategy):
         """Hooks of a validation may have changed weights."""
         if self._training is not None:
             self._training.weights_touched = True
-
-    # Lightning's own collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits until all ranks are here."""
-        if name is not None and self._session is not None:
-            self.session.journal.mark(name)
-        if self._session is not None and not self.session.journal.reading:
-            self.session.wait(dist.barrier(async_op=True))
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Gives every rank the object of rank ``src``."""
-        if self._session is None:
-            return obj
-        return self.session.journal.entry(lambda: objects.broadcast(obj, src, self.session.wait))
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks; anything else is returned as it is."""
-        if not isinstance(tensor, Tensor) or self._session is None:
-            return tensor
-        return self.session.journal.entry(lambda: objects.reduce(tensor, group, reduce_op, self.session.wait))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stacks the tensors of all ranks."""
-        if self._session is None:
-            return tensor
-        if sync_grads:
-            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)
-        gathered: Tensor = self.session.journal.entry(lambda: objects.all_gather(tensor, group, self.session.wait))
-        return gathered
 
     # Checkpoints
 

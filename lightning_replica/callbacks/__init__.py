@@ -1,16 +1,31 @@
-"""Callbacks that set recovery up, extend it and tell of it.
+"""Callbacks that set recovery up, extend it, tell of it and try it.
 
 | callback | what |
 |---|---|
 | RecoveryCallback | base class with a hook per phase, for a project's own state and process groups |
 | RecoveryReport | every incident as a JSON line in a file, and as scalars in the loggers |
 | StepRollback, PeerRepair, RankReplacement | the options of each level of recovery |
+| FaultInjector, InjectedFault, Injected | lets ranks of a training fail |
+| Fingerprint | writes down digests of all that a training comes to |
 """
 
+from lightning_replica.callbacks.fault_injector import FaultInjector, Injected
+from lightning_replica.callbacks.faults import InjectedFault
+from lightning_replica.callbacks.fingerprint import Fingerprint
 from lightning_replica.callbacks.peer_repair import PeerRepair
 from lightning_replica.callbacks.rank_replacement import RankReplacement
 from lightning_replica.callbacks.recovery_callback import RecoveryCallback
 from lightning_replica.callbacks.recovery_report import RecoveryReport
 from lightning_replica.callbacks.step_rollback import StepRollback
 
-__all__ = ["PeerRepair", "RankReplacement", "RecoveryCallback", "RecoveryReport", "StepRollback"]
+__all__ = [
+    "FaultInjector",
+    "Fingerprint",
+    "Injected",
+    "InjectedFault",
+    "PeerRepair",
+    "RankReplacement",
+    "RecoveryCallback",
+    "RecoveryReport",
+    "StepRollback",
+]

@@ -1,1 +1,1 @@
-"""The command line: ``lightning-replica doctor`` and ``lightning-replica plan``."""
+"""The command line: ``lightning-replica doctor``, ``plan``, ``export``, ``chaos`` and ``timeline``."""

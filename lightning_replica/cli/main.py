@@ -5,10 +5,12 @@ import sys
 from collections.abc import Sequence
 
 import lightning_replica
-from lightning_replica.cli import doctor, export, plan
+from lightning_replica.cli import chaos, doctor, export, plan, timeline
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
-_DESCRIPTION = "Looks at a machine or a job before `Trainer(strategy='replica_zero')` is used on it."
+_DESCRIPTION = (
+    "Looks at a machine or a job before `Trainer(strategy='replica_zero')` is used on it, and at what came of it after."
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,11 +21,13 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     plan.add_parser(commands)
     export.add_parser(commands)
+    chaos.add_parser(commands)
+    timeline.add_parser(commands)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 1 for a damaged checkpoint, 2 for what makes no sense."""
+    """Runs a command; returns its exit code: 1 for a damaged checkpoint or log, 2 for what makes no sense."""
     options = parser().parse_args(arguments)
     try:
         code: int = options.run(options)

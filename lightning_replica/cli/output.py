@@ -10,12 +10,13 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns under a header; the first column to the left, numbers to the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
+    """Rows in columns under a header; the first to the left, the others to the right or, if asked, ``left``."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        others = zip(row[1:], widths[1:], strict=True)
+        cells = [row[0].ljust(widths[0]), *(cell.ljust(w) if left else cell.rjust(w) for cell, w in others)]
         return "  " + "  ".join(cells).rstrip()
 
     return "\n".join([line(header), "  " + "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, rows)])

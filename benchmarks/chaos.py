@@ -1,0 +1,170 @@
+"""Many seeded faults in one run of `lightning-replica chaos`, on a training with all that can go out of step.
+
+    python benchmarks/chaos.py                                  # 10 runs of 22 faults
+    python benchmarks/chaos.py --kinds kill,exception --runs 1 --faults 5
+
+Everything is as for a user: the tool runs this script (with --train), a lost rank's replacement starts Python and imports
+torch and lightning. A run is flaky if it fails, or ends with other bits than the untouched one.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+
+import lightning_replica  # noqa: F401  registers "replica_zero"
+
+warnings.filterwarnings("ignore")
+KINDS = "kill,exception,hang,exit,memory,corrupt,sigterm"
+
+
+class Module(L.LightningModule):
+    """Dropout, two schedulers, metrics that differ from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.LayerNorm(128), nn.Dropout(0.2), nn.Linear(128, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        per_step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.95), "interval": "step"}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+        return [optimizer], [per_step, {"scheduler": plateau, "monitor": "val", "strict": False}]
+
+
+def train(ranks: int, steps: int) -> None:
+    L.seed_everything(7, verbose=False)
+    x = torch.randn(4 * ranks * 40, 32)  # 20 steps an epoch, of two batches each
+    data = TensorDataset(x, x.square().sum(1, keepdim=True))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            strategy="replica_zero",
+            accelerator="cpu",
+            devices=ranks,
+            max_steps=steps,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.7,
+            val_check_interval=10,
+            limit_val_batches=2,
+            log_every_n_steps=1,
+            logger=CSVLogger(folder),
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=15)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4))
+
+
+def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
+    """Runs the tool; its exit code, its output, and the seconds that it took."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        "--train",
+        "--ranks",
+        str(args.ranks),
+        "--steps",
+        str(args.steps),
+    ]
+    options = ["--runs", str(args.runs), "--faults", str(args.faults), "--seed", str(args.seed), "--kinds", args.kinds]
+    options += ["--points", args.points] if args.points else []
+    begin = time.monotonic()
+    done = subprocess.Popen(
+        [sys.executable, "-m", "lightning_replica", "chaos", *options, "--out", str(out), "--", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = []
+    assert done.stdout is not None
+    for line in done.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    return done.wait(), "".join(lines), time.monotonic() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--faults", type=int, default=22, help="in each run; some may find their point not reached")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--points", help="where faults strike (everywhere)")
+    parser.add_argument("--train", action="store_true", help="be the script that is tried")
+    parser.add_argument("--keep", type=Path, help="a new folder for logs and fingerprints")
+    args = parser.parse_args()
+    if args.train:
+        train(args.ranks, args.steps)
+        return
+    out = args.keep or Path(tempfile.mkdtemp()) / "chaos"
+    code, text, took_s = measure(args, out)
+    rows = re.findall(r"^  (\d+) +((\w+):\d+:(\w+):\d+) +(step \d+|not reached) +(.*?)  +(\S+)$", text, re.M)
+    if not rows:
+        sys.exit(code)
+    struck = [row for row in rows if row[4] != "not reached"]
+    runs = dict(re.findall(r"^run (\d+): \d+ faults? struck, (\w+)$", text, re.M))
+    flaky = sum(verdict != "identical" for verdict in runs.values())
+    verdicts: dict[str, Counter[str]] = {}
+    for row in struck:
+        verdicts.setdefault(row[2], Counter())[row[6]] += 1
+    columns = ["identical", "different", "failed"]
+    table = [
+        [kind, str(counts.total()), *(str(counts[column]) for column in columns)]
+        for kind, counts in sorted(verdicts.items())
+    ]
+    total = Counter(row[6] for row in struck)
+    table.append(["all", str(len(struck)), *(str(total[column]) for column in columns)])
+    places = ", ".join(f"{place} {count}" for place, count in Counter(row[3] for row in struck).most_common())
+    notes = f"""
+{len(struck)} seeded faults in {len(runs)} runs of {args.steps} steps, {total["identical"]} bit-identical. Flake rate: {flaky} of
+{len(runs)} runs. {len(rows) - len(struck)} faults were not reached. {args.ranks} ranks, R=2; {took_s / 60:.1f} minutes in all. A
+fault counts as what its run came to. SIGTERM ends a run; up to there it is compared.
+
+Where: {places}.
+"""
+    raw = {"code": code, "seconds": took_s, "runs": runs, "faults": [[row[0], row[1], row[4], row[6]] for row in rows]}
+    write(
+        "chaos",
+        "Chaos: seeded faults, compared bit by bit",
+        ["kind", "faults", *columns],
+        table,
+        notes,
+        json.loads(json.dumps(raw)),
+    )
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

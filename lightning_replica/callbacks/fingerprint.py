@@ -1,0 +1,137 @@
+"""`Fingerprint`: what a training has seen and what came of it, in hashes, to be compared with another run's."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_replica import checks
+from lightning_replica.devices import cpu
+from lightning_replica.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_replica.strategy import ReplicaZeroStrategy
+
+
+def digest(*values: Any) -> str:
+    """SHA-256 over every bit of tensors, arrays, numbers, strings and containers of these; 32 hexadecimal digits.
+
+    Of any other object it takes the type alone.
+    """
+    sha = hashlib.sha256()
+    for value in values:
+        _feed(sha, value)
+    return sha.hexdigest()[:32]
+
+
+def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        value = value.detach()
+        sha.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
+        dense = value.to_dense() if value.layout != torch.strided else value
+        sha.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        sha.update(f"array {value.dtype} {value.shape}".encode())
+        sha.update(value.tobytes())
+    elif isinstance(value, Mapping):
+        sha.update(f"mapping {len(value)}".encode())
+        for key in value:
+            _feed(sha, key)
+            _feed(sha, value[key])
+    elif isinstance(value, (list, tuple)):
+        sha.update(f"list {len(value)}".encode())
+        for item in value:
+            _feed(sha, item)
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        sha.update(f"{type(value).__name__} {value!r};".encode())
+    else:
+        sha.update(f"object {type(value).__qualname__};".encode())
+
+
+class Fingerprint(pl.Callback):
+    """Writes hashes of the batches that each rank sees, and of its state after each step and at the end.
+
+    Every rank adds lines of JSON to ``<folder>/rank<n>.jsonl``; a rank that takes another's place goes on in its file.
+    `compare.read` of `lightning_replica.cli` reads them.
+
+    | line | keys |
+    |---|---|
+    | of a fit | fit, world |
+    | of a batch | fit, batch: [epoch, number], data |
+    | of a step | fit, step, weights (and buffers), shard, optimizer, random |
+    | of the end | fit, end, and those of a step, schedulers, metrics, progress |
+
+    Args:
+        folder: Where; it is made if it is not there.
+        every_n_steps: Steps between hashes of the state, each of which reads all of it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every_n_steps: int = 1) -> None:
+        checks.whole(1, every_n_steps=every_n_steps)
+        self._folder, self._every = Path(folder), every_n_steps
+        self._fit = -1
+        self._step_before: int | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """A new fit begins.
+
+        Raises:
+            ConfigurationError: If another strategy trains.
+        """
+        if stage != "fit":
+            return
+        if getattr(trainer.strategy, "session", None) is None:
+            raise ConfigurationError(
+                f"Fingerprint needs `Trainer(strategy='replica_zero')`, this one has {type(trainer.strategy).__name__}."
+            )
+        self._fit += 1
+        self._step_before = None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._write(trainer, {"world": trainer.world_size})
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A batch is seen."""
+        self._step_before = _strategy(trainer).state.step
+        self._write(trainer, {"batch": [trainer.current_epoch, batch_idx], "data": digest(batch)})
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """A step may have been made."""
+        step = _strategy(trainer).state.step
+        if step != self._step_before and step % self._every == 0:
+            self._write(trainer, {"step": step, **self._state(trainer)})
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """All is done."""
+        end = {
+            "schedulers": digest([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
+            "metrics": digest({name: trainer.callback_metrics[name] for name in sorted(trainer.callback_metrics)}),
+            "progress": [trainer.global_step, trainer.current_epoch],
+        }
+        self._write(trainer, {"end": _strategy(trainer).state.step, **self._state(trainer), **end})
+
+    def _state(self, trainer: pl.Trainer) -> dict[str, str]:
+        state = _strategy(trainer).state
+        module = trainer.lightning_module
+        tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
+        return {
+            "weights": digest(*tensors),
+            "shard": digest(*[buffers.main for buffers in state.buffers]),
+            "optimizer": digest(*[part for sharded in state.optimizers for part in sharded.state()]),
+            "random": digest(cpu.rng_state()),
+        }
+
+    def _write(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:
+        line = json.dumps({"fit": self._fit, **record}) + "\n"
+        with (self._folder / f"rank{trainer.global_rank}.jsonl").open("ab", buffering=0) as file:
+            file.write(line.encode())  # one write: a process that is killed leaves all of it or nothing
+
+
+def _strategy(trainer: pl.Trainer) -> "ReplicaZeroStrategy":
+    return trainer.strategy  # type: ignore[return-value]

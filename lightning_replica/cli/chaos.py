@@ -1,0 +1,177 @@
+"""``lightning-replica chaos``: a script of the user's, untouched and with faults, compared bit by bit."""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_replica import checks
+from lightning_replica.callbacks.faults import KINDS, Dice, InjectedFault, parse_all, positive
+from lightning_replica.callbacks.places import PHASES, PLACES
+from lightning_replica.cli.experiments import Laboratory, Result
+from lightning_replica.cli.output import table, write
+from lightning_replica.errors import ConfigurationError
+
+_USUAL_KINDS = "kill,exception,exit,memory,hang,corrupt"
+_EPILOG = f"""\
+examples:
+  lightning-replica chaos -- python train.py
+  lightning-replica chaos --runs 5 --faults 4 --seed 1 --out chaos -- python train.py --steps 100
+  lightning-replica chaos --list kill:2:forward:30,exception:0:update:31 -- python train_cli.py fit -c train.yaml
+
+The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It has to start anew each time: one
+that goes on from a checkpoint of its own finds that of the run before. Compared are the weights, every rank's shard of
+the optimizer state, its random numbers and the batches that it saw: after every step, and at the end of `fit`, with
+schedulers and metrics too. Random faults leave each other time to recover, so that all of them are survivable.
+
+kinds:   {", ".join(KINDS)}
+points:  {", ".join(PLACES[:7])},
+         {", ".join(PLACES[7:15])},
+         {", ".join(PLACES[15:])}
+
+Exit code: 0 if every run ends with the bits of the untouched one, 1 if one differs, 2 if one fails.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "chaos",
+        help="does a training of yours survive faults, to the last bit?",
+        description="Runs a training script untouched, then with faults, and compares them bit by bit.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lightning-replica chaos [options] -- python train.py ...",
+    )
+    parser.add_argument("--runs", type=int, default=1, metavar="K", help="runs with faults, each with its own seed (1)")
+    many = parser.add_mutually_exclusive_group()
+    many.add_argument("--faults", type=int, metavar="N", help="random faults in each run (3)")
+    many.add_argument("--mtbf-steps", type=float, metavar="STEPS", help="or one every so many steps, on average")
+    many.add_argument("--list", metavar="FAULTS", help="or these: kind:rank:point:step, with commas between them")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run's faults (0)")
+    parser.add_argument("--kinds", default=_USUAL_KINDS, help=f"kinds of random faults ({_USUAL_KINDS})")
+    parser.add_argument("--points", help="where they strike (everywhere that the script comes to)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep logs, fingerprints and incidents here")
+    parser.add_argument("--every-n-steps", type=int, default=1, metavar="N", help="compare every N steps (1)")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="a run that takes longer fails")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that trains")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs everything; returns the exit code.
+
+    Raises:
+        ConfigurationError: If options make no sense, or the script cannot be tried at all.
+    """
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise ConfigurationError("There is nothing to run: write `lightning-replica chaos -- python train.py`.")
+    checks.whole(1, runs=options.runs, every_n_steps=options.every_n_steps)
+    checks.whole(1, faults=3 if options.faults is None else options.faults)
+    checks.seconds(timeout_s=options.timeout_s)
+    positive("mtbf_steps", options.mtbf_steps)
+    listed = None if options.list is None else parse_all(options.list)
+    if listed == ():
+        raise ConfigurationError("--list is empty: name a fault, for example kill:1:forward:3.")
+    _dice(options, 0, PLACES)
+    folder = _folder(options.out)
+    results: list[Result] = []
+    try:
+        results = _series(Laboratory(command, folder, options.every_n_steps, options.timeout_s), options, listed)
+    finally:
+        kept = options.out is not None or not results or any(each.verdict != "identical" for each in results)
+        if kept:
+            write(f"Logs and fingerprints are in {folder}.")
+        else:
+            shutil.rmtree(folder)
+    verdicts = {each.verdict for each in results}
+    return 2 if "failed" in verdicts else 1 if "different" in verdicts else 0
+
+
+def _folder(out: Path | None) -> Path:
+    if out is None:
+        return Path(tempfile.mkdtemp(prefix="lightning-replica-chaos-"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(f"--out {out} is not empty: give a new folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _dice(options: argparse.Namespace, number: int, points: tuple[Any, ...]) -> Dice:
+    chosen = points if options.points is None else _words(options.points)
+    return Dice(options.seed + number, cast("Any", _words(options.kinds)), cast("Any", chosen))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _series(
+    laboratory: Laboratory, options: argparse.Namespace, listed: tuple[InjectedFault, ...] | None
+) -> list[Result]:
+    write("untouched: running ...")
+    laboratory.leave_alone()
+    write(f"untouched: {_count(laboratory.ranks, 'rank')}, {_count(laboratory.steps, 'step')}")
+    usual = tuple(place for place in PLACES if place in laboratory.last or place in PHASES)
+    results = []
+    for number in range(options.runs):
+        if listed is None:
+            count = None if options.mtbf_steps is not None else options.faults or 3
+            faults = tuple(laboratory.draw(_dice(options, number, usual), count, options.mtbf_steps))
+        else:
+            faults = listed
+        write(f"run {number + 1}: {_count(len(faults), 'fault')}, running ...")
+        result = laboratory.hurt(f"run-{number + 1}", faults, spaced=listed is None)
+        write(f"run {number + 1}: {_count(len(result.struck), 'fault')} struck, {result.verdict}")
+        results.append(result)
+    write("\n" + _report(results))
+    if any(result.verdict == "different" for result in results):
+        write(_blame(laboratory.repeat()))
+    write(summary(results))
+    return results
+
+
+def _report(results: list[Result]) -> str:
+    rows = []
+    for number, result in enumerate(results, 1):
+        for each in result.struck:
+            end = "stopped" if each.fault.kind == "sigterm" and not result.failure else "recovered"
+            went_on = end if each.recovered or end == "stopped" else "NOT recovered"
+            rows.append([str(number), str(each.fault), f"step {each.step}", went_on, result.verdict])
+        rows += [[str(number), str(fault), "not reached", "-", "-"] for fault in result.missed]
+    lines = [table(["run", "fault", "struck at", "then", "in the end"], rows, left=True)]
+    for number, result in enumerate(results, 1):
+        lines += [f"run {number}: {text}" for text in ([result.failure] if result.failure else result.differences)]
+    return "\n".join(lines)
+
+
+def _blame(found: list[str]) -> str:
+    if found:
+        lines = [f"    {text}" for text in found[:3]]
+        return "\n".join(
+            ["Two untouched runs differ as well: it is the script that never does the same twice. Seed everything"]
+            + [
+                "(`lightning.seed_everything(1, workers=True)`) and let no random number depend on time or process.",
+                *lines,
+            ]
+        )
+    return (
+        "Two untouched runs are identical: the difference comes from recovery. Please report it, with the folder below."
+    )
+
+
+def summary(results: list[Result]) -> str:
+    """Everything in one line."""
+    struck = sum(len(result.struck) for result in results)
+    missed = sum(len(result.missed) for result in results)
+    runs = f"{_count(struck, 'fault')} in {_count(len(results), 'run')}"
+    counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in ("different", "failed")}
+    bad = ", ".join(f"{_count(number, 'run')} {verdict}" for verdict, number in counts.items() if number)
+    rest = f" ({missed} more {'was' if missed == 1 else 'were'} not reached)" if missed else ""
+    return f"{runs}, {bad or 'all bit-identical'}{rest}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,194 @@
+"""Runs of a script under `lightning-replica chaos`: one untouched, then others with faults, and what each came to."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_replica.callbacks.faults import Dice, InjectedFault
+from lightning_replica.chaos import PLACES, STRUCK, VARIABLE, Experiment
+from lightning_replica.cli.compare import RankPrint, differences, read
+from lightning_replica.errors import ConfigurationError
+
+LOG = "log.txt"
+_RESTARTS_TO_SPARE = 3
+_HANG_S = 5.0, 120.0  # steps of the scripts that one tries this with are short
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that has struck.
+
+    Attributes:
+        fault: Which.
+        step: Updates that were applied by then.
+        recovered: Whether training went on from there.
+    """
+
+    fault: InjectedFault
+    step: int
+    recovered: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        folder: Where its files are.
+        code: Exit code of the script; None if it took too long.
+        struck: Faults, in the order in which they struck.
+        missed: Those that did not: their point was not reached when they were due.
+        failure: Why the run cannot be compared; empty if it can.
+        differences: What is not as in the untouched run.
+    """
+
+    folder: Path
+    code: int | None
+    struck: list[Struck] = field(default_factory=list)
+    missed: list[InjectedFault] = field(default_factory=list)
+    failure: str = ""
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """In one word."""
+        return "failed" if self.failure else "different" if self.differences else "identical"
+
+
+class Laboratory:
+    """Runs one script again and again.
+
+    Args:
+        command: What the user would type.
+        folder: Where each run gets a folder.
+        every_n_steps: Steps between fingerprints.
+        timeout_s: After which a run has failed.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, every_n_steps: int, timeout_s: float) -> None:
+        self._command, self._folder = list(command), folder
+        self._every, self._timeout_s = every_n_steps, timeout_s
+        self.untouched: list[RankPrint] = []
+        self.last: dict[str, int] = {}  # the last step at which each place is reached
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.untouched[0].world
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the first fit."""
+        return self.untouched[0].last_step
+
+    def leave_alone(self) -> None:
+        """The untouched run, against which all others are compared.
+
+        Raises:
+            ConfigurationError: If the script fails, or does not train with `replica_zero`.
+        """
+        folder = self._new("untouched")
+        code = self._execute(Experiment(str(folder), every_n_steps=self._every), folder)
+        if code != 0:
+            raise ConfigurationError(f"The script fails without any fault: {_ended(code)}.\n{_tail(folder)}")
+        self.untouched = read(folder)
+        for rank in range(self.ranks):
+            path = folder / PLACES.format(rank)
+            if not path.exists():
+                raise ConfigurationError(f"Rank {rank} has not come to the end of its fit, though no fault struck.")
+            for place, step in json.loads(path.read_text()).items():
+                self.last[place] = min(step, self.last.get(place, step))
+
+    def repeat(self) -> list[str]:
+        """Runs it untouched once more: what differs is the script's own doing."""
+        folder = self._new("untouched-again")
+        code = self._execute(Experiment(str(folder), every_n_steps=self._every), folder)
+        return differences(self.untouched, read(folder)) if code == 0 else [f"{_ended(code)}"]
+
+    def draw(self, dice: Dice, count: int | None, mtbf_steps: float | None) -> list[InjectedFault]:
+        """Random faults for one run: ``count`` of them, or one every ``mtbf_steps`` steps on average."""
+        if mtbf_steps is None:
+            steps = dice.spread(count or 0, self.steps)
+        else:
+            times = dice.arrivals(mtbf_steps, 10 + int(4 * self.steps / mtbf_steps))
+            steps = [int(at) for at in times if at < self.steps]
+        return dice.draw([(step, 0.0) for step in steps], self.ranks, self.last)
+
+    def hurt(self, name: str, faults: Sequence[InjectedFault], spaced: bool) -> Result:
+        """A run with faults.
+
+        Raises:
+            ConfigurationError: If a fault is aimed at a rank that is not there.
+        """
+        for fault in faults:
+            if fault.rank >= self.ranks:
+                raise ConfigurationError(f"{fault} strikes rank {fault.rank}: there are ranks 0 to {self.ranks - 1}.")
+        folder = self._new(name)
+        restarts = len(faults) + _RESTARTS_TO_SPARE
+        options = {"max_restarts": restarts, "hang_min_s": _HANG_S[0], "hang_max_s": _HANG_S[1], "guard": "full"}
+        texts = [str(fault) for fault in faults]
+        code = self._execute(Experiment(str(folder), texts, spaced, self._every, options), folder)
+        return self._judge(folder, code, faults)
+
+    def _judge(self, folder: Path, code: int | None, faults: Sequence[InjectedFault]) -> Result:
+        prints = read(folder) if (folder / "rank0.jsonl").exists() else []
+        struck = _struck(folder, prints)
+        missed = list(faults)
+        for each in struck:
+            missed.remove(each.fault)
+        stopped = any(each.fault.kind == "sigterm" for each in struck)
+        ended = bool(prints) and all(0 in rank.ends for rank in prints)
+        if code not in ((0, 128 + signal.SIGTERM) if stopped else (0,)) or not (ended or stopped):
+            return Result(folder, code, struck, missed, failure=f"{_ended(code)}\n{_tail(folder)}")
+        found = differences(self.untouched, prints, cut_short=stopped and not ended)
+        return Result(folder, code, struck, missed, differences=found)
+
+    def _new(self, name: str) -> Path:
+        folder = self._folder / name
+        folder.mkdir(parents=True)
+        return folder.resolve()
+
+    def _execute(self, experiment: Experiment, folder: Path) -> int | None:
+        path = folder / "experiment.json"
+        experiment.write(path)
+        with (folder / LOG).open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    self._command, env={**os.environ, VARIABLE: str(path)}, stdout=log, stderr=subprocess.STDOUT
+                )
+            except OSError as error:
+                raise ConfigurationError(f"{self._command[0]!r} cannot be run: {error.strerror}.") from error
+            try:
+                return process.wait(self._timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                process.kill()  # its ranks end with it
+                process.wait()
+
+
+def _struck(folder: Path, prints: list[RankPrint]) -> list[Struck]:
+    path = folder / STRUCK
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    ended = bool(prints) and all(0 in rank.ends for rank in prints)
+    reached = min((rank.last_step for rank in prints), default=0)
+    found = []
+    for record in records:
+        fault = InjectedFault.parse(record["fault"])
+        found.append(Struck(fault, record["step"], ended or reached > record["step"]))
+    return found
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "it took too long (--timeout-s)"
+    return f"it died ({signal.Signals(-code).name})" if code < 0 else f"it ended with exit code {code}"
+
+
+def _tail(folder: Path) -> str:
+    lines = (folder / LOG).read_text(errors="replace").splitlines()[-15:]
+    return "\n".join(f"    | {line}" for line in [f"end of {folder / LOG}:", *lines])

@@ -1,0 +1,44 @@
+"""Knows nothing of chaos: ``python chaos_script.py RANKS [odd]``; no two "odd" runs are the same."""
+
+import os
+import sys
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_replica  # noqa: F401
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        return loss * (1 + os.urandom(1)[0]) if "odd" in sys.argv else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def main() -> None:
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(
+        strategy="replica_zero",
+        accelerator="cpu",
+        devices=int(sys.argv[1]),
+        max_epochs=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+    )
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=2, shuffle=True))
+
+
+if __name__ == "__main__":
+    main()
