@@ -45,14 +45,14 @@ class Break(Callback):
 
     def on_after_backward(self, trainer: L.Trainer, _: Any) -> None:
         first = all(os.environ.get(name, "0") == "0" for name in LIVES)
+        if MODE == "raise and kill" and first and self.raised and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
         if trainer.global_step != 2 or trainer.global_rank != RANK:
             return
         if MODE == "wait":
             print("waiting", flush=True)
             while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
                 time.sleep(0.01)
-        if MODE == "raise and kill" and first and self.raised:
-            os.kill(os.getpid(), signal.SIGKILL)
         if MODE.startswith("raise") and first and not self.raised:
             self.raised = True
             raise RuntimeError("injected")
