@@ -34,6 +34,7 @@ class Report:
         mirrors: Private states of peers that it holds.
         tries: Recoveries at this step so far.
         raised: The exception of its own that stopped it; empty if it was stopped by others.
+        doubts: Ranks whose data has arrived damaged here in this recovery.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Report:
     mirrors: tuple[Mirror, ...] = ()
     tries: int = 0
     raised: str = ""
+    doubts: tuple[int, ...] = ()
 
     @property
     def newborn(self) -> bool:
@@ -65,7 +67,7 @@ class Report:
     def from_plain(cls, plain: dict[str, Any]) -> "Report":
         """The inverse of `to_plain`."""
         mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
-        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail")}
+        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts")}
         return cls(**{**plain, **steps, "mirrors": mirrors})
 
 
@@ -200,7 +202,8 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
                 f"No peer of rank {report.rank} holds its random state at step {step}: it was lost before it could be"
                 " mirrored again."
             )
-        source = min(sources, key=lambda rank: load[rank])
+        # Those whose data arrived damaged come last, then whoever has the least to send.
+        source = min(sources, key=lambda rank: (rank in report.doubts, load[rank]))
         load[source] += 1
         moves.append(Move(source, report.rank, report.newborn))
     return tuple(moves)

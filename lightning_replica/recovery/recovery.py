@@ -16,7 +16,7 @@ from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
-from lightning_replica.recovery.transfer import Channel
+from lightning_replica.recovery.transfer import Channel, Tag
 from lightning_replica.works import Work
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class Recovery:
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
+        self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
+        self._job = generations.job()
 
     def committed(self, step: int, vector: tuple[float, ...]) -> None:
         """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
@@ -112,7 +114,7 @@ class Recovery:
             RecoveryError: If the run cannot go on.
         """
         timeline, left = Timeline(), self.generation - newborn
-        self._newborn = newborn
+        self._newborn, self._doubts = newborn, []
         fault = None if newborn else self._fault(raised) if raised else self._seen("a peer is gone")
         while True:
             try:
@@ -170,7 +172,7 @@ class Recovery:
 
     def _report(self, state: Recoverable, host: Host, raised: str) -> Report:
         if self._newborn:
-            return Report(self._rank, -1, False, False, -1, (), (), ())
+            return Report(self._rank, -1, False, False, -1, (), (), (), doubts=tuple(self._doubts))
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -187,6 +189,7 @@ class Recovery:
             mirrors=self._mirrors.held(),
             tries=tries if step == state.step else 0,
             raised=raised,
+            doubts=tuple(self._doubts),
         )
 
     def _exchange_reports(self, own: Report) -> list[Report]:
@@ -199,21 +202,44 @@ class Recovery:
     def _move(self, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if self._rank not in (move.source, move.target):
             return
-        with Channel(move.source, move.target, self._groups, self._wait) as channel:
+        tag = Tag(self._job, self.generation, plan.step)
+        with Channel(move.source, move.target, self._groups, self._wait, tag) as channel:
             if self._rank == move.source:
                 self._give(channel, move, plan, state, host)
-            else:
+                return
+            try:
                 self._take(channel, move, plan, state, host)
+            except TransferError as error:
+                self._doubt(move.source, error)
+                raise
+            log.info(
+                "rank %d: got %.1f MB from rank %d in %.3f s, %.0f MB/s",
+                self._rank,
+                channel.bytes_moved / 1e6,
+                move.source,
+                channel.seconds,
+                channel.bytes_moved / 1e6 / channel.seconds,
+            )
+
+    def _doubt(self, source: int, error: TransferError) -> None:
+        """Another peer is asked next time, if there is one; but not for ever."""
+        self._doubts.append(source)
+        if len(self._doubts) >= self._limits.max_tries:
+            raise RecoveryError(
+                f"Rank {self._rank} could not get its shard {len(self._doubts)} times, from ranks"
+                f" {', '.join(map(str, self._doubts))}: {error}"
+            ) from error
 
     def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if move.host:
-            channel.send_bytes(host.export(plan.kind, plan.step))
-            channel.send_bytes(self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)))
             own = host.private(plan.kind, plan.step)
-            shared = self._mirrors.share(move.target, plan.kind, plan.step, own)
-            channel.send_plain({"peers": list(shared)})
-            for payload in shared.values():
-                channel.send_bytes(payload)
+            channel.send_plain(
+                {
+                    "replicated": host.export(plan.kind, plan.step),
+                    "private": self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)),
+                    "peers": self._mirrors.share(move.target, plan.kind, plan.step, own),
+                }
+            )
         manifest, tensors = state.export_shard()
         channel.send_plain(manifest)
         for tensor in tensors:
@@ -221,9 +247,9 @@ class Recovery:
 
     def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if move.host:
-            host.adopt(plan.kind, plan.step, channel.receive_bytes(), channel.receive_bytes())
-            peers = channel.receive_plain()["peers"]
-            self._mirrors.adopt(plan.kind, plan.step, {peer: channel.receive_bytes() for peer in peers})
+            came = channel.receive_plain()
+            host.adopt(plan.kind, plan.step, came["replicated"], came["private"])
+            self._mirrors.adopt(plan.kind, plan.step, came["peers"])
         state.import_shard(channel.receive_plain(), channel.receive)
         if state.step != plan.step:
             raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")
