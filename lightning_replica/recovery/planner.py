@@ -158,14 +158,27 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
     """A batch if every rank can start its window again; otherwise the tail of the step before.
 
     A survivor's own snapshot is not enough, a peer must hold its private part too: the survivor may be lost before it
-    has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's.
+    has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's. But
+    where a recovery that was cut short has given the tail up already, the survivor's own snapshot must do.
     """
-    able = all(
-        (report.newborn or report.holds("batch", step))
-        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, "batch", step))
+    if _can_start(reports, grid, "batch", step) and _is_safe(reports, grid, step):
+        return "batch"
+    return (
+        "tail" if _can_start(reports, grid, "tail", step) or not _can_start(reports, grid, "batch", step) else "batch"
+    )
+
+
+def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> bool:
+    """Whether every survivor has its snapshot, and every replacement a peer that can send it one."""
+    return all(
+        _holds_mirror(reports, grid, report.rank, kind, step) if report.newborn else report.holds(kind, step)
         for report in reports
     )
-    return "batch" if able else "tail"
+
+
+def _is_safe(reports: Sequence[Report], grid: Grid, step: int) -> bool:
+    """Whether every rank could be made anew at the start of its window."""
+    return grid.replicas == 1 or all(_is_mirrored(reports, grid, report.rank, "batch", step) for report in reports)
 
 
 def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:

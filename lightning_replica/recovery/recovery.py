@@ -94,6 +94,7 @@ class Recovery:
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
+        self._raised = ""  # this rank's own exception, until a plan has been made of it
         self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
         self._job = generations.job()
 
@@ -114,11 +115,11 @@ class Recovery:
             RecoveryError: If the run cannot go on.
         """
         timeline, left = Timeline(), self.generation - newborn
-        self._newborn, self._doubts = newborn, []
+        self._newborn, self._raised, self._doubts = newborn, raised, []
         fault = None if newborn else self._fault(raised) if raised else self._seen("a peer is gone")
         while True:
             try:
-                plan, replaced = self._attempt(state, host, raised, fault, timeline)
+                plan, replaced = self._attempt(state, host, fault, timeline)
                 faults = tuple(self._generations.fault(k) for k in range(left + 1, self.generation + 1))
                 return Outcome(plan, faults, replaced, timeline)
             except _AGAIN as error:
@@ -136,7 +137,7 @@ class Recovery:
         return Fault("peer gone", (), f"rank {self._rank}: {what}")
 
     def _attempt(
-        self, state: Recoverable, host: Host, raised: str, fault: Fault | None, timeline: Timeline
+        self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline
     ) -> tuple[Plan, tuple[int, ...]]:
         timeline.enter(Phase.STOP)
         if fault is not None:
@@ -146,8 +147,9 @@ class Recovery:
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
         self._monitor.moved_to(self.generation)
-        reports = self._exchange_reports(self._report(state, host, raised))
+        reports = self._exchange_reports(self._report(state, host))
         plan = make_plan(reports, self._grid, self._limits.max_tries)
+        self._raised = ""  # dealt with; should another rank raise from here on, not "every rank" has in one attempt
         self._groups.open(self.generation, self._connect)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
@@ -170,7 +172,7 @@ class Recovery:
         timeline.end()
         return plan, tuple(report.rank for report in reports if report.newborn)
 
-    def _report(self, state: Recoverable, host: Host, raised: str) -> Report:
+    def _report(self, state: Recoverable, host: Host) -> Report:
         if self._newborn:
             return Report(self._rank, -1, False, False, -1, (), (), (), doubts=tuple(self._doubts))
         committed, vector = self._committed
@@ -188,7 +190,7 @@ class Recovery:
             tail=host.held("tail"),
             mirrors=self._mirrors.held(),
             tries=tries if step == state.step else 0,
-            raised=raised,
+            raised=self._raised,
             doubts=tuple(self._doubts),
         )
 

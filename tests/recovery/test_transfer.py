@@ -117,20 +117,16 @@ def mistake(rank: int, store: Any) -> Any:
     opened = groups(rank, store, 2)
     said, untouched = [], torch.zeros(10)
 
-    def refused(tag: Tag, sent: int) -> None:
-        with Channel(0, 1, opened, wait, tag if rank == 0 else TAG) as channel:
+    with Channel(0, 1, opened, wait, TAG) as channel:
+        for tag, sent in [*((other, 10) for other in OTHERS.values()), (TAG, 11), (TAG, -1)]:
             if rank == 0:
+                channel._tag = tag
                 channel._move(channel._header(4 * sent), 0)
-                return
+                continue
             try:
                 channel.receive(untouched)
             except TransferError as error:
                 said.append(str(error))
-
-    for tag in OTHERS.values():
-        refused(tag, 10)
-    refused(TAG, 11)
-    refused(TAG, -1)
     return [said, untouched.tolist()]
 
 
