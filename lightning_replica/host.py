@@ -117,6 +117,7 @@ class LightningHost:
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Takes what a peer sent as this rank's own."""
+        self._held = {}
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         parameters = dict(self._trainer.lightning_module.named_parameters())
         with torch.no_grad():
@@ -128,13 +129,13 @@ class LightningHost:
             mark_stepped(optimizer)
 
     def restore_groups(self, kind: Kind, step: int) -> None:
-        """Puts the param groups back, before shards move."""
+        """Puts the param groups back, before shards move. See `Host.restore_groups` for the snapshots."""
+        self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         snapshots.restore_groups(self._trainer, self._held[kind, step])
 
     def restore(self, kind: Kind, step: int) -> None:
         """Puts everything back; `resume` tells the fit loop where to go on."""
         taken = self._held[kind, step]
-        self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         snapshots.restore(self._trainer, taken)
         self._rewind(taken)
         cpu.set_rng_state(taken.rng)

@@ -123,8 +123,9 @@ class Explorer:
         # And no tail is done again for nothing: only where a survivor could not be made anew at the batch's start.
         batch = bit("batch", plan.step - T)
         mirrored = all(
-            any(state[peer].mirrors[self.rule.replica[rank]] & batch for peer in self.rule.peers[rank])
+            state[peer].mirrors[self.rule.replica[rank]] & batch
             for rank in range(self.grid.world_size)
+            for peer in self.rule.peers[rank]
         )
         if mirrored and not any(own.new for own in state) and all(own.held & batch for own in state):
             assert plan.kind == "batch"
@@ -134,6 +135,7 @@ class Explorer:
         for rank, own in enumerate(end):
             assert (own.at, own.step, own.known) == (START, plan.step - T, plan.step - T)
             assert own.held == goal
+            assert own.written == (plan.kind == "batch")
             assert all(own.mirrors[self.rule.replica[peer]] == goal for peer in self.rule.peers[rank])
             assert (own.torn, own.new, own.entered) == (False, False, False)
 

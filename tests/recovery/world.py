@@ -30,7 +30,11 @@ FROM_STEP = (15, 10)  # the bits of a step and those after it
 
 
 class Rank(NamedTuple):
-    """One rank. ``mirrors`` has the bits of what it holds of each replica's rank of the same shard."""
+    """One rank.
+
+    ``mirrors`` has the bits of what it holds of each replica's rank of the same shard. ``written`` says that the shard
+    has taken what hooks of the tail wrote to weights, as it does when a window begins; in the tail it must not have.
+    """
 
     at: int
     step: int
@@ -41,6 +45,7 @@ class Rank(NamedTuple):
     entered: bool = False
     new: bool = False
     raised: bool = False
+    written: bool = False
 
 
 State = tuple[Rank, ...]
@@ -87,7 +92,7 @@ class Rule:
         if at == START:  # the window begins; what came before is forgotten
             mirrors = tuple(held & FROM_STEP[step] for held in own.mirrors)
             held = own.held & FROM_STEP[step] | bit("batch", step)
-            return own._replace(at=NEXT_WINDOW if step else WINDOW, held=held, mirrors=mirrors)
+            return own._replace(at=NEXT_WINDOW if step else WINDOW, held=held, mirrors=mirrors, written=True)
         if at == WINDOW:
             return own._replace(at=CONTRIBUTED)
         if at == CONTRIBUTED:  # reductions need every rank's gradient
@@ -106,10 +111,11 @@ class Rule:
         if at == COMMITTED:
             return own._replace(at=UPDATING, torn=True, entered=False)
         if at == UPDATING:
-            return own._replace(at=APPLIED, torn=False, step=1)
+            return own._replace(at=APPLIED, torn=False, step=1, written=False)
         if at == APPLIED:
             mirrors = tuple(held & FROM_STEP[1] for held in own.mirrors)
-            return own._replace(at=NEXT_WINDOW, held=own.held & FROM_STEP[1] | bit("batch", 1), mirrors=mirrors)
+            held = own.held & FROM_STEP[1] | bit("batch", 1)
+            return own._replace(at=NEXT_WINDOW, held=held, mirrors=mirrors, written=True)
         return None
 
     def _recover(self, state: State, plan: Plan | None, rank: int) -> Rank | None:
@@ -119,9 +125,9 @@ class Rule:
         if own.at == PLANNED:
             if rank in plan.forward:
                 return own._replace(at=ROLLING, known=step, torn=True, entered=False)
-            return own._replace(at=ROLLED, known=own.known if own.new else step, entered=False)
+            return self._roll_back(own, plan)
         if own.at == ROLLING:
-            return own._replace(at=ROLLED, step=step, torn=False)
+            return self._roll_back(own._replace(step=step, torn=False, written=False), plan)
         if own.at == ROLLED:
             if any(move.target == rank for move in plan.moves):
                 source = next(move.source for move in plan.moves if move.target == rank)
@@ -139,10 +145,17 @@ class Rule:
             return None
         return own._replace(at=START, mirrors=self.with_mirrors(own.mirrors, rank, goal))
 
+    def _roll_back(self, own: Rank, plan: Plan) -> Rank:
+        if own.new:
+            return own._replace(at=ROLLED)
+        written = own.written and plan.kind == "batch"
+        goal = bit(plan.kind, plan.step - T)  # from here on there is no other way
+        return own._replace(at=ROLLED, known=plan.step - T, entered=False, written=written, held=goal)
+
     def _take(self, state: State, plan: Plan, rank: int) -> Rank:
         own, step = state[rank], plan.step - T
         move = next(move for move in plan.moves if move.target == rank)
-        taken = own._replace(at=REPAIRED, step=step, torn=False)
+        taken = own._replace(at=REPAIRED, step=step, torn=False, written=state[move.source].written)
         if not move.host:
             return taken
         goal = bit(plan.kind, step)
