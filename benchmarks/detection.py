@@ -32,6 +32,7 @@ from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.monitor import Monitor
+from lightning_replica.recovery.options import RecoveryOptions
 
 RANKS = 4
 
@@ -104,7 +105,7 @@ def deaths(count: int) -> list[float]:
             os.kill(started[0].pid, signal.SIGKILL)
 
         threading.Thread(target=kill).start()
-        Supervisor(start, 1, 0, lambda _, said=said: said.append(time.monotonic())).run()
+        Supervisor(start, 1, RecoveryOptions(max_restarts=0), lambda _, said=said: said.append(time.monotonic())).run()
         seen.append(said[1] - said[0])
     return seen
 

@@ -27,6 +27,7 @@ from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.host import LightningHost
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.supervisor import Supervisor, start_script
+from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
 
@@ -131,7 +132,7 @@ def main() -> int:
         rank_main(args.ranks, args.steps)
         return 0
     command = [sys.executable, *sys.argv]
-    return Supervisor(start_script(lambda _: (command, None)), args.ranks, 0, print).run()
+    return Supervisor(start_script(lambda _: (command, None)), args.ranks, RecoveryOptions(recovery=False), print).run()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from common import write
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.supervisor import Supervisor, start_script
+from lightning_replica.recovery.options import RecoveryOptions
 
 warnings.filterwarnings("ignore")
 WIDTH, DEPTH = 2048, 16
@@ -129,7 +130,9 @@ def main() -> int:
             rank_main(args.ranks, args.one)
             return 0
         command = [sys.executable, *sys.argv]
-        return Supervisor(start_script(lambda _: (command, None)), args.ranks, 0, print).run()
+        return Supervisor(
+            start_script(lambda _: (command, None)), args.ranks, RecoveryOptions(recovery=False), print
+        ).run()
     rows, raw = [], {}
     for contender in CONTENDERS:
         taken = measure(args.ranks, contender) / PARAMETERS

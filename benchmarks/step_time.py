@@ -34,6 +34,7 @@ from common import BATCH, LENGTH, VOCABULARY, Transformer, loss_of, spread, writ
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.supervisor import Supervisor, start_script
+from lightning_replica.recovery.options import RecoveryOptions
 
 warnings.filterwarnings("ignore")
 WARM_UP = 3
@@ -203,7 +204,7 @@ def main() -> int:
         rank_main(args.ranks, args.steps, args.sockets)
         return 0
     command = [sys.executable, *sys.argv]
-    return Supervisor(start_script(lambda _: (command, None)), args.ranks, 0, print).run()
+    return Supervisor(start_script(lambda _: (command, None)), args.ranks, RecoveryOptions(recovery=False), print).run()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,28 @@ Importing it registers the strategy name ``replica_zero`` and does nothing else.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_replica.callbacks import (
+    PeerRepair,
+    RankReplacement,
+    RecoveryCallback,
+    RecoveryReport,
+    StepRollback,
+)
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.strategy import ReplicaZeroStrategy
 
 __version__ = "0.1.0.dev0"
-__all__ = ["ConfigurationError", "RecoveryError", "ReplicaError", "ReplicaZeroStrategy", "__version__"]
+__all__ = [
+    "ConfigurationError",
+    "PeerRepair",
+    "RankReplacement",
+    "RecoveryCallback",
+    "RecoveryError",
+    "RecoveryReport",
+    "ReplicaError",
+    "ReplicaZeroStrategy",
+    "StepRollback",
+    "__version__",
+]
 
 ReplicaZeroStrategy.register_strategies(StrategyRegistry)

@@ -1,5 +1,7 @@
 """Checks of arguments, each with one clear error."""
 
+import itertools
+
 from lightning_replica.errors import ConfigurationError
 
 
@@ -15,6 +17,13 @@ def seconds(**durations: object) -> None:
     for name, value in durations.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number of seconds, more than 0.")
+
+
+def order(**numbers: float) -> None:
+    """Refuses numbers of which one is more than the next."""
+    for (name, value), (other, more) in itertools.pairwise(numbers.items()):
+        if value > more:
+            raise ConfigurationError(f"{name}={value!r} must not be more than {other}={more!r}.")
 
 
 def choice(name: str, value: object, choices: tuple[object, ...]) -> None:

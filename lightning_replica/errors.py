@@ -5,6 +5,7 @@ ReplicaError
 ├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
 ├── Interrupted              the world has moved to a new generation; this rank's step ends here
 ├── TransferError            a shard or a snapshot arrived damaged or not at all
+├── HookError                a recovery hook of the user's raised; recovery is tried again
 ├── CheckpointError          a checkpoint is damaged, unfinished, of another model, or could not be written
 ├── ProtocolError            ranks report what the commit rule rules out: a bug here, never a fault of the machine
 └── RecoveryError            the run cannot go on; the message says why and what was lost
@@ -29,6 +30,10 @@ class Interrupted(ReplicaError):
 
 class TransferError(ReplicaError):
     """A shard or a snapshot arrived damaged or not at all."""
+
+
+class HookError(ReplicaError):
+    """A recovery hook of the user's raised. Counts as a failed recovery."""
 
 
 class CheckpointError(ReplicaError):

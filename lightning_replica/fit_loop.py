@@ -28,7 +28,7 @@ from lightning_replica._compat.lightning import (
     walk_loops,
 )
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
-from lightning_replica.points import reach
+from lightning_replica.points import begin, reach
 from lightning_replica.snapshot import Snapshot, exact_loaders
 
 if TYPE_CHECKING:
@@ -106,18 +106,25 @@ class ReplicaFitLoop(_FitLoop):
             return  # an epoch that is under way is brought to its end
         self.reset()
         self.on_run_start()
-        resume = self._training.begin(loaded)
+        training = self._training
+        resume = training.begin(loaded)
         while True:
             try:
                 self._epochs(resume)
                 self._restarting = False
+                begin("fit_end")
                 self.on_run_end()
-                self._training.end()
-                return
+                training.end()
+                break
             except _PASS:
                 raise
             except Exception as error:
-                resume = self._training.recover_from(error)
+                if not training.recoverable:
+                    raise
+                fault = error
+            # Not in the clause above, where whatever is raised would drag the fault's traceback along.
+            resume = training.recover_from(fault)
+        training.report()
 
     def reset(self) -> None:
         """Leaves the counters that a checkpoint held as they are: we know where they stand."""
@@ -140,6 +147,7 @@ class ReplicaFitLoop(_FitLoop):
 
     def on_advance_start(self) -> None:
         """Begins an epoch."""
+        begin("epoch_start")
         super().on_advance_start()
         self._training.weights_touched = True  # by hooks of the epoch's end or start
         for loader in exact_loaders(self.trainer):
@@ -159,12 +167,13 @@ class ReplicaFitLoop(_FitLoop):
             try:
                 if resume is None:
                     self.on_advance_start()
-                begin, resume = resume, None
-                if begin is not None and begin.fresh and begin.place == "epoch_end":
-                    self._end_epoch(begin)
+                start, resume = resume, None
+                if start is not None and start.fresh and start.place == "epoch_end":
+                    self._end_epoch(start)
                     continue
-                cast("ReplicaEpochLoop", self.epoch_loop).resume = begin
+                cast("ReplicaEpochLoop", self.epoch_loop).resume = start
                 self.advance()
+                begin("epoch_end")
                 self.on_advance_end()
             except StopIteration:
                 break
@@ -246,6 +255,13 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         first_of_window = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
         cast("ReplicaZeroStrategy", self.trainer.strategy).training.begin_batch(first_of_window)
         super().advance(data_fetcher)
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        """Says so where a validation is due."""
+        due: bool = super()._should_check_val_fx(data_fetcher)
+        if due:
+            begin("validation_start")
+        return due
 
     def _tail(self, snapshot: Snapshot) -> None:
         """What `advance` does after the update, once more: hooks, schedulers, logging.

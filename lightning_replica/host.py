@@ -33,6 +33,8 @@ class LightningHost:
         self._trainer, self._state = trainer, state
         self._copies = snapshots.Copies(trainer.lightning_module)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
+        self._loss: tuple[int, Any] = (0, None)
+        self._passed = -1
         self.resume: Snapshot | None = None  # where the fit loop goes on; set by `restore`
 
     # Taking
@@ -64,15 +66,35 @@ class LightningHost:
     def loss(self, step: int) -> list[Any] | None:
         """The loss of the step that led to ``step``, as `metrics.to_plain` gives it."""
         tail = self._held.get(("tail", step))
-        return None if tail is None else tail.loss
+        if tail is not None:
+            return tail.loss
+        noted, loss = self._loss
+        return to_plain(loss) if noted == step and loss is not None else None
+
+    def pass_window(self, step: int) -> None:
+        """A batch window begins of which no snapshot is wanted."""
+        self._mark()
+        self._held.clear()
+        self._passed = step
+
+    def is_past(self, step: int) -> bool:
+        """Whether the window that leads from ``step`` to the next has begun without a snapshot."""
+        return self._passed == step
+
+    def pass_commit(self, step: int, output: dict[str, Any]) -> None:
+        """The commit that leads to ``step`` is about to begin, and no snapshot of it is wanted; checkpoints may be."""
+        self._loss = (step, output.get("loss"))
 
     def begin_window(self, step: int) -> Snapshot:
         """A batch window begins; what came before it will not be needed again."""
+        self._mark()
+        self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
+        return self._keep(snapshots.take(self._trainer, "batch", step, self._copies))
+
+    def _mark(self) -> None:
         ahead = snapshots.fetched_ahead(self._trainer)
         for loader in snapshots.exact_loaders(self._trainer):
             loader.mark(ahead)
-        self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
-        return self._keep(snapshots.take(self._trainer, "batch", step, self._copies))
 
     def closure_output(self) -> dict[str, Any]:
         """What the closure of automatic optimization has returned."""

@@ -3,10 +3,13 @@
 They serve two readers: whoever watches progress (a rank that stands at one point for long hangs there) and
 whoever injects faults (a kill is aimed at a point). Nobody listens by default; a point then costs one look at
 an empty tuple.
+
+Whoever watches progress must know more than points: which long stretches of code without one are under way, such as
+a validation, and whether the rank only waits for others.
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 Point: TypeAlias = Literal[
     "batch_start",  # before the batch is fetched
@@ -26,14 +29,68 @@ Point: TypeAlias = Literal[
     "publish",  # the former checkpoint of that name is aside, the new one is not in its place
 ]
 
+Stretch: TypeAlias = Literal[
+    "epoch_start",  # up to the first batch: hooks, the start of data workers
+    "forward",  # the training step
+    "backward",  # up to the reduction, with the hooks in between
+    "validation_start",  # up to the first batch of a validation
+    "validation",  # a validation step
+    "validation_batch_end",  # between two of them
+    "validation_end",  # after the last of them
+    "checkpoint",  # writing one
+    "epoch_end",  # the hooks of an epoch's end
+    "fit_end",  # the hooks of the end of `fit`
+]
+
+
+class Watcher(Protocol):
+    """Whoever watches the progress of this rank."""
+
+    def begins(self, place: Point | Stretch) -> None:
+        """This rank has passed a point, or a stretch begins."""
+
+    def waits(self) -> None:
+        """This rank waits for others, and is alive: called every few milliseconds while it does."""
+
+    def goes_on(self) -> None:
+        """It has waited, and goes on where it was."""
+
+
 Listener: TypeAlias = Callable[[Point], None]
 _listeners: tuple[Listener, ...] = ()
+_watcher: Watcher | None = None
 
 
 def reach(point: Point) -> None:
-    """Tells every listener that this rank has come to ``point``."""
+    """Tells the watcher and every listener that this rank has come to ``point``."""
+    if _watcher is not None:
+        _watcher.begins(point)
     for listener in _listeners:
         listener(point)
+
+
+def begin(stretch: Stretch) -> None:
+    """Tells the watcher that a stretch begins; it lasts until the next stretch or point."""
+    if _watcher is not None:
+        _watcher.begins(stretch)
+
+
+def waits() -> None:
+    """Tells the watcher that this rank waits for others; to be called again and again while it does."""
+    if _watcher is not None:
+        _watcher.waits()
+
+
+def goes_on() -> None:
+    """Tells the watcher that the wait is over."""
+    if _watcher is not None:
+        _watcher.goes_on()
+
+
+def watch(watcher: Watcher | None) -> None:
+    """Makes ``watcher`` the one that watches this rank; None ends it."""
+    global _watcher
+    _watcher = watcher
 
 
 def listen(listener: Listener) -> Callable[[], None]:

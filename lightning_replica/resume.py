@@ -54,10 +54,13 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
     """What this strategy adds to a checkpoint. Collective over the world; whole on rank 0.
 
     Returns:
+        Nothing inside of a window without recovery; otherwise
         ``host``: replicated state (see `snapshot`), with the place; ``ranks``: each rank's private state;
         ``world_size`` and ``samples``: the position for other worlds, in samples of all ranks, None if unknown.
     """
     taken = training.host.window(training.state.step)
+    if training.host.is_past(training.state.step):
+        return {}  # how the window began is not known; it is begun again as if from a checkpoint of DDP's
     if taken is None:
         host = copy.deepcopy(snapshots.capture_progress(trainer))
         host["place"] = place_of(host["loops"])

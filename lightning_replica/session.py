@@ -4,30 +4,38 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
 
-from lightning_replica import agreement
+from lightning_replica import agreement, points
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
+from lightning_replica.launch import stacks
+from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.launcher import ORPHANED
 from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
-from lightning_replica.recovery.recovery import Limits, Recovery
+from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.works import Work, wait
 
 log = logging.getLogger(__name__)
+
+# How often a rank looks whether the world moves on; without recovery, only whether the run has ended.
+_LOOKS_S, _SELDOM_LOOKS_S = 0.02, 1.0
 
 
 class Session:
@@ -39,27 +47,40 @@ class Session:
         environment: What the supervisor told this process.
         backend: torch.distributed backend.
         timeout_s: After which a collective fails on its own.
-        limits: When recovery gives up.
+        options: What the user has chosen about recovery.
 
     Attributes:
         newborn: Whether this process is a replacement that has not joined the others yet.
+        born: The generation that this process was born into.
         journal: Set-up collectives, written down or read back.
     """
 
     def __init__(
-        self, grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+        self,
+        grid: Grid,
+        rank: int,
+        environment: RankEnvironment,
+        backend: str,
+        timeout_s: float,
+        options: RecoveryOptions,
     ) -> None:
         self.grid, self.rank = grid, rank
+        self._show_progress(options)
         self.newborn = environment.generation > 0
-        self._timeout_s, self._limits = timeout_s, limits
+        self._timeout_s, self.options = timeout_s, options
         store = _connect(environment)
         self.generations = Generations(store)
         self.journal = Journal(store, rank, reading=self.newborn)
-        self._process_groups = ProcessGroups(store, rank, grid.world_size, backend, timeout_s, cpu.abort_group)
+        if not options.recovery:
+            self.journal.close()
+        self._process_groups = ProcessGroups(
+            store, rank, grid.world_size, backend, timeout_s, cpu.abort_group, self.check
+        )
         watched = Generations(_connect(environment))
-        self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan)
+        interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
+        self._monitor = Monitor(watched, self._process_groups.abort, _end_as_orphan, interval_s)
         self._monitor.start(environment.generation)
-        self._generation = environment.generation
+        self._generation = self.born = environment.generation
         self._fits = 0
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
@@ -71,12 +92,29 @@ class Session:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
 
+    def _show_progress(self, options: RecoveryOptions) -> None:
+        """From here on the supervisor sees how far this rank is, and can have its stacks."""
+        if VARIABLE in os.environ and options.recovery:
+            try:
+                points.watch(
+                    Beacon(
+                        os.environ[VARIABLE], self.rank, self.grid.world_size, HangLimits.of(options), stacks.answer()
+                    )
+                )
+            except OSError as error:
+                log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
+
     def _compare_worlds(self) -> None:
         """Before anyone waits in a process group, which a rank with other ideas would never join."""
-        facts = {"replicas": self.grid.replicas, **agreement.versions(), "_node": agreement.node()}
+        facts = {
+            "replicas": self.grid.replicas,
+            **agreement.versions(),
+            **asdict(self.options),
+            "_node": agreement.node(),
+        }
         advice = "Start every rank from the same script, with the same options, in the same environment."
         everyone = agreement.compare(
-            self.generations, "world", self.rank, self.grid, facts, advice, self._limits.rendezvous_s
+            self.generations, "world", self.rank, self.grid, facts, advice, self.options.rendezvous_timeout_s
         )
         together = self.grid.together([each["_node"] for each in everyone])
         if together and self.rank == 0:
@@ -89,10 +127,17 @@ class Session:
     def compare_models(self, module: nn.Module) -> None:
         """Makes sure that all ranks are about to train the same parameters."""
         topic = f"model/{self._fits}"
-        agreement.compare_models(self.generations, topic, self.rank, self.grid, module, self._limits.rendezvous_s)
+        agreement.compare_models(
+            self.generations, topic, self.rank, self.grid, module, self.options.rendezvous_timeout_s
+        )
 
-    def attach(self, state: ShardedState) -> None:
-        """A fit begins: ``state`` uses this session's groups, now and after every regroup."""
+    def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
+        """A fit begins: ``state`` uses this session's groups, now and after every regroup.
+
+        Args:
+            state: The sharded state.
+            hook: Called in every phase of a recovery; None if nobody wants to be told.
+        """
         self._state = state
         self._fits += 1
         self.mirrors = Mirrors(self.rank, self.wait)
@@ -105,7 +150,8 @@ class Session:
             self.mirrors,
             self._make_groups,
             self.wait,
-            self._limits,
+            self.options,
+            hook,
         )
         self.recovery.generation = self._generation
         if self._groups is not None:
@@ -130,15 +176,19 @@ class Session:
     def arm(self) -> None:
         """From here on a lost rank can be replaced; but a replacement only knows the way to a script's first fit."""
         self.journal.close()
-        self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self._limits.rendezvous_s)
+        if not self.options.recovery:
+            return
+        self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self.options.rendezvous_timeout_s)
         if self._fits == 1:
             self.generations.store.set(PHASE, "fit")
 
     def disarm(self) -> None:
         """Training is over on every rank; nobody needs to be replaced any more."""
+        if not self.options.recovery:
+            return
         self._generation = self.recovery.generation
         name = f"finished/{self._fits}"
-        self.generations.meet(name, self._generation, self.grid.world_size, self._limits.rendezvous_s)
+        self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self.generations.store.set(PHASE, "done")
 
     def leave(self) -> None:
@@ -163,7 +213,7 @@ _current: Session | None = None
 
 
 def join(
-    grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, limits: Limits
+    grid: Grid, rank: int, environment: RankEnvironment, backend: str, timeout_s: float, options: RecoveryOptions
 ) -> Session:
     """This process's session: one, however many trainers and fits there are.
 
@@ -172,7 +222,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, environment, backend, timeout_s, limits)
+        _current = Session(grid, rank, environment, backend, timeout_s, options)
     verdict = _current.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(

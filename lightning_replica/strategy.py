@@ -28,11 +28,13 @@ from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
+from lightning_replica.hooks import combined
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.launcher import SupervisorLauncher
 from lightning_replica.messages import say
+from lightning_replica.points import begin
 from lightning_replica.precision import ShardedStep, sharded
-from lightning_replica.recovery.recovery import Limits
+from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.session import Session, join
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.state import ShardedState
@@ -56,10 +58,16 @@ class ReplicaZeroStrategy(ParallelStrategy):
         shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
             sending through sockets.
         bucket_bytes: Size at which a gradient bucket is closed and sent.
+        recovery: Whether a fault is recovered from. Without it training is as sharded and has the same bits, but the
+            first fault ends the run.
         max_restarts: Processes that may be replaced in one run.
         max_tries: Recoveries at one step before the run ends.
         timeout_s: After which a collective fails on its own.
         rendezvous_timeout_s: How long ranks wait for a replacement to come.
+        hang_min_s: The least time without progress after which a rank counts as hanging, and is killed and replaced.
+            How much more it is, each rank learns: five times the longest that it has been busy at that place.
+        hang_max_s: The most; it holds where nothing has been learnt yet. ``float("inf")`` for both turns it off. On
+            Linux, where the supervisor has started the ranks; other launchers replace nobody. See docs/hangs.md.
         accelerator: As in every Lightning strategy.
         parallel_devices: As in every Lightning strategy.
         cluster_environment: As in every Lightning strategy.
@@ -81,10 +89,13 @@ class ReplicaZeroStrategy(ParallelStrategy):
         state_dict_type: StateDictType = "full",
         shared_memory: bool = True,
         bucket_bytes: int = 16 * 2**20,
+        recovery: bool = True,
         max_restarts: int = 3,
         max_tries: int = 3,
         timeout_s: float = 1800.0,
         rendezvous_timeout_s: float = 600.0,
+        hang_min_s: float = 60.0,
+        hang_max_s: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -92,17 +103,23 @@ class ReplicaZeroStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes, max_tries=max_tries)
-        checks.whole(0, max_restarts=max_restarts)
-        checks.seconds(timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+        checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes)
+        checks.seconds(timeout_s=timeout_s)
+        self._given_options = RecoveryOptions(
+            recovery=recovery,
+            max_tries=max_tries,
+            max_restarts=max_restarts,
+            hang_min_s=hang_min_s,
+            hang_max_s=hang_max_s,
+            rendezvous_timeout_s=rendezvous_timeout_s,
+        )
         checks.choice("partition", partition, ("element", "parameter"))
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
         checks.choice("shared_memory", shared_memory, (True, False))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
-        self._replicas, self._bucket_bytes, self._max_restarts = replicas, bucket_bytes, max_restarts
+        self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
         self._partition, self._whole_gradients = partition, whole_gradients
         self._shared_memory = shared_memory
-        self._timeout_s, self._limits = timeout_s, Limits(max_tries, rendezvous_timeout_s)
         self._session: Session | None = None
         self._training: Training | None = None
         self._checkpoints = Checkpoints(state_dict_type)
@@ -174,7 +191,15 @@ class ReplicaZeroStrategy(ParallelStrategy):
             )
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        self._launcher = SupervisorLauncher(grid.world_size, self._max_restarts)
+        self._launcher = SupervisorLauncher(grid.world_size, self.options_for)
+
+    def options_for(self, trainer: Any) -> RecoveryOptions:
+        """What the arguments and the trainer's callbacks together say about recovery.
+
+        Raises:
+            ConfigurationError: If they contradict each other.
+        """
+        return combined(self._given_options, trainer.callbacks if trainer is not None else ())
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment who we are."""
@@ -190,9 +215,11 @@ class ReplicaZeroStrategy(ParallelStrategy):
         self.set_world_ranks()
         environment = RankEnvironment.current()
         if environment is not None:
-            self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, self._limits)
-            if self._session.newborn and self.lightning_module is not None:
-                let_config_be_saved_again(self.lightning_module.trainer)
+            trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+            options = self.options_for(trainer)
+            self._session = join(self.grid, self.global_rank, environment, "gloo", self._timeout_s, options)
+            if self._session.newborn and trainer is not None:
+                let_config_be_saved_again(trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""
@@ -272,11 +299,25 @@ class ReplicaZeroStrategy(ParallelStrategy):
         finally:
             self._accumulating = False
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        begin("forward")
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        begin("validation")
+        output = super().validation_step(*args, **kwargs)
+        loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop.val_loop if self.lightning_module else None
+        begin("validation_end" if loop is not None and loop.batch_progress.is_last_batch else "validation_batch_end")
+        return output
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As in every strategy, with the reduction around the backward pass, so that hooks after it see its result."""
         plugin, module = self.precision_plugin, self.lightning_module
         if module is None:
             raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
+        begin("backward")
         closure_loss = plugin.pre_backward(closure_loss, module)
         self.training.before_backward(self._accumulating)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -373,6 +414,7 @@ class ReplicaZeroStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint in the form of ``state_dict_type``."""
+        begin("checkpoint")
         if self._training is not None and self.lightning_module is not None:
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):

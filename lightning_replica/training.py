@@ -1,6 +1,7 @@
 """One fit: the sharded state, the host state and this process's part in the world, working together."""
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -8,15 +9,16 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
-from lightning_replica.devices import cpu
-from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError
+from lightning_replica.errors import RecoveryError
+from lightning_replica.hooks import Hooks, explain, is_from_outside
 from lightning_replica.host import LightningHost
 from lightning_replica.messages import say
 from lightning_replica.module_buffers import BufferSync
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.points import reach
 from lightning_replica.precision import ShardedStep
-from lightning_replica.recovery.recovery import describe
+from lightning_replica.recovery.account import Account
+from lightning_replica.recovery.incident import Incident, describe
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.commit import Commit, Request
@@ -40,6 +42,9 @@ class Training:
         partition: How buckets are cut.
         whole_gradients: Whether every gradient shall be whole after backward; "auto" asks the user's hooks.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+
+    Attributes:
+        recoverable: Whether a fault is recovered from; without it, nothing is kept for that.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Training:
     ) -> None:
         module = trainer.lightning_module
         self._session, self._precision = session, precision
+        self.recoverable = session.options.recovery
         self.manual = not module.automatic_optimization
         self.whole_gradients = _resolve(whole_gradients, trainer)
         self.state = ShardedState(
@@ -67,6 +73,7 @@ class Training:
             self.whole_gradients,
             self.manual,
             shared_memory,
+            self.recoverable,
         )
         self.host = LightningHost(trainer, self.state)
         self._module_buffers = BufferSync(module, session.wait)
@@ -74,7 +81,12 @@ class Training:
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
-        session.attach(self.state)
+        self._trainer, self._hooks = trainer, Hooks(trainer)
+        self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
+        self._untold: list[Incident] = []
+        self._shown = ""  # the newest exception whose traceback has been printed
+        self._window = (0, time.monotonic())  # batches begun since the last step, and when the first was
+        session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         precision.attach(self)
 
     # A step, in the order of calls
@@ -86,10 +98,17 @@ class Training:
             first_of_window: Whether the step's gradients begin here; under manual optimization, we know better.
         """
         self._session.check()
+        begun, since = self._window
         if self._window_is_open if self.manual else not first_of_window:
+            self._window = (begun + 1, since)
             return
+        self._window = (1, time.monotonic())
+        self._report(self.state.step)
         self.state.begin_window(self._may_change_weights or self.weights_touched)
         self.weights_touched = False
+        if not self.recoverable:
+            self.host.pass_window(self.state.step)
+            return
         taken = self.host.begin_window(self.state.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
 
@@ -124,7 +143,7 @@ class Training:
             self.state.reduce()
             self._commit(self.host.closure_output())
             self.state.gather()
-            reach("batch_end")
+            self._step_is_done()
 
     def end_manual_batch(self, output: dict[str, Any]) -> None:
         """The end of a training step that has stepped by itself: now it counts."""
@@ -132,14 +151,23 @@ class Training:
         if not self._window_is_open:
             self.state.end_batch()
             self._commit(output)
-            reach("batch_end")
+            self._step_is_done()
+
+    def _step_is_done(self) -> None:
+        self._account.good_step()
+        self._shown = ""
+        self._window = (0, time.monotonic())
+        reach("batch_end")
 
     def _commit(self, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
         self._module_buffers.sync(session.groups.world)
-        taken = self.host.enter_commit(state.step + 1, output)
-        session.mirrors.begin("tail", taken.step, taken.private_bytes())
-        session.mirrors.settle()
+        if self.recoverable:
+            taken = self.host.enter_commit(state.step + 1, output)
+            session.mirrors.begin("tail", taken.step, taken.private_bytes())
+            session.mirrors.settle()
+        else:
+            self.host.pass_commit(state.step + 1, output)
         reach("before_commit")
         commit = state.commit(self._sigterm.noted)
         session.recovery.committed(state.step + 1, commit.vector)
@@ -168,12 +196,14 @@ class Training:
         """
         if self._session.newborn:
             self._session.journal.close()
+            self._account.fault(self._session.born - 1, 0, 0, 0.0)
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
         taken = self.host.begin(loaded)
-        self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
-        self._session.mirrors.settle()
+        if self.recoverable:
+            self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
+            self._session.mirrors.settle()
         self._session.arm()
         return taken
 
@@ -181,15 +211,23 @@ class Training:
         """The last thing in a fit: from here on nobody needs to go back."""
         self._session.disarm()
 
+    def report(self) -> None:
+        """After the end: tells of an incident that no further step has followed."""
+        self._report(None)
+
     def recover_from(self, error: Exception) -> Snapshot | None:
         """Recovers from a fault that surfaced as ``error``; returns where training goes on.
 
         Raises:
             RecoveryError: If the run cannot go on; ``error`` itself where it was this rank's own.
         """
-        raised = "" if _is_from_outside(error) else f"{type(error).__name__}: {error}"
+        batches, since = self._window
+        self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
+        raised = "" if is_from_outside(error) else explain(error)
         if raised:
-            log.warning("rank %d: %s", self._session.rank, raised, exc_info=error)
+            # Once, and first; a step that fails again in the same way adds no second traceback.
+            log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
+            self._shown = raised
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
         try:
             return self._recover(raised)
@@ -204,15 +242,34 @@ class Training:
             outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
         except RecoveryError as final:
             session.generations.give_up(str(final))
+            self._tell_of_the_end(str(final))
             raise
         session.newborn = False
         self._window_is_open, self.weights_touched = False, True
         self._module_buffers.forget()
         if outcome.plan.kind == "tail" and outcome.plan.commit:
             self._after_commit(Commit.of(outcome.plan.commit))
-        if session.rank == min(set(range(session.grid.world_size)) - set(outcome.replaced)):
-            say(describe(outcome))
+        self._window = (0, time.monotonic())
+        self._untold += self._account.went_on(outcome, self._trainer.current_epoch)
         return self.host.resume
+
+    def _report(self, step: int | None) -> None:
+        """Tells of incidents that are over: one rank the user, every rank its callbacks."""
+        untold, self._untold = self._untold + self._account.close(step), []
+        for incident in untold:
+            if incident.teller == self._session.rank:
+                say(describe(incident))
+            self._hooks.incident(incident)
+
+    def _tell_of_the_end(self, error: str) -> None:
+        """The same when the run cannot go on, which nothing must hide."""
+        session = self._session
+        try:
+            epoch = self._trainer.current_epoch
+            self._untold.append(self._account.failed(error, session.recovery.generation, self.state.step, epoch))
+            self._report(None)
+        except Exception:
+            log.warning("rank %d: telling of the incident failed", session.rank, exc_info=True)
 
     def release(self) -> None:
         """The trainer is done with this fit."""
@@ -251,7 +308,3 @@ def _resolve(whole_gradients: bool | Literal["auto"], trainer: pl.Trainer) -> bo
     if hook is not None and trainer.is_global_zero:
         log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", hook)
     return hook is not None
-
-
-def _is_from_outside(error: Exception) -> bool:
-    return isinstance(error, (CollectiveError, Interrupted)) or cpu.is_collective_failure(error)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
+from lightning_replica import points
 from lightning_replica.errors import CollectiveError
 
 Work: TypeAlias = "dist.Work | None"
@@ -43,20 +44,26 @@ def wait(work: Work, check: Check) -> None:
     Raises:
         CollectiveError: If the collective failed.
     """
+    waited = False
     while work is not None:
         try:
             work.wait(SLICE)
-            return
+            break
         except RuntimeError as error:
             # An expired slice and a failed collective raise alike; only the latter is completed.
             if work.is_completed():
                 _finish(work, error)
-                return
+                break
+        waited = True
+        points.waits()
         try:
             check()
         except BaseException:
             track(work)
+            points.goes_on()
             raise
+    if waited:
+        points.goes_on()
 
 
 def all_ended(patience_s: float) -> bool:

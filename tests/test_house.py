@@ -26,6 +26,7 @@ LAYERS = [
         "agreement",
         "attributes",
         "callback_state",
+        "hooks",
         "objects",
         "metrics",
         "module_buffers",
@@ -37,6 +38,7 @@ LAYERS = [
     ["training"],
     ["resume", "checkpoints"],
     ["fit_loop", "strategy"],
+    ["callbacks"],
     [""],
     ["cli", "conf"],
     ["__main__"],
@@ -111,9 +113,14 @@ def test_private_names_of_others_are_in_compat(path: Path) -> None:
 def test_public_names() -> None:
     assert lightning_replica.__all__ == [
         "ConfigurationError",
+        "PeerRepair",
+        "RankReplacement",
+        "RecoveryCallback",
         "RecoveryError",
+        "RecoveryReport",
         "ReplicaError",
         "ReplicaZeroStrategy",
+        "StepRollback",
         "__version__",
     ]
     assert all(hasattr(lightning_replica, name) for name in lightning_replica.__all__)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -46,6 +47,12 @@ def mark_stepped(optimizer: Optimizer) -> None:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def registered_groups(backend: str | None = None) -> list[torch.distributed.ProcessGroup]:
+    """Every process group that this process has opened and not destroyed, the user's own too."""
+    groups = list(distributed_c10d._world.pg_map.items())
+    return [group for group, (name, _) in groups if backend is None or name == backend]
 
 
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:

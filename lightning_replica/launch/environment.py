@@ -5,6 +5,7 @@
 | LIGHTNING_REPLICA_STORE | ``host:port`` of the supervisor's store |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
+| LIGHTNING_REPLICA_BEACONS | where the memory is found that it writes its progress to (beacons.py) |
 
 LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them.
 """

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
@@ -12,6 +13,7 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.supervisor import Supervisor, start_script
 from lightning_replica.messages import say
+from lightning_replica.recovery.options import RecoveryOptions
 
 ORPHANED = 70  # exit code of a rank whose supervisor is gone
 _PR_SET_PDEATHSIG = 1
@@ -24,11 +26,11 @@ class SupervisorLauncher(_Launcher):
 
     Args:
         world_size: Number of ranks.
-        max_restarts: Processes that may be replaced before the run is given up.
+        options_for: What a trainer's user has chosen about recovery.
     """
 
-    def __init__(self, world_size: int, max_restarts: int) -> None:
-        self._world_size, self._max_restarts = world_size, max_restarts
+    def __init__(self, world_size: int, options_for: Callable[[Any], RecoveryOptions]) -> None:
+        self._world_size, self._options_for = world_size, options_for
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -40,7 +42,7 @@ class SupervisorLauncher(_Launcher):
 
         Raises:
             SystemExit: In the supervisor, once all ranks have ended, with their exit code.
-            ConfigurationError: If another launcher started this process.
+            ConfigurationError: If another launcher started this process, or callbacks contradict the strategy.
         """
         environment = RankEnvironment.current()
         if environment is not None:
@@ -52,7 +54,9 @@ class SupervisorLauncher(_Launcher):
                 f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so another launcher (torchrun, SLURM ...) started this"
                 " process, but `replica_zero` starts and replaces its ranks itself. Run `python train.py` instead."
             )
-        supervisor = Supervisor(start_script(rerun_command), self._world_size, self._max_restarts, say)
+        options = self._options_for(trainer)
+        start = start_script(rerun_command)
+        supervisor = Supervisor(start, self._world_size, options, say, _local_root(trainer))
         code = supervisor.run()
         _disarm(trainer)
         sys.exit(code)
@@ -67,6 +71,12 @@ def die_with(supervisor: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         sys.exit(ORPHANED)
+
+
+def _local_root(trainer: Any) -> Path:
+    """The trainer's ``default_root_dir``; where that is remote, the working directory."""
+    root = "" if trainer is None else str(trainer.default_root_dir)
+    return Path() if "://" in root else Path(root)
 
 
 def _disarm(trainer: Any) -> None:

@@ -9,13 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.watch import Watch
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
+from lightning_replica.recovery.options import RecoveryOptions
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +70,25 @@ class Supervisor:
     Args:
         start: Starts a rank.
         world_size: Number of ranks.
-        max_restarts: Processes that may be replaced before the run is given up.
-        say: Tells the user something, in one line.
+        options: What the user has chosen about recovery.
+        say: Tells the user something.
+        directory: Where the stacks of ranks are written to when one hangs.
     """
 
     def __init__(
         self,
         start: Start,
         world_size: int,
-        max_restarts: int,
+        options: RecoveryOptions,
         say: Callable[[str], None],
+        directory: Path = Path(),
     ) -> None:
-        self._start_process, self._world_size, self._max_restarts, self._say = start, world_size, max_restarts, say
-        self._ended: queue.SimpleQueue[_Child | signal.Signals] = queue.SimpleQueue()
+        self._start_process, self._world_size, self._options, self._say = start, world_size, options, say
+        self._ended: queue.SimpleQueue[_Child | signal.Signals | None] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
+        self._watch = Watch(world_size, HangLimits.of(options), directory)
+        self._hung: dict[int, str] = {}
+        self._over = threading.Event()
         self._restarts = 0
         self._code = 0
 
@@ -91,12 +100,18 @@ class Supervisor:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._generations = Generations(self._store)
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
                 self._start(rank, generation=0)
             while self._children:
-                self._on_end(self._ended.get())
+                event = self._ended.get()
+                if event is None:
+                    self._look()
+                else:
+                    self._on_end(event)
         finally:
+            self._over.set()
             self._terminate(signal.SIGKILL)
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
@@ -104,7 +119,8 @@ class Supervisor:
 
     def _start(self, rank: int, generation: int) -> None:
         environment = RankEnvironment("127.0.0.1", self._store.port, os.getpid(), generation)
-        variables = environment.variables(rank, self._world_size, os.environ)
+        variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
+        self._watch.born(rank, replaces=generation > 0)
         child = _Child(rank, self._start_process(rank, variables))
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
@@ -113,6 +129,11 @@ class Supervisor:
     def _wait(self, child: _Child) -> None:
         child.process.wait()
         self._ended.put(child)
+
+    def _tick(self) -> None:
+        # Not a time-out of the queue's: in Python 3.11 it never ends once a signal handler has outlasted it.
+        while not self._over.wait(self._watch.interval_s):
+            self._ended.put(None)
 
     def _on_signal(self, signum: int, _: object) -> None:
         self._ended.put(signal.Signals(signum))
@@ -123,35 +144,53 @@ class Supervisor:
             return
         del self._children[event.rank]
         code = event.process.returncode or 0
-        in_fit = self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
+        in_fit = self._in_fit()
         if code == 0 and not in_fit:
             return
-        how = f"Rank {event.rank} {_how(code)}"
+        hung = self._hung.pop(event.rank, None)
+        how = hung or f"Rank {event.rank} {_how(code)}"
         code = 128 - code if code < 0 else code or 1
-        if not in_fit:
+        if not self._options.recovery:
+            self._fail(f"{how}. With recovery=False the run ends with it.", code)
+        elif not in_fit:
             self._fail(f"{how} outside of training, where a rank cannot be replaced.", code)
         elif self._code or self._generations.verdict() is not None:
             self._fail(how, code)
-        elif self._restarts >= self._max_restarts:
-            used = f"{self._restarts} of max_restarts={self._max_restarts} are used"
-            self._fail(f"{how}, and no replacement can be had: {used}.", code)
+        elif self._restarts >= self._options.max_restarts:
+            used = f"{self._restarts} of max_restarts={self._options.max_restarts} are used"
+            self._fail(f"{how}, and no replacement can be had: {used}.", code, (event.rank,))
         else:
-            self._replace(event.rank, how)
+            self._replace(event.rank, Fault("hang" if hung else "death", (event.rank,), how))
 
-    def _replace(self, rank: int, how: str) -> None:
+    def _in_fit(self) -> bool:
+        return self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
+
+    def _look(self) -> None:
+        """Kills whoever hangs; that it has died is noticed in the usual way."""
+        hang = self._watch.look({c.rank: c.process.send_signal for c in self._children.values()}, self._in_fit)
+        if hang is None or self._code or self._generations.verdict() is not None:
+            return
+        self._say(hang.text)
+        if not hang.culprits:
+            self._generations.begin_next(0, Fault("hang", (), hang.text))
+        for rank, how in hang.culprits.items():
+            self._hung[rank] = how
+            self._children[rank].process.send_signal(signal.SIGKILL)
+
+    def _replace(self, rank: int, fault: Fault) -> None:
         self._restarts += 1
-        generation = self._generations.begin_next(0, Fault("death", (rank,), how))
-        self._say(f"{how}; a new process takes its place ({self._restarts} of {self._max_restarts}).")
+        generation = self._generations.begin_next(0, fault)
+        self._say(f"{fault.text}; a new process takes its place ({self._restarts} of {self._options.max_restarts}).")
         self._start(rank, generation)
 
-    def _fail(self, why: str, code: int, forward: signal.Signals | None = None) -> None:
+    def _fail(self, why: str, code: int, ranks: tuple[int, ...] = (), forward: signal.Signals | None = None) -> None:
         """Ends the run: ranks are told why and given some time to end by themselves."""
         if not self._code:
             self._code = code
             if self._generations.verdict() is None:
                 self._say(why)
         self._generations.give_up(why)
-        self._generations.begin_next(0, Fault("end", (), why))  # wakes whoever is blocked
+        self._generations.begin_next(0, Fault("end", ranks, why))  # wakes whoever is blocked
         if forward is not None:
             for child in self._children.values():
                 child.process.send_signal(forward)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lightning_replica import points
 from lightning_replica.errors import Interrupted, RecoveryError
 from lightning_replica.recovery.faults import Fault
 
@@ -84,16 +85,20 @@ class Generations:
         """
         deadline = time.monotonic() + timeout_s
         pause_s = 0.001
-        while not ready():
-            verdict = self.verdict()
-            if verdict is not None:
-                raise RecoveryError(verdict)
-            if self.begun(generation + 1):
-                raise Interrupted(self.fault(generation + 1).text)
-            if time.monotonic() > deadline:
-                raise RecoveryError(f"Waited {timeout_s:.0f} s for {what} in generation {generation}.")
-            time.sleep(pause_s)
-            pause_s = min(0.02, 1.5 * pause_s)
+        try:
+            while not ready():
+                points.waits()
+                verdict = self.verdict()
+                if verdict is not None:
+                    raise RecoveryError(verdict)
+                if self.begun(generation + 1):
+                    raise Interrupted(self.fault(generation + 1).text)
+                if time.monotonic() > deadline:
+                    raise RecoveryError(f"Waited {timeout_s:.0f} s for {what} in generation {generation}.")
+                time.sleep(pause_s)
+                pause_s = min(0.02, 1.5 * pause_s)
+        finally:
+            points.goes_on()
 
     def share(
         self, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int, timeout_s: float

@@ -3,12 +3,15 @@
 import ctypes
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_replica._compat.torch import registered_groups
 from lightning_replica.errors import CollectiveError
+from lightning_replica.recovery.patient_store import LonelyStore, PatientStore
 from lightning_replica.works import all_ended
 
 # An operation that an abort wakes ends within a few milliseconds.
@@ -39,6 +42,7 @@ class ProcessGroups:
         backend: torch.distributed backend.
         timeout_s: After which a collective fails on its own.
         abort: Fails every collective of one group on this rank, from any thread.
+        check: Raises when the world moves on; called while groups are opened.
     """
 
     def __init__(
@@ -49,8 +53,9 @@ class ProcessGroups:
         backend: str,
         timeout_s: float,
         abort: Callable[[dist.ProcessGroup], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
         self._backend, self._timeout, self._abort = backend, timedelta(seconds=timeout_s), abort
         self._groups: list[dist.ProcessGroup] = []
         self._excepthook = sys.excepthook
@@ -75,11 +80,12 @@ class ProcessGroups:
     def stand_in(self) -> None:
         """Opens a default group that knows rank and world size and nothing else.
 
-        A replacement has it until it has joined the others: user code on the way there may ask who it is.
+        A replacement has it until it has joined the others: user code on the way there may ask who it is, and make
+        groups of its own, which it makes anew with all others in the hook that is there for that.
         """
         if _STAND_IN not in dist.Backend.backend_list:
             dist.Backend.register_backend(_STAND_IN, _stand_in, devices=["cpu", "cuda"])
-        dist.init_process_group(_STAND_IN, store=dist.HashStore(), rank=self._rank, world_size=self._world_size)
+        dist.init_process_group(_STAND_IN, store=LonelyStore(), rank=self._rank, world_size=self._world_size)
 
     def add(self, ranks: list[int]) -> dist.ProcessGroup:
         """Makes a group of some ranks; only they call it."""
@@ -97,9 +103,10 @@ class ProcessGroups:
         dist.destroy_process_group(group)
 
     def abort(self) -> None:
-        """Wakes this rank from any collective. Safe from any thread, any number of times."""
+        """Wakes this rank from any collective, on user code's own groups too. From any thread, any number of times."""
         with self._lock:
-            for group in self._groups:
+            others = [group for group in registered_groups(self._backend) if group not in self._groups]
+            for group in (*self._groups, *others):
                 self._abort(group)
 
     def close(self) -> None:
@@ -121,6 +128,17 @@ class ProcessGroups:
         if group is not None:
             with self._lock:
                 self._groups.append(group)
+
+
+def uses_closed_group(error: BaseException) -> bool:
+    """Whether ``error`` was raised in a call with a process group that has been closed.
+
+    What torch and gloo say then tells nobody what to do; so the groups are looked for where the error came from.
+    """
+    known = [id(group) for group in registered_groups()]
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    values = (frame.f_locals.get("group") for frame in frames)  # as every collective calls its argument
+    return any(isinstance(value, dist.ProcessGroup) and id(value) not in known for value in values)
 
 
 def _keep_forever(group: dist.ProcessGroup) -> None:

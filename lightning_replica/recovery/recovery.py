@@ -2,18 +2,21 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError, TransferError
+from lightning_replica.errors import CollectiveError, HookError, Interrupted, RecoveryError, TransferError
 from lightning_replica.grid import Grid
-from lightning_replica.recovery.faults import Fault, most_telling
+from lightning_replica.recovery.context import RecoveryContext
+from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.recovery.incident import Transferred
 from lightning_replica.recovery.interface import Host, Recoverable
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
+from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
 from lightning_replica.recovery.transfer import Channel, Tag
@@ -26,33 +29,20 @@ _AGAIN = (CollectiveError, Interrupted, TransferError)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long and how often recovery tries.
-
-    Attributes:
-        max_tries: Recoveries at the same step before the run ends.
-        rendezvous_s: How long ranks wait for each other and for a replacement, and how long one recovery is tried.
-    """
-
-    max_tries: int = 3
-    rendezvous_s: float = 600.0
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What a recovery came to.
 
     Attributes:
         plan: What was decided.
-        faults: What ended each of the generations that this recovery left behind, oldest first.
-        replaced: Ranks that are new processes.
+        generation: The generation that training goes on in.
         timeline: How long each phase took on this rank.
+        moves: Shards that this rank has taken.
     """
 
     plan: Plan
-    faults: tuple[Fault, ...]
-    replaced: tuple[int, ...]
+    generation: int
     timeline: Timeline
+    moves: tuple[Transferred, ...]
 
 
 class Recovery:
@@ -67,7 +57,8 @@ class Recovery:
         mirrors: Private states of the peers.
         connect: Makes the groups inside the default one and gives them to whoever uses them.
         wait: Waits for a collective; raises if a peer is gone or the world moves on.
-        limits: When to give up.
+        options: When to give up.
+        hook: Called at the end of each phase; raises `HookError` for a fault of its own.
     """
 
     def __init__(
@@ -80,16 +71,12 @@ class Recovery:
         mirrors: Mirrors,
         connect: Callable[[], Iterable[dist.ProcessGroup]],
         wait: Callable[[Work], None],
-        limits: Limits,
+        options: RecoveryOptions,
+        hook: Callable[[RecoveryContext], None] | None = None,
     ) -> None:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
-        self._monitor, self._mirrors, self._connect, self._wait, self._limits = (
-            monitor,
-            mirrors,
-            connect,
-            wait,
-            limits,
-        )
+        self._monitor, self._mirrors, self._connect, self._wait = monitor, mirrors, connect, wait
+        self._options, self._hook = options, hook
         self.generation = 0
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
@@ -97,6 +84,10 @@ class Recovery:
         self._raised = ""  # this rank's own exception, until a plan has been made of it
         self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
         self._job = generations.job()
+        # Of the recovery under way:
+        self._joining, self._left = False, 0
+        self._hook_failures, self._hook_said = 0, ""
+        self._moves: list[Transferred] = []
 
     def committed(self, step: int, vector: tuple[float, ...]) -> None:
         """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
@@ -114,21 +105,40 @@ class Recovery:
         Raises:
             RecoveryError: If the run cannot go on.
         """
-        timeline, left = Timeline(), self.generation - newborn
-        self._newborn, self._raised, self._doubts = newborn, raised, []
+        timeline, self._left = Timeline(), self.generation - newborn
+        self._newborn = self._joining = newborn
+        self._raised, self._doubts = raised, []
+        self._hook_failures, self._hook_said, self._moves = 0, "", []
         fault = None if newborn else self._fault(raised) if raised else self._seen("a peer is gone")
         while True:
             try:
-                plan, replaced = self._attempt(state, host, fault, timeline)
-                faults = tuple(self._generations.fault(k) for k in range(left + 1, self.generation + 1))
-                return Outcome(plan, faults, replaced, timeline)
+                plan = self._attempt(state, host, fault, timeline)
+                return Outcome(plan, self.generation, timeline, tuple(self._moves))
+            except HookError as error:
+                # Whatever the phase, the others must come back to the start too.
+                self._hook_failures, self._hook_said, fault = self._hook_failures + 1, str(error), None
+                self._generations.begin_next(self.generation, self._fault(str(error)))
             except _AGAIN as error:
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
                 fault = self._seen(str(error))
-                if timeline.elapsed_s > self._limits.rendezvous_s:
+                if timeline.elapsed_s > self._options.rendezvous_timeout_s:
                     raise RecoveryError(
                         f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {error}"
                     ) from error
+            except RecoveryError as final:
+                raise RecoveryError(f"{final}{self._standing(state)}") from None
+
+    def _standing(self, state: Recoverable) -> str:
+        """Which shards the ranks that ended the run take with them, and who still holds them."""
+        newest = self._generations.newest(self.generation)
+        end = self._generations.fault(newest) if newest else None
+        ranks = end.ranks if end is not None and end.detected == "end" else ()
+        lines = [
+            f" Shard {self._grid.shard_of(rank)} at step {state.step} is lost with it; holders left: "
+            f"{', '.join(str(peer) for peer in self._grid.peers(rank) if peer not in ranks) or 'none'}."
+            for rank in ranks
+        ]
+        return "".join(lines)
 
     def _fault(self, raised: str) -> Fault:
         return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
@@ -136,21 +146,23 @@ class Recovery:
     def _seen(self, what: str) -> Fault:
         return Fault("peer gone", (), f"rank {self._rank}: {what}")
 
-    def _attempt(
-        self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline
-    ) -> tuple[Plan, tuple[int, ...]]:
+    def _attempt(self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline) -> Plan:
         timeline.enter(Phase.STOP)
         if fault is not None:
             self._generations.begin(self.generation + 1, fault)
+        self._call_hook(Phase.STOP)
         timeline.enter(Phase.CLEAN)
         self._groups.close()
+        self._call_hook(Phase.CLEAN)
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
         self._monitor.moved_to(self.generation)
         reports = self._exchange_reports(self._report(state, host))
-        plan = make_plan(reports, self._grid, self._limits.max_tries)
+        replaced = tuple(report.rank for report in reports if report.joining)
+        plan = make_plan(reports, self._grid, self._options.max_tries)
         self._raised = ""  # dealt with; should another rank raise from here on, not "every rank" has in one attempt
         self._groups.open(self.generation, self._connect)
+        self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
             state.roll_forward(plan.commit)
@@ -160,21 +172,43 @@ class Recovery:
         state.roll_back(plan.kind)
         for move in plan.moves:
             self._move(move, plan, state, host)
+        self._call_hook(Phase.REPAIR, replaced, plan)
         timeline.enter(Phase.ROLLBACK)
         state.rebuild()
         host.restore(plan.kind, plan.step)
+        self._call_hook(Phase.ROLLBACK, replaced, plan)
         timeline.enter(Phase.RESUME)
         # A replacement holds no private state of its peers yet: give it theirs, and them its own.
         self._mirrors.keep(plan.kind, plan.step)
         self._mirrors.begin(plan.kind, plan.step, host.private(plan.kind, plan.step))
         self._mirrors.settle()
+        self._call_hook(Phase.RESUME, replaced, plan)
         self._count_try(plan.step, max(report.tries for report in reports))
         timeline.end()
-        return plan, tuple(report.rank for report in reports if report.newborn)
+        return plan
+
+    def _call_hook(self, phase: Phase, replaced: tuple[int, ...] = (), plan: Plan | None = None) -> None:
+        if self._hook is None:
+            return
+        newest = self._generations.newest(self.generation)
+        context = RecoveryContext(
+            phase=phase.value,
+            rank=self._rank,
+            world_size=self._grid.world_size,
+            generation=self.generation,
+            newborn=self._joining,
+            faults=tuple(self._generations.fault(k) for k in range(self._left + 1, newest + 1)),
+            replaced=replaced,
+        )
+        if plan is not None:
+            context = replace(context, step=plan.step, kind=plan.kind, forward=plan.forward, moves=plan.moves)
+        self._hook(context)
 
     def _report(self, state: Recoverable, host: Host) -> Report:
         if self._newborn:
-            return Report(self._rank, -1, False, False, -1, (), (), (), doubts=tuple(self._doubts))
+            nothing = Report(self._rank, -1, False, False, -1, (), (), (), joining=True)
+            said = replace(nothing, hook=self._hook_said, hook_failures=self._hook_failures)
+            return replace(said, doubts=tuple(self._doubts))
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -192,10 +226,13 @@ class Recovery:
             tries=tries if step == state.step else 0,
             raised=self._raised,
             doubts=tuple(self._doubts),
+            joining=self._joining,
+            hook=self._hook_said,
+            hook_failures=self._hook_failures,
         )
 
     def _exchange_reports(self, own: Report) -> list[Report]:
-        topic, timeout_s = f"report/{self.generation}", self._limits.rendezvous_s
+        topic, timeout_s = f"report/{self.generation}", self._options.rendezvous_timeout_s
         plain = self._generations.share(
             topic, self._rank, own.to_plain(), self.generation, self._grid.world_size, timeout_s
         )
@@ -214,6 +251,7 @@ class Recovery:
             except TransferError as error:
                 self._doubt(move.source, error)
                 raise
+            self._moves.append(Transferred(move.source, move.target, channel.bytes_moved, channel.seconds, move.host))
             log.info(
                 "rank %d: got %.1f MB from rank %d in %.3f s, %.0f MB/s",
                 self._rank,
@@ -226,7 +264,7 @@ class Recovery:
     def _doubt(self, source: int, error: TransferError) -> None:
         """Another peer is asked next time, if there is one; but not for ever."""
         self._doubts.append(source)
-        if len(self._doubts) >= self._limits.max_tries:
+        if len(self._doubts) >= self._options.max_tries:
             raise RecoveryError(
                 f"Rank {self._rank} could not get its shard {len(self._doubts)} times, from ranks"
                 f" {', '.join(map(str, self._doubts))}: {error}"
@@ -259,15 +297,3 @@ class Recovery:
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)
-
-
-def describe(outcome: Outcome) -> str:
-    """One line that says what happened and how long it took."""
-    who = ", ".join(map(str, outcome.replaced))
-    what = f"rank {who} was replaced" if outcome.replaced else "no process was lost"
-    seconds = ", ".join(f"{phase.value} {s:.3f}" for phase, s in outcome.timeline.seconds.items())
-    again = "batch is done again" if outcome.plan.kind == "batch" else "tail of the step is done again"
-    return (
-        f"recovered at step {outcome.plan.step} in {outcome.timeline.total_s:.2f} s: {what}, the {again}"
-        f" ({seconds} s; {most_telling(outcome.faults).text})"
-    )

@@ -40,6 +40,7 @@ class ShardedState:
             costs a gather; otherwise it is so for the own shard only.
         manual: Whether one step of this state is a batch with any number of optimizer steps.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+        recoverable: Whether a step may have to be undone; otherwise no copy is kept that only this needs.
 
     Attributes:
         step: Steps applied to this rank's shard, t.
@@ -59,8 +60,9 @@ class ShardedState:
         whole_gradients: bool = False,
         manual: bool = False,
         shared_memory: bool = True,
+        recoverable: bool = True,
     ) -> None:
-        self.grid, self.rank = grid, rank
+        self.grid, self.rank, self._recoverable = grid, rank, recoverable
         self._shared_memory, self._mapped = shared_memory and grid.world_size > 1, False
         self.whole_gradients, self.manual = whole_gradients, manual
         _check_disjoint(optimizers)
@@ -126,9 +128,10 @@ class ShardedState:
         self._before_window = None
         self._map()
         if weights_may_differ and self._is_written():
-            self._before_window = [buffers.main.clone() for buffers in self.buffers]
+            if self._recoverable:
+                self._before_window = [buffers.main.clone() for buffers in self.buffers]
             self._adopt(self.buffers)
-        self._backup = Backup(self.optimizers) if self.manual else None
+        self._backup = Backup(self.optimizers) if self.manual and self._recoverable else None
 
     def _is_written(self) -> bool:
         """Whether weights are no longer what the shard says."""

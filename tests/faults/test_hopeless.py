@@ -14,13 +14,18 @@ def test_no_replacement_can_be_had(rank: int, tmp_path: Path) -> None:
     assert outcome.code == 128 + 9
     assert outcome.said == [f"Rank {rank} died (SIGKILL), and no replacement can be had: 0 of max_restarts=0 are used."]
     assert outcome.logs.count("RecoveryError: Rank") >= 3  # every survivor says why it ends
+    left = {
+        0: "Shard 0 at step 2 is lost with it; holders left: 2.",
+        3: "Shard 1 at step 2 is lost with it; holders left: 1.",
+    }
+    assert outcome.logs.count(left[rank]) >= 3
 
 
 def test_both_holders_of_a_shard(tmp_path: Path) -> None:
     faults = (Fault("kill", 1, "before_commit", 2), Fault("kill", 3, "before_commit", 2))
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code != 0
-    assert "Every holder of shard 1 is lost (ranks 1, 3)" in outcome.logs
+    assert "Every holder of shard 1 is lost (ranks 1, 3) at step 2" in outcome.logs
 
 
 def test_every_rank_raises(tmp_path: Path) -> None:
@@ -36,8 +41,9 @@ def test_the_same_step_again_and_again(tmp_path: Path) -> None:
     faults = tuple(Fault("raise", 1, "forward", 2) for _ in range(5))
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code == 1
-    assert outcome.logs.count("recovered at step 2") == 3
-    assert "The same step has failed 4 times (max_tries=3). rank 1: Injected: at forward of step 2" in outcome.logs
+    said = "The same step has failed 4 times (max_tries=3): the one after step 2, of which no shard is lost."
+    assert outcome.logs.count(f"recovery failed at step 2: {said} rank 1: Injected: at forward of step 2") == 1
+    assert "replica_zero: recovered" not in outcome.logs  # success is when a step is done
 
 
 def test_a_fault_before_the_first_batch(tmp_path: Path) -> None:

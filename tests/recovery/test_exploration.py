@@ -40,11 +40,13 @@ class Explorer:
         rule: How ranks move.
         faults: How many come.
         each: Whether every mirror may or may not have arrived; otherwise all or none have.
+        hooks: Whether hooks of the user's fail too, in any phase of a recovery.
         first: Ranks that the first fault may hit. One is enough where all stand alike, and a shard has one giver.
     """
 
-    def __init__(self, rule: Rule, faults: int, each: bool, first: Sequence[int]) -> None:
-        self.rule, self.grid, self.faults, self.each, self.first = rule, rule.grid, faults, each, first
+    def __init__(self, rule: Rule, faults: int, each: bool, hooks: bool, first: Sequence[int]) -> None:
+        self.rule, self.grid, self.faults, self.first = rule, rule.grid, faults, first
+        self.each, self.hooks = each, hooks
         self.seen: set[object] = set()
         self.todo: list[tuple[State, Plan | None, Failed, int]] = []
         self.decided: dict[State, Plan | None] = {}
@@ -78,8 +80,8 @@ class Explorer:
             self.todo.append((state, plan, failed, left))
 
     def ways(self, own: Rank) -> tuple[bool, ...]:
-        """Killed or not. An exception in a recovery ends its process; but what came damaged is only asked for again."""
-        return (True, False) if own.at >= START or own.at == TAKING else (True,)
+        """Killed or not: an exception, a shard that keeps arriving damaged, or a hook that fails in a recovery."""
+        return (True, False) if own.at >= START or own.at == TAKING or self.hooks else (True,)
 
     def stop(self, state: State, plan: Plan | None, failed: Failed, left: int) -> None:
         """Everyone notices and reports. An update waits for nobody: only a failure of its own ends one half-way."""
@@ -164,31 +166,35 @@ class Explorer:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "replicas", "faults", "each", "first"),
+    ("world_size", "replicas", "faults", "each", "hooks", "first"),
     [
-        (2, 2, 2, True, [0, 1]),
-        (3, 3, 1, True, [0, 1, 2]),
-        (3, 3, 2, False, [0, 1, 2]),
-        (4, 2, 1, True, [0]),
-        (4, 2, 2, False, [0]),
-        (4, 4, 1, False, [0, 1, 2, 3]),
+        (2, 2, 2, True, True, [0, 1]),
+        (3, 3, 1, True, True, [0, 1, 2]),
+        (3, 3, 2, False, True, [0, 1, 2]),
+        (4, 2, 1, True, True, [0]),
+        (4, 2, 2, False, False, [0]),
+        (4, 4, 1, False, True, [0, 1, 2, 3]),
     ],
 )
-def test_faults_anywhere(world_size: int, replicas: int, faults: int, each: bool, first: list[int]) -> None:
-    explorer = Explorer(Rule(Grid(world_size, replicas)), faults, each, first)
+def test_faults_anywhere(
+    world_size: int, replicas: int, faults: int, each: bool, hooks: bool, first: list[int]
+) -> None:
+    explorer = Explorer(Rule(Grid(world_size, replicas)), faults, each, hooks, first)
     explorer.run()
     assert len(explorer.decided) > 100
     assert (explorer.lost > 0) == (faults >= replicas)
 
 
 @pytest.mark.combinations
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("world_size", "replicas"), [(3, 3), (4, 2)])
 def test_two_faults_with_every_order_of_messages(world_size: int, replicas: int) -> None:
-    Explorer(Rule(Grid(world_size, replicas)), 2, True, [0] if replicas == 2 else range(world_size)).run()
+    first = [0] if replicas == 2 else range(world_size)
+    Explorer(Rule(Grid(world_size, replicas)), 2, True, True, first).run()
 
 
 def test_the_rule_is_needed() -> None:
     """If a commit could succeed before everyone has a complete gradient, some fault could not be repaired."""
-    explorer = Explorer(Rule(Grid(2, 2), enter_when_reduced=False), 1, True, [0, 1])
+    explorer = Explorer(Rule(Grid(2, 2), enter_when_reduced=False), 1, True, True, [0, 1])
     with pytest.raises((AssertionError, ProtocolError, RecoveryError)):
         explorer.run()

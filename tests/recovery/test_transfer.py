@@ -15,8 +15,9 @@ from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
+from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.planner import Move, Plan
-from lightning_replica.recovery.recovery import Limits, Recovery
+from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.recovery.transfer import Channel, Tag
 from tests.support.ranks import run_ranks
 
@@ -164,7 +165,7 @@ def recovery(rank: int, store: Any, world_size: int, replicas: int) -> Recovery:
         Mirrors(rank, wait),
         tuple,
         wait,
-        Limits(max_tries=2),
+        RecoveryOptions(max_tries=2),
     )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ class Injected(Exception):
 
 @dataclass
 class Fault:
-    """One process's fault: ``kind`` is "kill" or "raise", ``step`` the updates applied when ``point`` is reached."""
+    """One process's fault: ``step`` is the updates applied when ``point`` is reached.
+
+    Kinds: "kill", "raise", "stop" (SIGSTOP), "sleep" (without end).
+    """
 
     kind: str
     rank: int
@@ -43,6 +47,10 @@ class Fault:
             marker.touch()
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.kind == "sleep":
+                time.sleep(1e6)
             raise Injected(f"at {point} of step {step}")
 
 
@@ -57,6 +65,7 @@ class Case:
     epochs: int = 2
     max_tries: int = 3
     clip: float | None = 0.7
+    hang: tuple[float, float] = (60.0, 1800.0)
 
 
 class Faults(Callback):
@@ -160,8 +169,8 @@ class Model(L.LightningModule):
         self.log("own_sum", total)
 
 
-def run(case: Case, out: Path) -> None:
-    """Trains in one rank and writes down what came of it."""
+def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any = False, **options: Any) -> None:
+    """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
     x = torch.randn(4 * 6 * 5, 16)
@@ -169,7 +178,14 @@ def run(case: Case, out: Path) -> None:
     faults = Faults(case, out)
     model = Model(faults)
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(replicas=case.replicas, bucket_bytes=1024, max_tries=case.max_tries),
+        strategy=ReplicaZeroStrategy(
+            case.replicas,
+            bucket_bytes=1024,
+            max_tries=case.max_tries,
+            hang_min_s=case.hang[0],
+            hang_max_s=case.hang[1],
+            **options,
+        ),
         accelerator="cpu",
         devices=case.devices,
         max_epochs=case.epochs,
@@ -177,8 +193,8 @@ def run(case: Case, out: Path) -> None:
         val_check_interval=3,
         limit_val_batches=2,
         gradient_clip_val=case.clip,
-        callbacks=[faults],
-        logger=False,
+        callbacks=[faults, *callbacks],
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_replica.launch.supervisor import Process, Supervisor
+from lightning_replica.recovery.options import RecoveryOptions
 from tests.support import job
 from tests.support.forked import ForkedProcess
 
@@ -31,7 +32,11 @@ class Outcome:
 
 
 def run(
-    case: job.Case, out: Path, max_restarts: int = 3, target: Callable[[job.Case, Path], None] = job.run
+    case: job.Case,
+    out: Path,
+    max_restarts: int = 3,
+    target: Callable[[Any, Path], None] = job.run,
+    recovery: bool = True,
 ) -> Outcome:
     """Has forked ranks run ``target`` under a supervisor."""
     out.mkdir(parents=True, exist_ok=True)
@@ -42,7 +47,9 @@ def run(
 
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        code = Supervisor(start, case.devices, max_restarts, said.append).run()
+        least, most = case.hang if isinstance(case, job.Case) else (60.0, 1800.0)
+        options = RecoveryOptions(recovery, max_restarts=max_restarts, hang_min_s=least, hang_max_s=most)
+        code = Supervisor(start, case.devices, options, said.append, out).run()
     finally:
         del os.environ["OMP_NUM_THREADS"]
     results = [out / f"rank{rank}.json" for rank in range(case.devices)]

@@ -1,0 +1,140 @@
+"""The user's callbacks as recovery sees them: those that choose its options, those that are told of its phases.
+
+Both are known by the names that they answer to, as Lightning knows hooks; the classes that have them are in
+lightning_replica.callbacks.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+
+from lightning_replica.devices import cpu
+from lightning_replica.errors import (
+    CollectiveError,
+    ConfigurationError,
+    HookError,
+    Interrupted,
+    RecoveryError,
+    TransferError,
+)
+from lightning_replica.recovery.context import PhaseName, RecoveryContext
+from lightning_replica.recovery.groups import uses_closed_group
+from lightning_replica.recovery.incident import Incident
+from lightning_replica.recovery.options import RecoveryOptions
+
+log = logging.getLogger(__name__)
+
+_CLOSED_GROUP = (
+    "a process group was used that a recovery has closed. Make groups of your own anew in"
+    " `RecoveryCallback.on_recovery_regroup`, which is called whenever the old ones are gone"
+)
+
+
+def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOptions:
+    """What the strategy's arguments and the callbacks in the trainer's list say together.
+
+    An argument that has its default says nothing; a callback says all that it can.
+
+    Raises:
+        ConfigurationError: If one option is given two values, or two callbacks give the same option.
+    """
+    chosen: dict[str, Any] = {}
+    told: dict[str, str] = {}
+    for callback in callbacks:
+        options = getattr(callback, "recovery_options", None)
+        if options is None:
+            continue
+        name = type(callback).__name__
+        if not given.recovery:
+            raise ConfigurationError(
+                f"The strategy says recovery=False, and the callback {name} sets recovery up. Leave one of them out."
+            )
+        for option, value in options.items():
+            if option in told:
+                raise ConfigurationError(
+                    f"Two callbacks set {option}: {told[option]} to {chosen[option]!r}, {name} to {value!r}. Keep one."
+                )
+            if given.given.get(option, value) != value:
+                raise ConfigurationError(
+                    f"The strategy says {option}={given.given[option]!r}, the callback {name} says {option}={value!r}."
+                    " Say it in one place."
+                )
+            chosen[option], told[option] = value, name
+    return replace(given, **chosen)
+
+
+def explain(error: BaseException) -> str:
+    """What an exception is about, in one line; where it is a closed process group, what to do about that."""
+    said = f"{type(error).__name__}: {error}"
+    return f"{_CLOSED_GROUP} ({said})" if uses_closed_group(error) else said
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether another rank's fault made this rank's collective fail."""
+    return not uses_closed_group(error) and (
+        isinstance(error, (CollectiveError, Interrupted)) or cpu.is_collective_failure(error)
+    )
+
+
+class Hooks:
+    """Calls the hooks of a trainer's callbacks.
+
+    Args:
+        trainer: The trainer that fits.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._shown: set[str] = set()
+
+    @property
+    def any(self) -> bool:
+        """Whether any callback wants to be told of phases."""
+        return any(self._named(f"on_recovery_{name}") for name in get_args(PhaseName))
+
+    def phase(self, context: RecoveryContext) -> None:
+        """Calls ``on_recovery_<phase>`` of every callback that has one.
+
+        Random numbers that a hook draws leave those of the training as they are.
+
+        Raises:
+            HookError: If a hook fails by itself.
+            CollectiveError: If a collective in a hook fails because a rank is lost.
+        """
+        for name, hook in self._named(f"on_recovery_{context.phase}"):
+            random = cpu.rng_state()
+            try:
+                hook(self._trainer, self._trainer.lightning_module, context)
+            except (RecoveryError, TransferError):
+                raise
+            except Exception as error:
+                if is_from_outside(error):
+                    raise CollectiveError(f"{name}: {error}") from None
+                raise self._failed(context.rank, name, error) from None
+            finally:
+                cpu.set_rng_state(random)
+
+    def incident(self, incident: Incident) -> None:
+        """Calls ``on_incident`` of every callback that has one."""
+        for _, hook in self._named("on_incident"):
+            random = cpu.rng_state()
+            try:
+                hook(self._trainer, self._trainer.lightning_module, incident)
+            finally:
+                cpu.set_rng_state(random)
+
+    def _named(self, method: str) -> list[tuple[str, Callable[..., None]]]:
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        found = ((f"{type(callback).__name__}.{method}", getattr(callback, method, None)) for callback in callbacks)
+        return [(name, hook) for name, hook in found if hook is not None]
+
+    def _failed(self, rank: int, name: str, error: Exception) -> HookError:
+        said = f"{name}: {explain(error)}"
+        if said not in self._shown:
+            log.warning("rank %d: a recovery hook failed: %s", rank, said, exc_info=error)
+            self._shown.add(said)
+        error.__traceback__ = None  # its frames may hold process groups
+        return HookError(said)

@@ -1,0 +1,168 @@
+"""The stacks of ranks, asked for from outside: `faulthandler` writes them, without the GIL and without the rank's help.
+
+The signal is SIGURG. Whoever is not ready for it ignores it, so it harms nobody; batch systems, Lightning and debuggers
+use others (for the same reasons Go's runtime interrupts its threads with it). Each rank writes into an anonymous file
+of its own, which the supervisor reads through /proc.
+"""
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from lightning_replica.launch.beacons import Slot
+
+SIGNAL: Final = signal.SIGURG
+PATIENCE_S = 1.0
+_STATES: Final = {"T": "stopped by a signal", "t": "stopped by a tracer", "D": "in a system call that does not return"}
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/_pydevd_bundle/", "/debugpy/")
+
+Finding: TypeAlias = Literal["busy", "silent", "collective", "debugger"]
+"""What a rank without progress is at. "silent": it could not write its stack. "collective": it waits for others in a
+collective of the user's own code."""
+
+
+def answer() -> int:
+    """Has this process write its stacks whenever `SIGNAL` comes; returns the descriptor of the file."""
+    file = os.memfd_create("lightning_replica_stacks")
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+    return file
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is known of a rank that was asked.
+
+    Attributes:
+        text: Stacks of all its threads; empty if it did not answer.
+        state: Its state in /proc, one letter; empty if there is none.
+        traced: Whether a debugger is attached.
+        frames: The stack of its main thread, innermost first.
+    """
+
+    text: str
+    state: str = ""
+    traced: bool = False
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def finding(self) -> Finding:
+        """What the rank is at."""
+        if self.traced or any(name in frame.file for frame in self.frames for name in _DEBUGGERS):
+            return "debugger"
+        if not self.frames:
+            return "silent"
+        return "collective" if _is_collective(self.frames[0]) else "busy"
+
+    def describe(self) -> str:
+        """The stack of the main thread, or why there is none."""
+        if self.frames:
+            return "\n".join(f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames)
+        return f"  (it cannot show its stack: {_STATES.get(self.state, 'it did not answer')})"
+
+
+def _is_collective(innermost: Frame) -> bool:
+    """Whether a main thread that stands at this frame waits for other ranks.
+
+    ``work.wait()`` of torch leaves no frame of its own; all other waits of Python do, in threading.py and the like.
+    """
+    if innermost.file.endswith(_COLLECTIVES):
+        return True
+    return not innermost.file.endswith("lightning_replica/works.py") and ".wait(" in linecache.getline(
+        innermost.file, innermost.line
+    )
+
+
+def parse(text: str, thread: int) -> tuple[Frame, ...]:
+    """The frames of one thread, innermost first, in what `faulthandler` wrote."""
+    for match in _THREAD.finditer(text):
+        if int(match[1], 16) == thread:
+            following = _THREAD.search(text, match.end())
+            section = text[match.end() : following.start() if following else len(text)]
+            return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(section))
+    return ()
+
+
+def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: float = PATIENCE_S) -> dict[int, Stack]:
+    """Asks ranks for their stacks.
+
+    Args:
+        slots: The slots of the ranks to ask.
+        send: Sends `SIGNAL` to a rank.
+        patience_s: How long to wait for an answer; a process that is stopped is not waited for.
+    """
+    files = {rank: _open(slot) for rank, slot in slots.items()}
+    sizes = {rank: os.fstat(file).st_size if file >= 0 else 0 for rank, file in files.items()}
+    try:
+        for rank, file in files.items():
+            if file >= 0:
+                send(rank)
+        texts = dict.fromkeys(slots, b"")
+        deadline = time.monotonic() + patience_s
+        waiting = {rank for rank, file in files.items() if file >= 0}
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.02)
+            for rank in tuple(waiting):
+                text = os.pread(files[rank], 2**20, sizes[rank])
+                # Written at one go, so what has not grown for a while is complete.
+                if (text and text == texts[rank]) or (not text and _state(slots[rank].process) in tuple("TtZX")):
+                    waiting.discard(rank)
+                texts[rank] = text
+    finally:
+        for file in files.values():
+            if file >= 0:
+                os.close(file)
+    return {rank: _stack(slot, texts[rank].decode(errors="replace")) for rank, slot in slots.items()}
+
+
+def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path) -> None:
+    """Writes a file for each rank.
+
+    Raises:
+        OSError: If the directory cannot be written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for rank, stack in stacks.items():
+        (directory / f"rank{rank}.txt").write_text(f"{titles[rank]}\n\n{stack.text or stack.describe()}\n")
+
+
+def _stack(slot: Slot, text: str) -> Stack:
+    return Stack(text, _state(slot.process), _is_traced(slot.process), parse(text, slot.thread))
+
+
+def _open(slot: Slot) -> int:
+    if slot.process:
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/{slot.process}/fd/{slot.stacks}", os.O_RDONLY | os.O_CLOEXEC)
+    return -1
+
+
+def _state(process: int) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return ""
+
+
+def _is_traced(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return re.search(r"^TracerPid:\s+[1-9]", Path(f"/proc/{process}/status").read_text(), re.MULTILINE) is not None
+    return False

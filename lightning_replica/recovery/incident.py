@@ -1,0 +1,146 @@
+"""An incident: all that went wrong between two good steps, and what became of it."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning_replica.recovery.faults import Fault, most_telling
+from lightning_replica.recovery.interface import Kind
+
+SCHEMA = 1  # of the line that `to_json` gives
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """A shard that was sent.
+
+    Attributes:
+        source: The rank that sent it.
+        target: The rank that took it.
+        bytes: Its size on the wire, checksums included.
+        seconds: Time that it took at the target.
+        host: Whether the host state came with it.
+    """
+
+    source: int
+    target: int
+    bytes: int
+    seconds: float
+    host: bool
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Everything between one good step and the next, told by one rank.
+
+    However many faults there are, and however many recoveries they need: until a step is done, it is one incident.
+
+    Attributes:
+        number: 1 for the first of the run.
+        time: When the first fault was seen, ISO 8601, UTC.
+        outcome: Whether training went on.
+        error: Why it did not.
+        faults: What has ended each of the generations that are left behind, oldest first.
+        generation: The generation that training goes on in.
+        step: Updates that were applied when it went on.
+        epoch: Epoch that it went on in.
+        kind: Whether it went on at the start of a batch window or in the tail of a step.
+        replaced: Ranks that are new processes.
+        forward: Ranks that made a committed update which they had missed.
+        moves: Shards that were sent.
+        phases_s: Seconds in each phase, of all recoveries that the incident took.
+        recovery_s: From the fault to the moment in which training goes on, in seconds; of all recoveries.
+        first_good_step_s: From the first fault to the end of the first good step, in seconds; None if there is none.
+        redone_batches: Batches that were begun for nothing.
+        redone_s: Seconds that were spent on them.
+        teller: The rank that tells it; it tells its own times.
+    """
+
+    number: int
+    time: str
+    outcome: Literal["recovered", "failed"]
+    error: str
+    faults: tuple[Fault, ...]
+    generation: int
+    step: int
+    epoch: int
+    kind: Kind
+    replaced: tuple[int, ...]
+    forward: tuple[int, ...]
+    moves: tuple[Transferred, ...]
+    phases_s: dict[str, float]
+    recovery_s: float
+    first_good_step_s: float | None
+    redone_batches: int
+    redone_s: float
+    teller: int
+
+    @property
+    def fault(self) -> Fault:
+        """The fault that says most."""
+        return most_telling(self.faults)
+
+    @property
+    def level(self) -> Literal["retry", "repair", "replacement"]:
+        """How far recovery had to go."""
+        return "replacement" if self.replaced else "repair" if self.moves else "retry"
+
+    def to_json(self) -> str:
+        """As one line of JSON."""
+        plain: dict[str, Any] = {
+            "schema": SCHEMA,
+            "incident": self.number,
+            "time": self.time,
+            "outcome": self.outcome,
+            "error": self.error,
+            "detected": self.fault.detected,
+            "ranks": self.fault.ranks,
+            "why": self.fault.text,
+            "faults": [asdict(fault) for fault in self.faults],
+            "level": self.level,
+            "generation": self.generation,
+            "step": self.step,
+            "epoch": self.epoch,
+            "kind": self.kind,
+            "replaced": self.replaced,
+            "forward": self.forward,
+            "moves": [{**asdict(move), "seconds": round(move.seconds, 6)} for move in self.moves],
+            "phases_ms": {phase: round(1000 * seconds, 3) for phase, seconds in self.phases_s.items()},
+            "recovery_s": round(self.recovery_s, 6),
+            "first_good_step_s": None if self.first_good_step_s is None else round(self.first_good_step_s, 6),
+            "redone": {"batches": self.redone_batches, "seconds": round(self.redone_s, 6)},
+        }
+        return json.dumps(plain)
+
+
+def describe(incident: Incident) -> str:
+    """One line for the user: what happened, what was decided, where each shard came from, how long it took."""
+    if incident.outcome == "failed":
+        return f"recovery failed at step {incident.step}: {incident.error}"
+    who = ", ".join(map(str, incident.replaced))
+    ranks = f"rank{'s' * (len(incident.replaced) > 1)} {who}"
+    what = f"{ranks} {'were' if len(incident.replaced) > 1 else 'was'} replaced" if who else "no process was lost"
+    again = "batch is done again" if incident.kind == "batch" else "tail of the step is done again"
+    redone = f" ({incident.redone_batches} begun, {incident.redone_s:.2f} s)" if incident.redone_batches else ""
+    moves = [
+        f"rank {move.target} has its shard from rank {move.source} ({_size(move.bytes)} in {move.seconds:.3f} s)"
+        for move in incident.moves
+    ]
+    phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in incident.phases_s.items())
+    more = f" and {len(incident.faults) - 1} more" if len(incident.faults) > 1 else ""
+    parts = [
+        f"recovered at step {incident.step} in {incident.recovery_s:.2f} s: {what}",
+        f"the {again}{redone}",
+        *moves,
+        f"{incident.fault.detected}{more}: {incident.fault.text}",
+        f"{phases} s",
+    ]
+    return "; ".join(parts)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,92 @@
+"""Callbacks that are told of a recovery: when, where, and what happens if they fail themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.training import PHASES, Hooked, train
+from tests.support import world
+from tests.support.job import Fault
+
+
+def told(out: Path, rank: int) -> list[list[Any]]:
+    return [json.loads(line) for line in (out / f"hooks{rank}").read_text().splitlines()]
+
+
+def seen(out: Path) -> list[Any]:
+    return [json.loads((out / f"seen{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, world.Outcome]:
+    out = tmp_path_factory.mktemp("untouched")
+    outcome = world.run(Hooked(devices=2), out, target=train)
+    assert outcome.code == 0, outcome.logs
+    assert not list(out.glob("hooks*"))
+    assert not (out / "recovery.jsonl").exists()
+    assert len(seen(out)[0]) == 24
+    return out, outcome
+
+
+def test_on_all_ranks_in_order_with_own_state_and_group(untouched: tuple[Path, world.Outcome], tmp_path: Path) -> None:
+    case = Hooked(faults=(Fault("kill", 1, "backward", 2),), devices=2)
+    outcome = world.run(case, tmp_path, target=train)
+    outcome.assert_same(untouched[1])
+    assert seen(tmp_path) == seen(untouched[0])
+    for rank in range(2):
+        lines = told(tmp_path, rank)
+        assert [line[0] for line in lines][-7:] == [*PHASES, "incident"]
+        last = {line[0]: line[1:] for line in lines[-7:]}
+        assert [last[phase][1] for phase in PHASES] == [rank == 1] * 6  # newborn
+        assert [last[phase][2] for phase in PHASES] == [None, None, None, 2, 2, 2]
+        assert [last[phase][3] for phase in PHASES] == [[], [], [1], [1], [1], [1]]
+        assert len({last[phase][4] for phase in PHASES}) == 1  # one process
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind"),
+    [
+        (((0, "regroup", 1, "raise"),), "raise"),  # the other is about to open its group
+        (((1, "repair", 2, "raise"), (0, "resume", 1, "raise")), "kill"),  # the replacement; then the other
+        (((0, "clean", 1, "raise"), (1, "rollback", 1, "raise")), "raise"),
+        (((1, "repair", 1, "kill"),), "raise"),  # the other waits for it in a collective of its hook
+    ],
+    ids=["regroup", "replacement", "both", "killed"],
+)
+def test_a_hook_that_fails_now_and_then(
+    fails: Any, kind: str, untouched: tuple[Path, world.Outcome], tmp_path: Path
+) -> None:
+    case = Hooked(faults=(Fault(kind, 1, "backward", 2),), fails=fails, devices=2)
+    outcome = world.run(case, tmp_path, target=train)
+    outcome.assert_same(untouched[1])
+    assert seen(tmp_path) == seen(untouched[0])
+    raising = [phase for _, phase, _, how in fails if how == "raise"]
+    for phase in raising:
+        said = f"a recovery hook failed: Recorder.on_recovery_{phase}: ValueError: the hook of {phase} fails"
+        assert outcome.logs.count(f"{said}\nTraceback") == 1, outcome.logs
+    assert outcome.logs.count("a recovery hook failed") == len(raising)
+    assert outcome.logs.count("replica_zero: recovered at step 2") == 1
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, "raise"), (1, "kill")])
+def test_a_hook_that_always_fails(rank: int, kind: str, tmp_path: Path) -> None:
+    case = Hooked(faults=(Fault(kind, 1, "backward", 2),), fails=((rank, "rollback", 99, "raise"),), devices=2)
+    outcome = world.run(case, tmp_path, target=train)
+    assert outcome.code == 1
+    said = (
+        "A recovery hook has failed 3 times (max_tries=3) at step 2."
+        f" rank {rank}: Recorder.on_recovery_rollback: ValueError: the hook of rollback fails"
+    )
+    assert outcome.logs.count(f"replica_zero: recovery failed at step 2: {said}") == 1, outcome.logs
+    assert f"RecoveryError: {said}" in outcome.logs
+    assert (tmp_path / "failed0").read_bytes() == b"xxx"
+
+
+def test_a_process_group_of_an_earlier_generation(tmp_path: Path) -> None:
+    case = Hooked(faults=(Fault("raise", 1, "backward", 2),), regroups=False, devices=2)
+    outcome = world.run(case, tmp_path, target=train)
+    assert outcome.code == 1
+    assert "a process group was used that a recovery has closed" in outcome.logs
+    assert "RecoveryError: A recovery hook has failed 3 times" in outcome.logs

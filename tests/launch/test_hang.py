@@ -1,0 +1,238 @@
+"""Ranks that hang: real processes, real signals. Every run ends with the bits of the one that was left alone."""
+
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import job, world
+from tests.support.job import Case, Fault
+
+WATCHED = Case(hang=(1.0, 5.0))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
+    outcome = world.run(Case(), tmp_path_factory.mktemp("untouched"))
+    assert (outcome.code, outcome.said) == (0, []), outcome.logs
+    return outcome
+
+
+def assert_killed(outcome: world.Outcome, untouched: world.Outcome, rank: int, where: str, times: int = 1) -> None:
+    outcome.assert_same(untouched)
+    assert len(outcome.said) == 2 * times, outcome.said
+    found = re.match(
+        rf"Rank {rank} hangs {re.escape(where)} \(no progress for ([\d.]+) s, its time-out is ([\d.]+) s\)",
+        outcome.said[0],
+    )
+    assert found is not None, outcome.said
+    assert float(found[1]) >= float(found[2]) >= WATCHED.hang[0], outcome.said
+    replaced = rf"Rank {rank} hangs .* and was killed; a new process takes its place \(1 of 3\)\."
+    assert re.fullmatch(replaced, outcome.said[1]), outcome.said
+    assert f"rank {rank} was replaced" in outcome.logs
+
+
+PLACES = {
+    "forward": "in forward",
+    "reduction": "in the reduction",
+    "before_commit": "in the commit",
+    "update": "in the update",
+    "gather": "in the gather",
+    "validation": "in validation",
+}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("point", PLACES)
+def test_a_stopped_rank(point: str, rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
+    fault = Fault("stop", rank, point, 1 if point == "validation" else 4)
+    outcome = world.run(replace(WATCHED, faults=(fault,)), tmp_path)
+    assert_killed(outcome, untouched, rank, PLACES[point])
+    assert "it cannot show its stack: stopped by a signal" in outcome.said[0]
+
+
+def test_a_hook_that_never_returns(untouched: world.Outcome, tmp_path: Path) -> None:
+    outcome = world.run(replace(WATCHED, faults=(Fault("sleep", 1, "train_batch_end", 4),)), tmp_path)
+    assert_killed(outcome, untouched, 1, "at the end of a batch")
+    lines = outcome.said[0].splitlines()
+    assert re.fullmatch(r'  File ".*job\.py", line \d+ in reach', lines[1]), lines  # time.sleep has no frame
+    (directory,) = (tmp_path / "replica_stacks").iterdir()
+    assert lines[-1] == f"The stacks of all ranks are in {directory}."
+    files = {path.name: path.read_text() for path in directory.iterdir()}
+    assert sorted(files) == [f"rank{rank}.txt" for rank in range(4)]
+    assert re.match(r"rank 1, process \d+: at the end of a batch for [\d.]+ s\n", files["rank1.txt"])
+    for rank in (0, 2, 3):
+        assert re.match(rf"rank {rank}, process \d+: .* s, waits for others\n", files[f"rank{rank}.txt"])
+        assert "works.py" in files[f"rank{rank}.txt"]
+        assert "monitor.py" in files[f"rank{rank}.txt"]  # all threads
+
+
+def at(step: int, act: Any, case: Case, out: Path) -> None:
+    """Trains, with ``act(rank, first)`` in the training step of one batch; ``first`` is true once in the whole run."""
+    original = job.Model.training_step
+
+    def training_step(self: job.Model, batch: Any, batch_idx: int) -> Any:
+        if (self.trainer.global_step, batch_idx % 2) == (step, 0):
+            marker = out / f"acted{self.global_rank}-{step}"
+            first = not marker.exists()
+            marker.touch()
+            act(self.global_rank, first)
+        return original(self, batch, batch_idx)
+
+    job.Model.training_step = training_step  # type: ignore[method-assign]
+    job.run(case, out)
+
+
+def locks_itself_out(rank: int, first: bool) -> None:
+    if rank == 2 and first:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+
+def sleeps_before_a_barrier(rank: int, first: bool) -> None:
+    if rank == 2 and first:
+        time.sleep(1e6)
+    dist.barrier()
+
+
+def waits_by_itself(rank: int, first: bool) -> None:
+    if rank == 2 and first:
+        time.sleep(1e6)
+    work = dist.barrier(async_op=True)
+    work.wait()
+
+
+def leaves_a_barrier_out(rank: int, first: bool) -> None:
+    if rank != 2 or not first:
+        dist.barrier()
+
+
+def _lock(case: Case, out: Path) -> None:
+    at(4, locks_itself_out, case, out)
+
+
+def _sleep(case: Case, out: Path) -> None:
+    at(4, sleeps_before_a_barrier, case, out)
+
+
+def _wait(case: Case, out: Path) -> None:
+    at(4, waits_by_itself, case, out)
+
+
+def _leave(case: Case, out: Path) -> None:
+    at(4, leaves_a_barrier_out, case, out)
+
+
+@pytest.mark.parametrize(
+    ("run", "function"),
+    [(_lock, locks_itself_out), (_sleep, sleeps_before_a_barrier), (_wait, waits_by_itself)],
+    ids=["lock", "barrier", "wait"],
+)
+def test_the_one_that_others_wait_for(run: Any, function: Any, untouched: world.Outcome, tmp_path: Path) -> None:
+    """In the barrier the others are past their time-outs too: their stacks tell that it is not their fault."""
+    outcome = world.run(WATCHED, tmp_path, target=run)
+    assert_killed(outcome, untouched, 2, "in forward")
+    assert f"in {function.__name__}\n" in outcome.said[0]
+
+
+def test_a_barrier_that_one_rank_leaves_out(untouched: world.Outcome, tmp_path: Path) -> None:
+    """Everyone waits, each for something else: nobody is killed, all begin again."""
+    outcome = world.run(WATCHED, tmp_path, target=_leave)
+    outcome.assert_same(untouched)
+    assert len(outcome.said) == 1, outcome.said
+    assert outcome.said[0].startswith("All ranks wait for each other, and nothing has moved for ")
+    assert "no process was lost" in outcome.logs
+
+
+@pytest.mark.parametrize("point", ["regroup", "rollback"])
+def test_in_a_recovery(point: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    faults = (Fault("kill", 1, "backward", 2), Fault("stop", 2, point, 2))
+    outcome = world.run(replace(WATCHED, faults=faults), tmp_path)
+    outcome.assert_same(untouched)
+    assert outcome.said[0].startswith("Rank 1 died (SIGKILL)")
+    assert outcome.said[1].startswith(f"Rank 2 hangs in recovery ({point}) ")
+    assert len(outcome.said) == 3
+
+
+def _stopped_newborn(case: Case, out: Path) -> None:
+    marker = out / "stopped"
+    if os.environ["LIGHTNING_REPLICA_GENERATION"] != "0" and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    job.run(case, out)
+
+
+def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Path) -> None:
+    case = replace(WATCHED, faults=(Fault("kill", 1, "backward", 2),))
+    outcome = world.run(case, tmp_path, target=_stopped_newborn)
+    outcome.assert_same(untouched)
+    assert outcome.said[1].startswith("Rank 1 hangs at the start, before its first batch ")
+    assert len(outcome.said) == 3
+
+
+@pytest.mark.parametrize("second", [Fault("stop", 3, "forward", 4), Fault("sleep", 0, "update", 5)], ids=str)
+def test_two_hangs(second: Fault, untouched: world.Outcome, tmp_path: Path) -> None:
+    faults = (Fault("stop", 0, "forward", 4), second)
+    outcome = world.run(replace(WATCHED, faults=faults), tmp_path)
+    outcome.assert_same(untouched)
+    assert sum("a new process takes its place" in line for line in outcome.said) == 2
+
+
+def _slow(case: Case, out: Path) -> None:
+    original = job.Model.training_step
+
+    def training_step(self: job.Model, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.9 * (self.global_rank == 1 and self.trainer.global_step >= 4))
+        return original(self, batch, batch_idx)
+
+    job.Model.training_step = training_step  # type: ignore[method-assign]
+    job.run(case, out)
+
+
+def test_a_slow_rank_is_left_alone(untouched: world.Outcome, tmp_path: Path) -> None:
+    outcome = world.run(WATCHED, tmp_path, target=_slow)
+    outcome.assert_same(untouched)
+    assert outcome.said == []
+
+
+def _calls_the_supervisor(case: Case, out: Path) -> None:
+    (out / f"pid{os.environ['LOCAL_RANK']}").write_text(str(os.getpid()))
+
+    def act(rank: int, first: bool) -> None:
+        if rank == 1 and first:
+            os.kill(int((out / "supervisor").read_text()), signal.SIGUSR1)
+
+    at(4, act, case, out)
+
+
+def test_all_are_suspended_for_a_while(untouched: world.Outcome, tmp_path: Path) -> None:
+    """Ctrl-Z, and fg. The supervisor is in this process: it is suspended by a signal handler that takes its time."""
+    suspended: list[int] = []
+
+    def send(signum: int) -> None:
+        for pid in suspended:
+            os.kill(pid, signum)
+
+    def suspend(*_: object) -> None:
+        suspended.extend(int((tmp_path / f"pid{rank}").read_text()) for rank in range(4))
+        send(signal.SIGSTOP)
+        time.sleep(3.0)
+        threading.Timer(1.5, send, [signal.SIGCONT]).start()  # the supervisor is the first to wake
+
+    (tmp_path / "supervisor").write_text(str(os.getpid()))
+    before = signal.signal(signal.SIGUSR1, suspend)
+    try:
+        outcome = world.run(Case(hang=(2.0, 2.0)), tmp_path, target=_calls_the_supervisor)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    outcome.assert_same(untouched)
+    assert len(suspended) == 4
+    assert outcome.said == []
