@@ -86,12 +86,16 @@ class Snapshot:
 
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
-        loaders = [tuple(state) for state in self.loaders]
-        private = [self.rng, self.results, loaders, self.loss, self.fresh]
+        return plain.pack_lists([self.rng, self.results, self.loaders, self.loss, self.fresh, self._packed_states()])
+
+    def _packed_states(self) -> bytes:
+        """Metric states are the user's, and may hold tuples and more."""
+        if not self.metric_states:
+            return b""
         try:
-            return plain.pack((*private, self.metric_states))
+            return plain.pack(self.metric_states)
         except plain.NotPlainError:
-            return plain.pack((*private, [_plain_part(state) for state in self.metric_states]))
+            return plain.pack([_plain_part(state) for state in self.metric_states])
 
     def replicated_bytes(self) -> bytes:
         """The replicated part.
@@ -111,10 +115,11 @@ class Snapshot:
     @classmethod
     def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
         """A replacement's snapshot, from what a peer sent."""
-        rng, results, loaders, loss, fresh, metric_states = plain.unpack(private)
-        state = plain.load(replicated)
-        taken = cls(kind, step, state, rng, results, [LoaderState(*each) for each in loaders], loss, fresh)
-        taken.metric_states = metric_states
+        rng, results, loaders, loss, fresh, states = plain.unpack(private)
+        taken = cls(kind, step, plain.load(replicated), rng, results, [], loss, fresh)
+        for batches, begun, generator, workers, reused, before in loaders:
+            taken.loaders.append(LoaderState(batches, begun, generator, tuple(workers), reused, tuple(before)))
+        taken.metric_states = plain.unpack(states) if states else []
         return taken
 
 

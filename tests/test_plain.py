@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import lightning_replica
 from lightning_replica import plain
+from lightning_replica.data.position import LoaderState
 from lightning_replica.errors import RecoveryError, TransferError
 from lightning_replica.snapshot import Snapshot, _warned
 
@@ -145,6 +146,16 @@ def test_a_metric_that_computes_something_else_is_mirrored_without_it(caplog: py
         back = Snapshot.from_bytes("batch", 1, taken.replicated_bytes(), taken.private_bytes())
         assert back.metric_states == [{"total": torch.tensor(2)}]
     assert caplog.text.count("The metric state '_computed' is not mirrored") == 1
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, math.inf, -math.nan])
+def test_results_keep_every_bit(value: float) -> None:
+    taken = Snapshot("batch", 1, {}, b"random", [{"key": "loss", "tensors": {"value": ["float32", value], "x": None}}])
+    taken.loaders = [LoaderState(3, b"a", None, (b"b", None), True, (b"c",)), LoaderState(0)]
+    back = Snapshot.from_bytes("batch", 1, taken.replicated_bytes(), taken.private_bytes())
+    assert _shown(back.results) == _shown(taken.results)
+    assert (back.loaders, back.rng) == (taken.loaders, b"random")
+    assert [type(state) for state in back.loaders] == [LoaderState, LoaderState]
 
 
 UNPICKLES = re.compile(r"(pickle|marshal|dill|shelve)\.(loads?|Unpickler)|(gather|broadcast|scatter)_object(_list)?$")
