@@ -86,7 +86,8 @@ class Snapshot:
 
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
-        return plain.pack_lists([self.rng, self.results, self.loaders, self.loss, self.fresh, self._packed_states()])
+        loaders = [list(state) for state in self.loaders]
+        return plain.pack_lists([self.rng, self.results, loaders, self.loss, self.fresh, self._packed_states()])
 
     def _packed_states(self) -> bytes:
         """Metric states are the user's, and may hold tuples and more."""
