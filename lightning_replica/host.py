@@ -1,5 +1,6 @@
 """The host state of a rank as recovery sees it: snapshots taken, sent, adopted, restored."""
 
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +12,13 @@ from lightning_replica._compat.torch import mark_stepped
 from lightning_replica.attributes import plain
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
+from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import from_plain, to_plain
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
 
 
 class LightningHost:
@@ -44,7 +48,16 @@ class LightningHost:
                 taken.replicated[key] = loaded.replicated[key]
             taken.loaders, taken.loss = loaded.loaders, loaded.loss
             taken.batch, taken.output = loaded.batch, loaded.output
+        if self._trainer.is_global_zero:
+            self._warn_of(taken)
         return self._keep(taken)
+
+    def _warn_of(self, taken: Snapshot) -> None:
+        """Better now than when a rank is lost."""
+        try:
+            taken.replicated_bytes()
+        except RecoveryError as error:
+            log.warning("%s", error)
 
     def window(self, step: int) -> Snapshot | None:
         """The snapshot of the window that leads from ``step`` to the next, if that has begun."""
@@ -126,6 +139,7 @@ class LightningHost:
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Takes what a peer sent as this rank's own."""
+        self._held = {}
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         parameters = dict(self._trainer.lightning_module.named_parameters())
         with torch.no_grad():
@@ -137,13 +151,13 @@ class LightningHost:
             mark_stepped(optimizer)
 
     def restore_groups(self, kind: Kind, step: int) -> None:
-        """Puts the param groups back, before shards move."""
+        """Puts the param groups back, before shards move. See `Host.restore_groups` for the snapshots."""
+        self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         snapshots.restore_groups(self._trainer, self._held[kind, step])
 
     def restore(self, kind: Kind, step: int) -> None:
         """Puts everything back; `resume` tells the fit loop where to go on."""
         taken = self._held[kind, step]
-        self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         snapshots.restore(self._trainer, taken)
         self._rewind(taken)
         cpu.set_rng_state(taken.rng)

@@ -4,7 +4,6 @@ Lightning's helpers block in C++ until the operation ends; a rank that waits the
 on, should gloo lose the wake-up (see [Note: destructors may block] in works.py).
 """
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica import plain
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.works import Work
 
@@ -54,12 +54,32 @@ def all_gather(tensor: Tensor, group: Any, wait: Wait) -> Tensor:
 
 
 def broadcast(obj: Any, src: int, wait: Wait) -> Any:
-    """Gives every rank the object of rank ``src``, pickled, as ``broadcast_object_list`` does."""
-    data = pickle.dumps(obj) if dist.get_rank() == src else b""
-    size = torch.tensor([len(data)])
-    wait(dist.broadcast(size, src, async_op=True))
-    content = torch.zeros(int(size), dtype=torch.uint8)
-    if data:
+    """Gives every rank the object of rank ``src``.
+
+    Unlike ``broadcast_object_list`` it does not unpickle what comes: that would run whatever the bytes say.
+
+    Raises:
+        ConfigurationError: On every rank, if the object holds more than plain data, tensors, arrays and paths.
+    """
+    mine = dist.get_rank() == src
+    data, refused = b"", ""
+    if mine:
+        try:
+            data = plain.save(obj)
+        except plain.NotPlainError as error:
+            refused = str(error)
+            data = refused.encode()
+    head = torch.tensor([len(data), bool(refused)])
+    wait(dist.broadcast(head, src, async_op=True))
+    content = torch.zeros(int(head[0]), dtype=torch.uint8)
+    if mine:
         content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     wait(dist.broadcast(content, src, async_op=True))
-    return obj if data else pickle.loads(content.numpy().tobytes())
+    received = content.numpy().tobytes()
+    if head[1]:
+        raise ConfigurationError(
+            f"The object that rank {src} broadcasts cannot be sent: {received.decode()}. Ranks do not unpickle what"
+            " they receive. Send plain data, tensors or paths, or allow the type on every rank with"
+            " `torch.serialization.add_safe_globals([...])`."
+        )
+    return obj if mine else plain.load(received)

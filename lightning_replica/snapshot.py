@@ -7,15 +7,14 @@ way and the closure's loss belong to one rank; its peers keep a copy (recovery.m
 """
 
 import copy
-import io
-import pickle
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import attributes
+from lightning_replica import attributes, plain
 from lightning_replica._compat.lightning import load_loops
 from lightning_replica.callback_state import (
     CallbackStates,
@@ -26,9 +25,12 @@ from lightning_replica.callback_state import (
 )
 from lightning_replica.data.position import ExactLoader, LoaderState
 from lightning_replica.devices import cpu
+from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.recovery.interface import Kind
+
+log = logging.getLogger(__name__)
 
 Place: TypeAlias = Literal["batch", "batch_end", "validation_end", "epoch_end"]
 """Where in the loops a fit begins that goes on from a checkpoint; see resume.py."""
@@ -83,24 +85,80 @@ class Snapshot:
         return self.place == "batch_end" if self.fresh else self.kind == "tail"
 
     def private_bytes(self) -> bytes:
-        """The private part, as it is mirrored."""
-        loaders = [tuple(state) for state in self.loaders]
-        return pickle.dumps((self.rng, self.results, loaders, self.loss, self.fresh, self.metric_states))
+        """The private part, as it is mirrored: plain data and tensors."""
+        loaders = [list(state) for state in self.loaders]
+        return plain.pack_lists([self.rng, self.results, loaders, self.loss, self.fresh, self._packed_states()])
+
+    def _packed_states(self) -> bytes:
+        """Metric states are the user's, and may hold tuples and more."""
+        if not self.metric_states:
+            return b""
+        try:
+            return plain.pack(self.metric_states)
+        except plain.NotPlainError:
+            return plain.pack([_plain_part(state) for state in self.metric_states])
 
     def replicated_bytes(self) -> bytes:
-        """The replicated part, loadable with ``weights_only=True``."""
-        buffer = io.BytesIO()
-        torch.save(self.replicated, buffer)
-        return buffer.getvalue()
+        """The replicated part.
+
+        Raises:
+            RecoveryError: If it holds what cannot be sent.
+        """
+        try:
+            return plain.save(self.replicated)
+        except plain.NotPlainError as error:
+            raise RecoveryError(
+                f"A lost rank cannot be replaced: {_culprit(self.replicated)} cannot be sent, {error}. Keep numbers,"
+                " strings, tensors and containers of these there, or allow the type on every rank with"
+                " `torch.serialization.add_safe_globals`."
+            ) from error
 
     @classmethod
     def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
         """A replacement's snapshot, from what a peer sent."""
-        rng, results, loaders, loss, fresh, metric_states = pickle.loads(private)
-        state = torch.load(io.BytesIO(replicated), weights_only=True)
-        taken = cls(kind, step, state, rng, results, [LoaderState(*each) for each in loaders], loss, fresh)
-        taken.metric_states = metric_states
+        rng, results, loaders, loss, fresh, states = plain.unpack(private)
+        taken = cls(kind, step, plain.load(replicated), rng, results, [], loss, fresh)
+        for batches, begun, generator, workers, reused, before in loaders:
+            taken.loaders.append(LoaderState(batches, begun, generator, tuple(workers), reused, tuple(before)))
+        taken.metric_states = plain.unpack(states) if states else []
         return taken
+
+
+_warned: set[str] = set()
+
+
+def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
+    """What of a torchmetrics object's state can be mirrored. The rest, mostly what `compute` returned, is named once.
+
+    A replacement leaves that as it is built; a survivor has its own.
+    """
+    kept = {}
+    for name, value in state.items():
+        try:
+            plain.pack(value)
+            kept[name] = value
+        except plain.NotPlainError as error:
+            if name not in _warned:
+                _warned.add(name)
+                log.warning(
+                    "The metric state %r is not mirrored to the peers, %s: a replaced rank would begin it anew."
+                    " Keep tensors, numbers, strings and containers of these in it.",
+                    name,
+                    error,
+                )
+    return kept
+
+
+def _culprit(replicated: dict[str, Any]) -> str:
+    """Names the part of the state that `plain.save` refuses."""
+    parts = {f"the state of callback {key!r}": state for key, state in replicated.get("callbacks", {}).items()}
+    parts |= {f"{key!r} of the trainer's state": value for key, value in replicated.items() if key != "callbacks"}
+    for name, part in parts.items():
+        try:
+            plain.save(part)
+        except plain.NotPlainError:
+            return name
+    return "the trainer's state"
 
 
 class Copies:

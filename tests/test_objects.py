@@ -1,5 +1,6 @@
 """Lightning's own collectives, against what Lightning's DDP strategy computes."""
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -71,3 +72,22 @@ def test_a_collective_that_nobody_waits_for_is_not_forgotten() -> None:
     (before, _), other = run_ranks(2, leave)
     assert before is False
     assert other is True
+
+
+class Own:
+    """A type that ranks do not send."""
+
+
+def refuse(rank: int, store: Any) -> Any:
+    open_world(rank, store, 2)
+    try:
+        objects.broadcast([Own()] if rank == 1 else None, 1, wait)
+    except ConfigurationError as error:
+        return [str(error), objects.broadcast(pathlib.PurePosixPath("x") if rank == 1 else None, 1, wait).name]
+
+
+def test_an_object_that_would_have_to_be_unpickled_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(2, refuse)
+    assert first == second
+    assert "rank 1 broadcasts cannot be sent: it holds tests.test_objects.Own. Ranks do not unpickle" in first[0]
+    assert first[1] == "x"

@@ -1,13 +1,18 @@
 """Ranks that do something together, and fail together."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_replica import plain
+from lightning_replica.checkpoint.contents import StateInfo, TensorInfo
+from lightning_replica.checkpoint.publish import FileInfo
 from lightning_replica.errors import CheckpointError
+from lightning_replica.sharding.collectives import all_gather_bytes
 
 T = TypeVar("T")
+_SENT = (FileInfo, StateInfo, TensorInfo)
 
 
 class Together:
@@ -37,12 +42,16 @@ class Together:
         mine: tuple[T | None, str | None]
         try:
             mine = (work(), None)
+            payload = b"" if self._alone else plain.save(mine, _SENT)
         except Exception as error:
             raised = error
             mine = (None, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
-        everyone = [mine] * self.size
+            payload = b"" if self._alone else plain.save(mine)
+        everyone = [mine]
         if not self._alone:
-            dist.all_gather_object(everyone, mine, group=self.group)
+            group: Any = self.group or dist.group.WORLD
+            payloads = all_gather_bytes(payload, group, lambda: None)
+            everyone = [plain.load(each, _SENT) for each in payloads]
         failures = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
         if failures:
             same = len(set(failures.values())) == 1 and len(failures) == self.size

@@ -6,18 +6,13 @@ replacement reads it. Entries are found by the name of the last barrier and a nu
 number alone: a replacement runs no sanity validation, and what the others met there must not shift the rest.
 """
 
-import io
-import pathlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from lightning_replica import plain
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.generation import Store
-
-_PLAIN: list[Any] = [pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath]
 
 
 class Journal:
@@ -55,9 +50,7 @@ class Journal:
         if self.reading:
             return self._read(key)
         result = collective()
-        buffer = io.BytesIO()
-        torch.save(result, buffer)
-        self._store.set(key, buffer.getvalue())
+        self._store.set(key, plain.save(result))
         return result
 
     def _read(self, key: str) -> Any:
@@ -66,5 +59,4 @@ class Journal:
                 f"This replacement of rank {self._rank} met a set-up collective that its predecessor did not ({key})."
                 " The script must do the same on every start until `fit` begins."
             )
-        with torch.serialization.safe_globals(_PLAIN):
-            return torch.load(io.BytesIO(self._store.get(key)), weights_only=True)
+        return plain.load(self._store.get(key))

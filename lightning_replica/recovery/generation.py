@@ -9,6 +9,7 @@ mistaken for a report of its successor.
 
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,10 @@ class Generations:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.patience: Callable[[float, Callable[[], list[int]]], None] = _forever
+
+    def job(self) -> int:
+        """A number that every process of this run gets, and hardly one of another run."""
+        return int(self.store.compare_set("job", "", str(secrets.randbits(62))))
 
     def begun(self, generation: int) -> bool:
         """Whether ``generation`` has begun."""

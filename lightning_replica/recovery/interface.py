@@ -75,7 +75,11 @@ class Host(Protocol):
         """Takes another rank's snapshot as its own. Called on a replacement."""
 
     def restore_groups(self, kind: Kind, step: int) -> None:
-        """Puts back what decides which parameters are trained, before shards move."""
+        """Puts back what decides which parameters are trained, before shards move; drops all other snapshots.
+
+        From here on there is no other way: shards are now as this snapshot wants them, so should a fault come before
+        `restore`, the next plan must not choose another.
+        """
 
     def restore(self, kind: Kind, step: int) -> None:
-        """Puts this rank back to a snapshot; training goes on from there. Later snapshots are dropped."""
+        """Puts this rank back to a snapshot; training goes on from there."""

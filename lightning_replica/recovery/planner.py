@@ -34,6 +34,7 @@ class Report:
         mirrors: Private states of peers that it holds.
         tries: Recoveries at this step so far.
         raised: The exception of its own that stopped it; empty if it was stopped by others.
+        doubts: Ranks whose data has arrived damaged here in this recovery.
         joining: Whether it is a new process whose first recovery this is; it may have its state by now.
         hook: The recovery hook that failed last on this rank, and how, in this recovery.
         hook_failures: How often hooks have failed on this rank in this recovery.
@@ -51,6 +52,7 @@ class Report:
     mirrors: tuple[Mirror, ...] = ()
     tries: int = 0
     raised: str = ""
+    doubts: tuple[int, ...] = ()
     joining: bool = False
     hook: str = ""
     hook_failures: int = 0
@@ -73,7 +75,7 @@ class Report:
     def from_plain(cls, plain: dict[str, Any]) -> "Report":
         """The inverse of `to_plain`."""
         mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
-        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail")}
+        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts")}
         return cls(**{**plain, **steps, "mirrors": mirrors})
 
 
@@ -173,37 +175,52 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
     """A batch if every rank can start its window again; otherwise the tail of the step before.
 
     A survivor's own snapshot is not enough, a peer must hold its private part too: the survivor may be lost before it
-    has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's.
-    With a corrupted shard the tail comes first, if it can be had: it may have seen parameters made of wrong bits.
+    has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's. But
+    where a recovery that was cut short has given the tail up already, the survivor's own snapshot must do. With a
+    corrupted shard the tail comes first, if it can be had: it may have seen parameters made of wrong bits.
     """
-    if any(report.corrupted for report in reports) and _can_start(reports, grid, "tail", step):
+    tail, batch = (_can_start(reports, grid, kind, step) for kind in ("tail", "batch"))
+    if tail and any(report.corrupted for report in reports):
         return "tail"
-    return "batch" if _can_start(reports, grid, "batch", step) else "tail"
+    if batch and _is_safe(reports, grid, step):
+        return "batch"
+    return "tail" if tail or not batch else "batch"
 
 
 def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> bool:
+    """Whether every survivor has its snapshot, and every replacement a peer that can send it one."""
     return all(
-        (report.newborn or report.holds(kind, step))
-        and (grid.replicas == 1 or _is_mirrored(reports, grid, report.rank, kind, step))
+        _holds_mirror(reports, grid, report.rank, kind, step) if report.newborn else report.holds(kind, step)
         for report in reports
     )
 
 
+def _is_safe(reports: Sequence[Report], grid: Grid, step: int) -> bool:
+    """Whether every rank could be made anew at the start of its window."""
+    return grid.replicas == 1 or all(_is_mirrored(reports, grid, report.rank, "batch", step) for report in reports)
+
+
 def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
-    """Whether a peer could make ``rank`` anew; where all its peers are new themselves, nobody could in any case."""
-    peers = [peer for peer in grid.peers(rank) if peer != rank and not reports[peer].newborn]
-    if reports[rank].newborn:
-        return any(_can_send(reports[peer], rank, kind, step) for peer in peers)
-    return not peers or any(_keeps(reports[peer], rank, kind, step) for peer in peers)
+    """Whether every peer that has its shard could make ``rank`` anew; one would not do, it may be the next to be lost.
+
+    Where all peers of a survivor are lost or corrupted themselves, nobody could in any case.
+    """
+    peers = [peer for peer in grid.peers(rank) if peer != rank and reports[peer].intact]
+    return all(_can_send(reports[peer], rank, kind, step) for peer in peers) if peers else not reports[rank].newborn
 
 
-def _keeps(holder: Report, rank: int, kind: Kind, step: int) -> bool:
-    """Whether ``holder`` has the private state of ``rank``; it can hand it on once its own shard is whole."""
-    return holder.holds(kind, step) and Mirror(rank, kind, step) in holder.mirrors
+def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
+    return any(_can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
 
 
 def _can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
-    return source.intact and _keeps(source, target, kind, step)
+    if not (source.intact and source.holds(kind, step)):
+        return False
+    # Compared by hand and in a loop: to make a `Mirror` and look for that takes 0.3 s more for 100 000 ranks.
+    for held in source.mirrors:  # noqa: SIM110
+        if held.rank == target and held.step == step and held.kind == kind:
+            return True
+    return False
 
 
 def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tuple[Move, ...]:
@@ -233,7 +250,8 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
                 f"No peer of rank {report.rank} holds its random state at step {step}: it was lost before it could be"
                 " mirrored again."
             )
-        source = min(sources, key=lambda rank: load[rank])
+        # Those whose data arrived damaged come last, then whoever has the least to send.
+        source = min(sources, key=lambda rank: (rank in report.doubts, load[rank]))
         load[source] += 1
         moves.append(Move(source, report.rank, report.newborn))
     return tuple(moves)

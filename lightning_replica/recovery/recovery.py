@@ -1,7 +1,6 @@
 """Recovery of one rank: from a fault to the point where training goes on."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,7 @@ from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
-from lightning_replica.recovery.transfer import Channel
+from lightning_replica.recovery.transfer import Channel, Tag
 from lightning_replica.works import Work
 
 log = logging.getLogger(__name__)
@@ -89,6 +88,9 @@ class Recovery:
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
+        self._raised = ""  # this rank's own exception, until a plan has been made of it
+        self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
+        self._job = generations.job()
         # Of the recovery under way:
         self._joining, self._left = False, 0
         self._hook_failures, self._hook_said = 0, ""
@@ -112,11 +114,12 @@ class Recovery:
         """
         timeline, self._left = Timeline(), self.generation - newborn
         self._newborn = self._joining = newborn
+        self._raised, self._doubts = raised, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
         fault = None if newborn else self._fault(state, raised)
         while True:
             try:
-                plan = self._attempt(state, host, raised, fault, timeline)
+                plan = self._attempt(state, host, fault, timeline)
                 return Outcome(plan, self.generation, timeline, tuple(self._moves))
             except HookError as error:
                 # Whatever the phase, the others must come back to the start too.
@@ -157,7 +160,7 @@ class Recovery:
     def _seen(self, what: str) -> Fault:
         return Fault("peer gone", (), f"rank {self._rank}: {what}")
 
-    def _attempt(self, state: Recoverable, host: Host, raised: str, fault: Fault | None, timeline: Timeline) -> Plan:
+    def _attempt(self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline) -> Plan:
         timeline.enter(Phase.STOP)
         if fault is not None:
             self._generations.begin(self.generation + 1, fault)
@@ -168,9 +171,10 @@ class Recovery:
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
         self._monitor.moved_to(self.generation)
-        reports = self._exchange_reports(self._report(state, host, raised))
+        reports = self._exchange_reports(self._report(state, host))
         replaced = tuple(report.rank for report in reports if report.joining)
         plan = make_plan(reports, self._grid, self._options.max_tries)
+        self._raised = ""  # dealt with; should another rank raise from here on, not "every rank" has in one attempt
         self._groups.open(self.generation, self._connect)
         self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
@@ -214,10 +218,11 @@ class Recovery:
             context = replace(context, step=plan.step, kind=plan.kind, forward=plan.forward, moves=plan.moves)
         self._hook(context)
 
-    def _report(self, state: Recoverable, host: Host, raised: str) -> Report:
+    def _report(self, state: Recoverable, host: Host) -> Report:
         if self._newborn:
             nothing = Report(self._rank, -1, False, False, -1, (), (), (), joining=True)
-            return replace(nothing, hook=self._hook_said, hook_failures=self._hook_failures)
+            said = replace(nothing, hook=self._hook_said, hook_failures=self._hook_failures)
+            return replace(said, doubts=tuple(self._doubts))
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -233,7 +238,8 @@ class Recovery:
             tail=host.held("tail"),
             mirrors=self._mirrors.held(),
             tries=tries if step == state.step else 0,
-            raised=raised,
+            raised=self._raised,
+            doubts=tuple(self._doubts),
             joining=self._joining,
             hook=self._hook_said,
             hook_failures=self._hook_failures,
@@ -250,24 +256,45 @@ class Recovery:
     def _move(self, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if self._rank not in (move.source, move.target):
             return
-        began = time.monotonic()
-        with Channel(move.source, move.target, self._groups, self._wait) as channel:
+        tag = Tag(self._job, self.generation, plan.step)
+        with Channel(move.source, move.target, self._groups, self._wait, tag) as channel:
             if self._rank == move.source:
                 self._give(channel, move, plan, state, host)
-            else:
+                return
+            try:
                 self._take(channel, move, plan, state, host)
-                seconds = time.monotonic() - began
-                self._moves.append(Transferred(move.source, move.target, channel.bytes_moved, seconds, move.host))
+            except TransferError as error:
+                self._doubt(move.source, error)
+                raise
+            self._moves.append(Transferred(move.source, move.target, channel.bytes_moved, channel.seconds, move.host))
+            log.info(
+                "rank %d: got %.1f MB from rank %d in %.3f s, %.0f MB/s",
+                self._rank,
+                channel.bytes_moved / 1e6,
+                move.source,
+                channel.seconds,
+                channel.bytes_moved / 1e6 / channel.seconds,
+            )
+
+    def _doubt(self, source: int, error: TransferError) -> None:
+        """Another peer is asked next time, if there is one; but not for ever."""
+        self._doubts.append(source)
+        if len(self._doubts) >= self._options.max_tries:
+            raise RecoveryError(
+                f"Rank {self._rank} could not get its shard {len(self._doubts)} times, from ranks"
+                f" {', '.join(map(str, self._doubts))}: {error}"
+            ) from error
 
     def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if move.host:
-            channel.send_bytes(host.export(plan.kind, plan.step))
-            channel.send_bytes(self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)))
             own = host.private(plan.kind, plan.step)
-            shared = self._mirrors.share(move.target, plan.kind, plan.step, own)
-            channel.send_plain({"peers": list(shared)})
-            for payload in shared.values():
-                channel.send_bytes(payload)
+            channel.send_plain(
+                {
+                    "replicated": host.export(plan.kind, plan.step),
+                    "private": self._mirrors.payload(Mirror(move.target, plan.kind, plan.step)),
+                    "peers": self._mirrors.share(move.target, plan.kind, plan.step, own),
+                }
+            )
         manifest, tensors = state.export_shard()
         channel.send_plain(manifest)
         for tensor in tensors:
@@ -275,9 +302,9 @@ class Recovery:
 
     def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
         if move.host:
-            host.adopt(plan.kind, plan.step, channel.receive_bytes(), channel.receive_bytes())
-            peers = channel.receive_plain()["peers"]
-            self._mirrors.adopt(plan.kind, plan.step, {peer: channel.receive_bytes() for peer in peers})
+            came = channel.receive_plain()
+            host.adopt(plan.kind, plan.step, came["replicated"], came["private"])
+            self._mirrors.adopt(plan.kind, plan.step, came["peers"])
         state.import_shard(channel.receive_plain(), channel.receive)
         if state.step != plan.step:
             raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")

@@ -1,20 +1,56 @@
-"""Sending a shard from one rank to another: large chunks, checksummed, received in place, no pickle."""
+"""Sending a shard from one rank to another: large chunks, several under way, checksummed, received in place, no pickle.
 
-import json
+[Note: a message]
+Header, chunks, seals, answer; then the chunks that the answer asks for, their seals, an answer, and so on. The header
+says which job, generation and step the message belongs to and how long it is; a receiver that expects something else
+refuses it before anything is written. The seals are the checksums of the chunks, which both ends compute while the
+next chunks travel; they begin with the header, so that a chunk of another message has another checksum. The answer
+names the chunks that arrived damaged.
+"""
+
+import logging
+import time
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica import plain
 from lightning_replica._compat.torch import as_bytes
-from lightning_replica.errors import TransferError
+from lightning_replica.errors import RecoveryError, TransferError
 from lightning_replica.recovery.groups import ProcessGroups
-from lightning_replica.works import Work
+from lightning_replica.works import Work, track
 
-CHUNK_BYTES = 64 * 2**20
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 8 * 2**20
+AHEAD = 3  # chunks under way at a time
+TRIES = 3  # how often a chunk is sent before its source is given up
+VERSION = 1  # of the messages
+
+_Chunk = tuple[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a message belongs to.
+
+    Attributes:
+        job: The run, as a number that no other run has.
+        generation: The generation whose plan sends it.
+        step: The step that the plan brings all ranks to.
+        version: Of the format.
+    """
+
+    job: int
+    generation: int
+    step: int
+    version: int = VERSION
 
 
 class Channel:
@@ -28,12 +64,23 @@ class Channel:
         target: The rank that receives.
         groups: Own the group of two while it lasts, so that it is aborted with all others.
         wait: Waits for a collective; raises if the other end is gone or the world moves on.
+        tag: What all messages belong to.
+
+    Attributes:
+        bytes_moved: So far, with headers and checksums.
     """
 
-    def __init__(self, source: int, target: int, groups: ProcessGroups, wait: Callable[[Work], None]) -> None:
-        self._source, self._groups, self._wait = source, groups, wait
+    def __init__(self, source: int, target: int, groups: ProcessGroups, wait: Callable[[Work], None], tag: Tag) -> None:
+        self._source, self._target, self._groups, self._wait = source, target, groups, wait
+        self._tag, self._messages = tag, 0
+        self._began = time.monotonic()
         self._group = groups.add(sorted((source, target)))
         self.bytes_moved = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the channel was opened."""
+        return time.monotonic() - self._began
 
     def __enter__(self) -> "Channel":
         return self
@@ -43,60 +90,134 @@ class Channel:
             self._groups.remove(self._group)
 
     def send(self, tensor: Tensor) -> None:
-        """Sends a contiguous tensor: its chunks, each followed by its CRC-32."""
-        for chunk in _chunks(tensor):
-            self._move(chunk)
-            self._move(torch.tensor([_crc(chunk)]))
-
-    def receive(self, tensor: Tensor) -> None:
-        """Fills ``tensor`` in place.
+        """Sends a contiguous tensor.
 
         Raises:
-            TransferError: If a chunk is not what was sent.
+            TransferError: If it does not arrive whole.
         """
-        for number, chunk in enumerate(_chunks(tensor)):
-            self._move(chunk)
-            crc = torch.zeros(1, dtype=torch.int64)
-            self._move(crc)
-            if _crc(chunk) != int(crc):
-                raise TransferError(
-                    f"Chunk {number} of {chunk.numel()} bytes from rank {self._source} arrived damaged."
-                )
+        flat = _flat(tensor)
+        header = self._header(flat.numel())
+        self._move(header, self._source)
+        wanted = _chunks(flat)
+        for _ in range(TRIES):
+            if not wanted:
+                return
+            seals = torch.tensor([self._seal(header, chunk) for chunk in self._under_way(wanted, sending=True)])
+            self._move(seals, self._source)
+            wanted = self._answer(wanted, torch.zeros(len(wanted), dtype=torch.uint8))
+        if wanted:
+            raise self._damaged(wanted)
 
-    def send_bytes(self, data: bytes) -> None:
-        """Sends its length, then ``data``."""
-        self._move(torch.tensor([len(data)]))
-        self.send(_tensor(data))
+    def receive(self, tensor: Tensor) -> None:
+        """Fills a contiguous tensor in place.
 
-    def receive_bytes(self) -> bytes:
-        """Receives what `send_bytes` sent."""
-        length = torch.zeros(1, dtype=torch.int64)
-        self._move(length)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self.receive(data)
-        return data.numpy().tobytes()
+        Raises:
+            TransferError: If something else comes, or a chunk keeps arriving damaged.
+        """
+        self._receive(lambda length: _flat(tensor) if length == tensor.nbytes else None, tensor.nbytes)
 
-    def send_plain(self, plain: Any) -> None:
-        """Sends plain data as JSON."""
-        self.send_bytes(json.dumps(plain).encode())
+    def send_plain(self, value: Any) -> None:
+        """Sends plain data, bytes and small tensors."""
+        try:
+            data = plain.pack(value)
+        except plain.NotPlainError as error:
+            raise RecoveryError(f"The state of rank {self._source} cannot be sent: {error}.") from error
+        self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def receive_plain(self) -> Any:
         """Receives what `send_plain` sent."""
-        return json.loads(self.receive_bytes())
+        return plain.unpack(as_bytes(self._receive(lambda length: torch.empty(length, dtype=torch.uint8))).tobytes())
 
-    def _move(self, tensor: Tensor) -> None:
-        self._wait(dist.broadcast(tensor, self._source, group=self._group, async_op=True))
+    def _receive(self, place: Callable[[int], Tensor | None], expected: int | None = None) -> Tensor:
+        expectation = self._header(-1 if expected is None else expected)
+        header = torch.zeros_like(expectation)
+        self._move(header, self._source)
+        flat = self._check(header, expectation, place)
+        wanted = _chunks(flat)
+        for number in range(TRIES):
+            if not wanted:
+                return flat
+            own = torch.tensor([self._seal(header, chunk) for chunk in self._under_way(wanted, sending=False)])
+            seals = torch.zeros_like(own)
+            self._move(seals, self._source)
+            wanted = self._answer(wanted, (own != seals).to(torch.uint8))
+            if wanted:
+                log.warning(
+                    "rank %d: %d of %d bytes from rank %d arrived damaged, time %d of %d",
+                    self._target,
+                    sum(chunk.numel() for _, chunk in wanted),
+                    flat.numel(),
+                    self._source,
+                    number + 1,
+                    TRIES,
+                )
+        if wanted:
+            raise self._damaged(wanted)
+        return flat
+
+    def _header(self, length: int) -> Tensor:
+        self._messages += 1
+        return torch.tensor([*astuple(self._tag), self._messages, length])
+
+    def _check(self, came: Tensor, expected: Tensor, place: Callable[[int], Tensor | None]) -> Tensor:
+        """Where the message goes, if it is the one that is due."""
+        names = [*(field.name for field in fields(Tag)), "message"]
+        differences = [
+            f"{name} {int(got)}, not {int(due)}"
+            for name, got, due in zip(names, came, expected, strict=False)
+            if got != due
+        ]
+        length = int(came[-1])
+        flat = place(length) if not differences and length >= 0 else None
+        if flat is None:
+            what = "; ".join(differences) or f"{length} bytes, not {int(expected[-1])}"
+            raise TransferError(f"Rank {self._target} refused a message from rank {self._source}: it is of {what}.")
+        return flat
+
+    def _under_way(self, chunks: Sequence[_Chunk], sending: bool) -> Iterator[_Chunk]:
+        """Moves ``chunks``, several at a time, and yields each when its checksum can be computed."""
+        works: deque[tuple[Work, _Chunk]] = deque()
+        for chunk in chunks:
+            works.append((self._launch(chunk[1], self._source), chunk))
+            if sending:
+                yield chunk
+            if len(works) == AHEAD:
+                yield from self._arrived(works, sending)
+        while works:
+            yield from self._arrived(works, sending)
+
+    def _arrived(self, works: "deque[tuple[Work, _Chunk]]", sending: bool) -> Iterator[_Chunk]:
+        work, chunk = works.popleft()
+        self._wait(work)
+        if not sending:
+            yield chunk
+
+    def _seal(self, header: Tensor, chunk: _Chunk) -> int:
+        number, data = chunk
+        return zlib.crc32(as_bytes(data), zlib.crc32(as_bytes(header), number))
+
+    def _answer(self, chunks: Sequence[_Chunk], damaged: Tensor) -> list[_Chunk]:
+        self._move(damaged, self._target)
+        return [chunk for chunk, is_damaged in zip(chunks, damaged.tolist(), strict=True) if is_damaged]
+
+    def _damaged(self, wanted: Sequence[_Chunk]) -> TransferError:
+        numbers = ", ".join(str(number) for number, _ in wanted[:8])
+        return TransferError(
+            f"{len(wanted)} chunks of message {self._messages} from rank {self._source} to rank {self._target}"
+            f" (number {numbers}{' ...' if len(wanted) > 8 else ''}) arrived damaged {TRIES} times."
+        )
+
+    def _move(self, tensor: Tensor, root: int) -> None:
+        self._wait(self._launch(tensor, root))
+
+    def _launch(self, tensor: Tensor, root: int) -> Work:
         self.bytes_moved += tensor.nbytes
+        return track(dist.broadcast(tensor, root, group=self._group, async_op=True))
 
 
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _chunks(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    return list(flat.split(CHUNK_BYTES)) if flat.numel() else []
-
-
-def _crc(chunk: Tensor) -> int:
-    return zlib.crc32(as_bytes(chunk))
+def _chunks(flat: Tensor) -> list[_Chunk]:
+    return list(enumerate(flat.split(CHUNK_BYTES))) if flat.numel() else []

@@ -1,7 +1,8 @@
 """How a shard moves to another rank: a description in plain data, then few large flat tensors.
 
 The order of the tensors follows from the description: the values of each flat buffer, each kind of optimizer state
-of each optimizer, and, where a batch may begin with gradients, those.
+of each optimizer, and, where a batch may begin with gradients, those. Large ones are sent from where they lie and
+received in place; small ones travel together, as one flat tensor a kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 
+_LARGE_BYTES = 2**20
+
 
 def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -> tuple[dict[str, Any], list[Tensor]]:
     """Describes and lists the shard.
 
     Returns:
-        Plain data, and one flat tensor for the values of each buffer and for each kind of optimizer state.
+        Plain data, and flat tensors: the values of each buffer, then the optimizer state.
     """
     manifest: dict[str, Any] = {"layouts": [], "tensors": [], "scalars": [], "gradients": []}
     flat: list[Tensor] = []
@@ -29,7 +32,7 @@ def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -
             {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
         )
         flat += [buffers.main for buffers in optimizer.buffers]
-        flat += [torch.cat([tensor.reshape(-1) for tensor in kind]) for kind in _by_kind(tensors)]
+        flat += [_joined(together) for together in _messages(tensors)]
         for buffers in optimizer.buffers:
             present = buffers.present() if with_gradients else []
             manifest["gradients"].append(present)
@@ -48,11 +51,12 @@ def import_shard(
         optimizer.prepare_state(shapes, scalars)
         for buffers in optimizer.buffers:
             receive(buffers.main)
-        for kind in _by_kind(optimizer.state()[0]):
-            flat = torch.cat([tensor.reshape(-1) for tensor in kind])
+        for together in _messages(optimizer.state()[0]):
+            flat = _joined(together)
             receive(flat)
-            for tensor, part in zip(kind, flat.split([t.numel() for t in kind]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            if len(together) > 1:
+                for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
         for buffers in optimizer.buffers:
             present = next(gradients)
             if any(present):
@@ -60,9 +64,15 @@ def import_shard(
                 buffers.show(present)
 
 
-def _by_kind(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
-    """Groups ``{"<piece>/<key>": tensor}`` by key and dtype: one message a kind."""
-    kinds: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+def _messages(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
+    """Groups ``{"<piece>/<key>": tensor}``: a large one by itself, all others by key and dtype."""
+    together: dict[tuple[Any, ...], list[Tensor]] = {}
     for name, tensor in tensors.items():
-        kinds.setdefault((name.split("/", 1)[1], tensor.dtype), []).append(tensor)
-    return list(kinds.values())
+        alone = tensor.nbytes >= _LARGE_BYTES
+        together.setdefault((name,) if alone else (name.split("/", 1)[1], tensor.dtype), []).append(tensor)
+    return list(together.values())
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """All of them in one; a single contiguous one in its own memory."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])

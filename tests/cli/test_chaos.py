@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_replica import ConfigurationError, ReplicaZeroStrategy
+from lightning_replica import ConfigurationError
 from lightning_replica.callbacks import InjectedFault
 from lightning_replica.chaos import VARIABLE, Experiment, overridden
 from lightning_replica.cli.chaos import summary
@@ -103,7 +103,7 @@ def test_what_an_experiment_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert overridden(options) == RecoveryOptions(max_restarts=9)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
     with pytest.raises(ConfigurationError, match="is no experiment of `lightning-replica chaos`"):
-        ReplicaZeroStrategy()
+        overridden(options)
 
 
 def test_the_last_line() -> None:

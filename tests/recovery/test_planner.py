@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_replica.errors import ProtocolError, RecoveryError
@@ -143,6 +143,7 @@ def test_a_report_survives_the_store() -> None:
     assert Report.from_plain(json.loads(json.dumps(report.to_plain()))) == report
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_whoever_can_be_saved_is_saved(replicas: int, shards: int, data: st.DataObject) -> None:
     """For any set of lost ranks: a plan exists exactly if every shard has a live holder, and covers every lost rank."""
@@ -162,3 +163,101 @@ def test_whoever_can_be_saved_is_saved(replicas: int, shards: int, data: st.Data
     plan = make_plan(reports, grid, 3)
     assert {move.target for move in plan.moves} == lost
     assert all(move.source in grid.peers(move.target) and move.source not in lost for move in plan.moves)
+
+
+def healthy(grid: Grid, lost: set[int]) -> list[Report]:
+    """All in the forward pass of step 5 but ``lost``, with everything mirrored."""
+    reports = []
+    for rank in range(grid.world_size):
+        mirrors = tuple(
+            Mirror(peer, kind, 5) for peer in grid.peers(rank) for kind in ("tail", "batch") if peer != rank
+        )
+        reports.append(newborn(rank) if rank in lost else at(rank, mirrors=mirrors))
+    return reports
+
+
+# MindIO's default replica manager: ranks sorted, offset = size / replicas, shard i on i, i + offset, i + 2 offset ...;
+# the source of a lost rank is the next healthy one in that row. Where only one holder is left there is one answer.
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "lost", "theirs"),
+    [
+        (4, 2, {0}, {0: 2}),
+        (4, 2, {3}, {3: 1}),
+        (4, 2, {0, 1}, {0: 2, 1: 3}),  # half of the ranks, the best case
+        (4, 2, {2, 3}, {2: 0, 3: 1}),
+        (4, 2, {0, 3}, {0: 2, 3: 1}),
+        (4, 2, {1, 3}, None),  # both holders, the worst case
+        (8, 2, {0, 1, 2, 3}, {0: 4, 1: 5, 2: 6, 3: 7}),
+        (8, 2, {1, 4, 6, 7}, {1: 5, 4: 0, 6: 2, 7: 3}),
+        (8, 2, {0, 1, 2, 3, 4}, None),
+        (6, 3, {0, 3, 5}, {0: 2, 3: 1, 5: 1}),
+        (6, 3, {0, 2, 4}, None),
+        (3, 3, {1, 2}, {1: 0, 2: 0}),
+        (8, 4, {1, 3, 5}, {1: 7, 3: 7, 5: 7}),
+    ],
+)
+def test_the_truth_table_of_the_reference(
+    world_size: int, replicas: int, lost: set[int], theirs: dict[int, int] | None
+) -> None:
+    grid = Grid(world_size, replicas)
+    reports = healthy(grid, lost)
+    if theirs is None:
+        with pytest.raises(RecoveryError, match="Every holder of shard"):
+            make_plan(reports, grid, 3)
+        return
+    moves = {move.target: move.source for move in make_plan(reports, grid, 3).moves}
+    assert moves.keys() == theirs.keys()
+    for target, source in moves.items():
+        left = set(grid.peers(target)) - lost
+        assert source in left
+        assert theirs[target] in left
+        if len(left) == 1:
+            assert source == theirs[target]
+
+
+def test_where_we_differ_from_the_reference() -> None:
+    """Theirs always takes the next in the row; ours whoever has the least to send."""
+    grid = Grid(8, 4)
+    moves = {move.target: move.source for move in make_plan(healthy(grid, {1, 5}), grid, 3).moves}
+    assert moves == {1: 3, 5: 7}  # theirs: 1 from 3, 5 from 7 too
+    moves = {move.target: move.source for move in make_plan(healthy(grid, {1, 7}), grid, 3).moves}
+    assert moves == {1: 3, 7: 5}  # theirs: 3 gives to both (7 + 2 comes round to 1, which is lost, then 3)
+
+
+def test_whose_data_arrived_damaged_is_asked_last() -> None:
+    grid = Grid(3, 3)
+    reports = healthy(grid, {2})
+    reports[2] = replace(reports[2], doubts=(0,))
+    assert make_plan(reports, grid, 3).moves == (Move(1, 2, True),)
+    reports[2] = replace(reports[2], doubts=(0, 1))
+    assert make_plan(reports, grid, 3).moves == (Move(0, 2, True),)
+
+
+def test_twice_the_ranks_is_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in looks at the table of ranks, and in reports that are looked at."""
+
+    def looks(world_size: int) -> int:
+        count = 0
+        original = Grid.peers
+
+        def counted(self: Grid, rank: int) -> tuple[int, ...]:
+            nonlocal count
+            count += 1
+            return original(self, rank)
+
+        class Counted(list[Report]):
+            def __getitem__(self, place: object) -> object:
+                nonlocal count
+                count += 1
+                return super().__getitem__(place)  # type: ignore[index]
+
+        grid = Grid(world_size, 2)
+        reports = Counted(healthy(grid, set(range(world_size // 4))))
+        with monkeypatch.context() as patch:
+            patch.setattr(Grid, "peers", counted)
+            make_plan(reports, grid, 3)
+        return count
+
+    once, twice = looks(200), looks(400)
+    assert once > 200
+    assert twice <= 2 * once + 10

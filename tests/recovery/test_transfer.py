@@ -1,3 +1,6 @@
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,11 +8,20 @@ import torch
 
 from lightning_replica import works
 from lightning_replica.devices.cpu import abort_group
-from lightning_replica.errors import CollectiveError
+from lightning_replica.errors import CollectiveError, RecoveryError, TransferError
+from lightning_replica.grid import Grid
 from lightning_replica.recovery import transfer
+from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
-from lightning_replica.recovery.transfer import Channel
+from lightning_replica.recovery.mirror import Mirrors
+from lightning_replica.recovery.monitor import Monitor
+from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.recovery.planner import Move, Plan
+from lightning_replica.recovery.recovery import Recovery
+from lightning_replica.recovery.transfer import Channel, Tag
 from tests.support.ranks import run_ranks
+
+TAG = Tag(job=77, generation=3, step=5)
 
 
 def wait(work: Any) -> None:
@@ -22,50 +34,182 @@ def groups(rank: int, store: Any, world_size: int) -> ProcessGroups:
     return opened
 
 
+def damaging(times: float) -> Callable[[], int]:
+    """Flips a bit in chunks that this process sends, ``times`` times; returns how often it has."""
+    launch, done = Channel._launch, 0
+
+    def damage(self: Channel, tensor: torch.Tensor, root: int) -> Any:
+        nonlocal done
+        if tensor.dtype == torch.uint8 and root == self._source and done < times:
+            done += 1
+            tensor = tensor.clone()
+            tensor[len(tensor) // 2] ^= 16
+        return launch(self, tensor, root)
+
+    Channel._launch = damage
+    return lambda: done
+
+
 def move(rank: int, store: Any) -> Any:
     transfer.CHUNK_BYTES = 1000
     opened = groups(rank, store, 3)
-    plain, data = {"a": [1, 0.1 + 0.2], "b": None}, b"x" * 3001
+    plain = {"a": [1, 0.1 + 0.2, math.inf], "b": None, "bytes": b"x" * 3001, 3: (b"", torch.ones(2))}
     tensor = torch.arange(2500, dtype=torch.float64) / 7
     if rank == 0:
         return "not concerned"
-    with Channel(2, 1, opened, wait) as channel:
+    with Channel(2, 1, opened, wait, TAG) as channel:
         if rank == 2:
             channel.send_plain(plain)
-            channel.send_bytes(b"")
-            channel.send_bytes(data)
+            channel.send(torch.zeros(0))
             channel.send(tensor)
             return channel.bytes_moved
-        received = torch.zeros(2500, dtype=torch.float64)
+        came, received = channel.receive_plain(), torch.zeros(2500, dtype=torch.float64)
+        channel.receive(torch.zeros(0))
+        channel.receive(received)
         return [
-            channel.receive_plain() == plain,
-            channel.receive_bytes() == b"",
-            channel.receive_bytes() == data,
-            channel.receive(received) is None and torch.equal(received, tensor),
+            torch.equal(came.pop(3)[1], torch.ones(2)),
+            came == {key: value for key, value in plain.items() if key != 3},
+            torch.equal(received, tensor),
+            channel.bytes_moved,
         ]
 
 
 def test_everything_arrives() -> None:
-    idle, target, source = run_ranks(3, move)
+    idle, (*target, received), source = run_ranks(3, move)
     assert idle == "not concerned"
-    assert target == [True] * 4
-    assert source > 2500 * 8 + 3001
+    assert target == [True] * 3
+    assert 2500 * 8 + 3001 < source == received < 2500 * 8 + 3001 + 1500
 
 
-def spoil(rank: int, store: Any) -> Any:
+def spoil(rank: int, store: Any, times: float) -> Any:
+    transfer.CHUNK_BYTES = 1000
     opened = groups(rank, store, 2)
-    with Channel(0, 1, opened, wait) as channel:
+    tensor, received = torch.arange(2000.0), torch.zeros(2000)
+    with Channel(0, 1, opened, wait, TAG) as channel:
         if rank == 0:
-            transfer._crc = lambda chunk: 12345
-            channel.send(torch.ones(10))
-        else:
-            channel.receive(torch.ones(10))
+            count = damaging(times)
+            channel.send(tensor)
+            return count()
+        channel.receive(received)
+        return torch.equal(received, tensor)
 
 
-def test_a_damaged_chunk_is_an_error() -> None:
-    source, target = run_ranks(2, spoil)
-    assert source is None
-    assert "Chunk 0 of 40 bytes from rank 0 arrived damaged" in target["raised"]
+def test_a_damaged_chunk_is_sent_again() -> None:
+    assert run_ranks(2, spoil, 10) == [10, True]  # all eight, then two of them again
+
+
+def test_a_chunk_that_is_damaged_every_time_is_an_error_at_both_ends() -> None:
+    source, target = run_ranks(2, spoil, 1e9)
+    text = "8 chunks of message 1 from rank 0 to rank 1 (number 0, 1, 2, 3, 4, 5, 6, 7) arrived damaged 3 times."
+    assert f"TransferError: {text}" in source["raised"]
+    assert f"TransferError: {text}" in target["raised"]
+
+
+OTHERS = {
+    "job 1, not 77": replace(TAG, job=1),
+    "generation 2, not 3": replace(TAG, generation=2),
+    "step 4, not 5": replace(TAG, step=4),
+    "version 0, not 1": replace(TAG, version=0),
+    "generation 2, not 3; step 6, not 5": replace(TAG, generation=2, step=6),
+}
+
+
+def mistake(rank: int, store: Any) -> Any:
+    opened = groups(rank, store, 2)
+    said, untouched = [], torch.zeros(10)
+
+    with Channel(0, 1, opened, wait, TAG) as channel:
+        for tag, sent in [*((other, 10) for other in OTHERS.values()), (TAG, 11), (TAG, -1)]:
+            if rank == 0:
+                channel._tag = tag
+                channel._move(channel._header(4 * sent), 0)
+                continue
+            try:
+                channel.receive(untouched)
+            except TransferError as error:
+                said.append(str(error))
+    return [said, untouched.tolist()]
+
+
+def test_a_message_of_something_else_is_refused_before_anything_is_written() -> None:
+    _, (said, untouched) = run_ranks(2, mistake)
+    expected = [*OTHERS, "44 bytes, not 40", "-4 bytes, not 40"]
+    assert said == [f"Rank 1 refused a message from rank 0: it is of {what}." for what in expected]
+    assert untouched == [0.0] * 10
+
+
+class Shard:
+    """The least that can be sent and received: `Recoverable`, as far as moves use it."""
+
+    def __init__(self, value: float, before: Callable[[], None]) -> None:
+        self.tensor, self.step, self._before = torch.full((100,), value), 5, before
+
+    def export_shard(self) -> Any:
+        self._before()
+        return {"step": self.step}, [self.tensor]
+
+    def import_shard(self, manifest: Any, receive: Any) -> None:
+        receive(self.tensor)
+        self.step = manifest["step"]
+
+
+def recovery(rank: int, store: Any, world_size: int, replicas: int) -> Recovery:
+    generations, opened = Generations(store), groups(rank, store, world_size)
+    monitor = Monitor(generations, opened.abort, lambda: None)
+    return Recovery(
+        Grid(world_size, replicas),
+        rank,
+        generations,
+        opened,
+        monitor,
+        Mirrors(rank, wait),
+        tuple,
+        wait,
+        RecoveryOptions(max_tries=2),
+    )
+
+
+def both_at_once(rank: int, store: Any) -> Any:
+    """The first move of the plan waits until the second is through."""
+    own = recovery(rank, store, 4, 2)
+
+    def before() -> None:
+        if rank == 0:
+            store.wait(["the other has arrived"])
+
+    shard: Any = Shard(float(rank), before)
+    plan = Plan(5, "batch", (), (), (Move(0, 2, False), Move(1, 3, False)))
+    for move in plan.moves:
+        own._move(move, plan, shard, None)
+    if rank == 3:
+        store.set("the other has arrived", "1")
+    return shard.tensor[0].item()
+
+
+def test_moves_of_different_ranks_go_on_at_once() -> None:
+    assert run_ranks(4, both_at_once) == [0.0, 1.0, 0.0, 1.0]
+
+
+def distrust(rank: int, store: Any) -> Any:
+    own = recovery(rank, store, 2, 2)
+    shard: Any = Shard(float(rank), lambda: None)
+    plan = Plan(5, "batch", (), (), (Move(0, 1, False),))
+    if rank == 0:
+        damaging(1e9)
+    said = []
+    for _ in range(2):
+        try:
+            own._move(plan.moves[0], plan, shard, None)
+        except (TransferError, RecoveryError) as error:
+            said.append([type(error).__name__, str(error), list(own._doubts)])
+    return said
+
+
+def test_whose_data_arrives_damaged_is_doubted_and_it_ends() -> None:
+    _, (first, second) = run_ranks(2, distrust)
+    assert (first[0], first[2]) == ("TransferError", [0])
+    assert (second[0], second[2]) == ("RecoveryError", [0, 0])
+    assert "Rank 1 could not get its shard 2 times, from ranks 0, 0: 1 chunks of message 1 from rank 0" in second[1]
 
 
 def reopen(rank: int, store: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from lightning_replica.grid import Grid
+from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
 from lightning_replica.sharding.state import ShardedState
@@ -53,6 +54,22 @@ def test_every_optimizer_moves_to_a_peer_and_goes_on_there() -> None:
         for state in (source, target):
             update(state, 4)
         assert source.digest() == target.digest(), (name, kwargs)
+
+
+def test_large_tensors_are_received_where_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "_LARGE_BYTES", 1000)
+    source, target = (make(rank, "AdamW", {"lr": 0.1}) for rank in (0, 2))
+    update(source, 1)
+    manifest, tensors = source.export_shard()
+    own = {tensor.data_ptr() for optimizer in source.optimizers for tensor in optimizer.state()[0].values()}
+    sent = [tensor.data_ptr() in own for tensor in tensors]
+    arriving, filled = iter([tensor.clone() for tensor in tensors]), []
+    target.import_shard(manifest, lambda tensor: filled.append(tensor.copy_(next(arriving))))
+    held = {tensor.data_ptr() for optimizer in target.optimizers for tensor in optimizer.state()[0].values()}
+    assert [tensor.data_ptr() in held for tensor in filled] == sent
+    assert {tensor.nbytes >= 1000 for tensor, stays in zip(tensors, sent, strict=True) if stays} == {True}
+    assert 0 < sum(sent) < len(sent)
+    assert source.digest() == target.digest()
 
 
 def test_every_optimizer_can_be_taken_back() -> None:
