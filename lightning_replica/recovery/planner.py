@@ -134,6 +134,9 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
             forward.append(report.rank)
         elif report.step != step:
             raise ProtocolError(f"Step {step} is committed, but {report} is neither there nor one step before it.")
+    for report in reports:
+        if not report.intact:
+            _check_holders(reports, grid, report.rank, step)
     kind = _kind(reports, grid, step)
     stuck = [report.rank for report in reports if not report.newborn and not report.holds(kind, step)]
     if stuck:
@@ -169,6 +172,24 @@ def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
             f" of which no shard is lost. {said or 'No rank raised.'}"
             " Look for a batch that cannot be trained on, or raise `max_tries`."
         )
+
+
+def _check_holders(reports: Sequence[Report], grid: Grid, rank: int, step: int) -> None:
+    """Whether anybody is left to give ``rank`` its shard."""
+    peers, shard = grid.peers(rank), grid.shard_of(rank)
+    if any(reports[peer].intact for peer in peers):
+        return
+    names = ", ".join(map(str, peers))
+    found = [reports[peer].corrupted for peer in peers if reports[peer].corrupted]
+    if found:
+        raise RecoveryError(
+            f"Shard {shard} is lost at step {step}: none of its holders (ranks {names}) can be trusted."
+            f" {'. '.join(found)}. Go on from the last checkpoint."
+        )
+    raise RecoveryError(
+        f"Every holder of shard {shard} is lost (ranks {names}) at step {step}."
+        f" With replicas={grid.replicas}, {grid.replicas - 1} of them may be lost at a time."
+    )
 
 
 def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
@@ -229,20 +250,7 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
     for report in reports:
         if report.intact:
             continue
-        peers = grid.peers(report.rank)
-        sources = [peer for peer in peers if reports[peer].intact]
-        found = [reports[peer].corrupted for peer in peers if reports[peer].corrupted]
-        if not sources and found:
-            raise RecoveryError(
-                f"Shard {grid.shard_of(report.rank)} is lost at step {step}: none of its holders (ranks"
-                f" {', '.join(map(str, peers))}) can be trusted. {'. '.join(found)}. Go on from the last checkpoint."
-            )
-        if not sources:
-            raise RecoveryError(
-                f"Every holder of shard {grid.shard_of(report.rank)} is lost (ranks {', '.join(map(str, peers))})"
-                f" at step {step}."
-                f" With replicas={grid.replicas}, {grid.replicas - 1} of them may be lost at a time."
-            )
+        sources = [peer for peer in grid.peers(report.rank) if reports[peer].intact]
         if report.newborn:
             sources = [peer for peer in sources if _can_send(reports[peer], report.rank, kind, step)]
         if not sources:

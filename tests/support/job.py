@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,7 +26,18 @@ from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
 INSIDE = ("batch_start", "reduction", "before_commit", "after_commit", "update", "gather", "batch_end")
-OUTSIDE = ("forward", "backward", "torn", "train_batch_end", "validation", "epoch_end", "train_end")
+OUTSIDE = (
+    "forward",
+    "backward",
+    "torn",
+    "scheduler",
+    "logger",  # rank 0 only: Lightning gives the others no logger
+    "train_batch_end",
+    "save",
+    "validation",
+    "epoch_end",
+    "train_end",
+)
 
 
 class Injected(Exception):
@@ -35,8 +48,8 @@ class Injected(Exception):
 class Fault:
     """One process's fault: ``step`` is the updates applied when ``point`` is reached.
 
-    Kinds: "kill", "raise", "stop" (SIGSTOP), "sleep" (without end), "flip" (a bit of the shard, with a seed of its own
-    for every place).
+    Kinds: "kill", "exit" (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
+    (a bit of the shard, with a seed of its own for every place).
     """
 
     kind: str
@@ -55,6 +68,10 @@ class Fault:
                 return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.kind == "exit":
+                os._exit(3)
+            if self.kind == "memory":
+                raise MemoryError(f"at {point} of step {step}")
             if self.kind == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.kind == "sleep":
@@ -105,6 +122,9 @@ class Faults(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.reach("train_batch_end", trainer.global_step)
 
+    def on_save_checkpoint(self, trainer: L.Trainer, *args: Any) -> None:
+        self.reach("save", trainer.global_step)
+
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:
             self.reach("validation", trainer.global_step)
@@ -114,6 +134,23 @@ class Faults(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.reach("train_end", trainer.global_step)
+
+
+class Lines(Logger):
+    """Keeps nothing, but can fail."""
+
+    name, version = "lines", 0
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.faults = faults
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to keep."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.faults.reach("logger", self.faults.state.step if self.faults.state else -1)
 
 
 class TornAdamW(torch.optim.AdamW):
@@ -165,6 +202,10 @@ class Model(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self._faults[0].reach("scheduler", self.trainer.global_step)
+        super().lr_scheduler_step(scheduler, metric)
+
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
         vectors = [p for p in self.parameters() if p.ndim <= 1]
@@ -182,7 +223,7 @@ class Model(L.LightningModule):
         self.log("own_sum", total)
 
 
-def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any = False, **options: Any) -> None:
+def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any = None, **options: Any) -> None:
     """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
@@ -207,9 +248,12 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         val_check_interval=3,
         limit_val_batches=2,
         gradient_clip_val=case.clip,
-        callbacks=[faults, *callbacks],
-        logger=logger,
-        enable_checkpointing=False,
+        callbacks=[
+            faults,
+            *callbacks,
+            ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_weights_only=True),
+        ],
+        logger=Lines(faults) if logger is None else logger,
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
