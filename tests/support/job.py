@@ -251,7 +251,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         callbacks=[
             faults,
             *callbacks,
-            ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_weights_only=True),
+            ModelCheckpoint(out / "checkpoints", every_n_train_steps=2),
         ],
         logger=Lines(faults) if logger is None else logger,
         enable_progress_bar=False,
