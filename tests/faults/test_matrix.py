@@ -82,9 +82,9 @@ def test_the_whole_table(cell: tuple[str, str, str, int], oracles: dict[int, wor
     run_cell(cell, oracles, tmp_path)
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [1, 2])  # the others are in the sample
 @pytest.mark.parametrize("point", [*job.INSIDE, "torn"])
-def test_every_rank_inside_a_step(point: str, rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_other_ranks_inside_a_step(point: str, rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
     outcome = world.run(Case(faults=(Fault("kill", rank, point, 2),)), tmp_path)
     outcome.assert_same(untouched)
     assert len(outcome.said) == 1

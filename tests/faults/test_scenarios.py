@@ -36,7 +36,9 @@ def train(case: Trained, out: Path) -> None:
     place = out / f"cwd{rank}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    strategy = ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **case.options})
+    least, most = case.hang
+    given = {"bucket_bytes": 512, "guard": "full", "hang_min_s": least, "hang_max_s": most, **case.options}
+    strategy = ReplicaZeroStrategy(**given)
 
     def reach(point: str) -> None:
         step = strategy.state.step if strategy._training else -1
