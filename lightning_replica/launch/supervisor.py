@@ -177,7 +177,9 @@ class Supervisor:
 
     def _look(self) -> None:
         """Kills whoever hangs; that it has died is noticed in the usual way."""
-        hang = self._watch.look({c.rank: c.process.send_signal for c in self._children.values()}, self._in_fit)
+        # Who has been killed is still here until its end is seen.
+        send = {c.rank: c.process.send_signal for c in self._children.values() if c.rank not in self._hung}
+        hang = self._watch.look(send, self._in_fit)
         if hang is None or self._code or self._generations.verdict() is not None:
             return
         self._say(hang.text)
