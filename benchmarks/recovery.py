@@ -26,7 +26,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import BATCH, LENGTH, VOCABULARY, Transformer, loss_of, spread, write
+from common import BATCH, LENGTH, VOCABULARY, Transformer, spread, write
+from module import Module
 
 from lightning_replica import ReplicaZeroStrategy
 
@@ -54,20 +55,6 @@ class Break(Callback):
         if self.kind == "exception":
             raise RuntimeError(f"fault {number}")
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Module(L.LightningModule):
-    """The model of the step-time benchmark."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Transformer()
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        return loss_of(self.model, batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
 def train(kind: str, count: int, ranks: int, standby: int, marks: Path) -> None:

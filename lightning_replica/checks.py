@@ -1,6 +1,7 @@
 """Checks of arguments, each with one clear error."""
 
 import itertools
+import math
 
 from lightning_replica.errors import ConfigurationError
 
@@ -17,6 +18,13 @@ def seconds(**durations: object) -> None:
     for name, value in durations.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number of seconds, more than 0.")
+
+
+def positive(name: str, value: object) -> None:
+    """Refuses what is no finite number above 0; None is none."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
+        raise ConfigurationError(f"{name}={value!r} must be a number above 0.")
 
 
 def order(**numbers: float) -> None:

@@ -7,7 +7,7 @@ lightning_replica.callbacks.
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -20,7 +20,8 @@ from lightning_replica.errors import (
     RecoveryError,
     TransferError,
 )
-from lightning_replica.recovery.context import PhaseName, RecoveryContext
+from lightning_replica.points import PHASES
+from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.groups import uses_closed_group
 from lightning_replica.recovery.incident import Incident
 from lightning_replica.recovery.options import RecoveryOptions
@@ -93,7 +94,7 @@ class Hooks:
     @property
     def any(self) -> bool:
         """Whether any callback wants to be told of phases."""
-        return any(self._named(f"on_recovery_{name}") for name in get_args(PhaseName))
+        return any(self._named(f"on_recovery_{name}") for name in PHASES)
 
     def phase(self, context: RecoveryContext) -> None:
         """Calls ``on_recovery_<phase>`` of every callback that has one.

@@ -9,7 +9,11 @@ a validation, and whether the rank only waits for others.
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, get_args
+
+PhaseName: TypeAlias = Literal["stop", "clean", "regroup", "repair", "rollback", "resume"]
+"""The phases of a recovery, in order; what happens in each is told in recovery/phases.py."""
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 Point: TypeAlias = Literal[
     "batch_start",  # before the batch is fetched
@@ -19,12 +23,7 @@ Point: TypeAlias = Literal[
     "update",  # the optimizer is changing the shard
     "gather",  # some of the parameter buckets are gathered, others are not
     "batch_end",  # the update is done, the batch's last hooks are not
-    "stop",
-    "clean",
-    "regroup",
-    "repair",
-    "rollback",
-    "resume",
+    PhaseName,
     "save",  # this rank's part of a sharded checkpoint is on the disk, nothing is published
     "publish",  # the former checkpoint of that name is aside, the new one is not in its place
 ]

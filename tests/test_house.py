@@ -19,7 +19,6 @@ LAYERS = [
     ["recovery"],
     ["checkpoint"],
     ["devices"],
-    ["checkpoint"],
     ["launch"],
     ["data"],
     [

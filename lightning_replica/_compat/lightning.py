@@ -114,13 +114,9 @@ def epoch_of(fit_loop: _FitLoop) -> int:
 
 
 def let_config_be_saved_again(trainer: Any) -> None:
-    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved.
-
-    Told by its attributes, not by its class, whose module imports jsonargparse.
-    """
-    for callback in trainer.callbacks:
-        if hasattr(callback, "already_saved") and hasattr(callback, "overwrite"):
-            callback.overwrite = True
+    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved."""
+    for callback in _config_savers(trainer):
+        callback.overwrite = True
 
 
 class _ContinuedWriter(ExperimentWriter):
@@ -144,9 +140,13 @@ def continue_csv(logger: CSVLogger) -> None:
 
 def leave_config_unsaved(trainer: Any) -> None:
     """Has LightningCLI's callback save nothing: it refuses to where it has before, and runs of a test are many."""
-    for callback in trainer.callbacks:
-        if hasattr(callback, "already_saved") and hasattr(callback, "overwrite"):
-            callback.already_saved = True
+    for callback in _config_savers(trainer):
+        callback.already_saved = True
+
+
+def _config_savers(trainer: Any) -> list[Any]:
+    """LightningCLI's callback, told by its attributes, not by its class, whose module imports jsonargparse."""
+    return [each for each in trainer.callbacks if hasattr(each, "already_saved") and hasattr(each, "overwrite")]
 
 
 class Sigterm:

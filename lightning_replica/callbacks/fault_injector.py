@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import lightning.pytorch as pl
 
 from lightning_replica import checks
-from lightning_replica.callbacks.faults import Dice, InjectedFault, parse_all, positive
-from lightning_replica.callbacks.places import PHASES, PLACES, PlaceCallback
+from lightning_replica.callbacks.faults import Dice, InjectedFault, parse_all
+from lightning_replica.callbacks.lines import append
+from lightning_replica.callbacks.places import PLACES, PlaceCallback
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.launch.supervisor import in_fit
+from lightning_replica.points import PHASES
+from lightning_replica.sharding.guard import flip_bit
 
 if TYPE_CHECKING:
     from lightning_replica.callbacks.faults import FaultKind
@@ -72,8 +75,8 @@ class FaultInjector(PlaceCallback):
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        positive("mtbf_steps", mtbf_steps)
-        positive("mtbf_s", mtbf_s)
+        checks.positive("mtbf_steps", mtbf_steps)
+        checks.positive("mtbf_s", mtbf_s)
         checks.whole(1, count=count)
         if mtbf_steps is not None and mtbf_s is not None:
             raise ConfigurationError(f"{mtbf_steps=} and {mtbf_s=} are two clocks: give one of them.")
@@ -134,8 +137,7 @@ class FaultInjector(PlaceCallback):
     def _write(self, fault: InjectedFault, step: int) -> None:
         log.warning("rank %d: %s is injected at step %d", fault.rank, fault, step)
         if self._record is not None:
-            line = json.dumps({"fault": str(fault), "step": step, "time": time.time()})
-            _append(self._record, line)
+            append(self._record, json.dumps({"fault": str(fault), "step": step, "time": time.time()}) + "\n")
 
 
 def strike(fault: InjectedFault, state: Any, seed: int) -> None:
@@ -159,8 +161,6 @@ def strike(fault: InjectedFault, state: Any, seed: int) -> None:
     elif fault.kind == "exception":
         raise Injected(str(fault))
     else:
-        from lightning_replica.sharding.guard import flip_bit
-
         log.warning("rank %d: %s", fault.rank, flip_bit(state, seed))
 
 
@@ -182,7 +182,7 @@ class _Ledger:
 
     def enter(self, number: int, fault: InjectedFault, step: int, spaced: bool) -> bool:
         """Whether a fault may strike now; then it is written down, and never may again."""
-        if not (self._store.check([PHASE]) and self._store.get(PHASE) == b"fit") or not self._is_time(fault.after_s):
+        if not in_fit(self._store) or not self._is_time(fault.after_s):
             return False
         while True:
             before = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
@@ -206,12 +206,3 @@ class _Ledger:
             peers = set(self._session.grid.peers(fault.rank)) - {fault.rank}
             return len(close) == 1 and not peers.intersection(close)
         return not close
-
-
-def _append(path: Path, line: str) -> None:
-    """Adds a line, in one write: a process that is killed leaves all of it or nothing."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (line + "\n").encode())
-    finally:
-        os.close(descriptor)

@@ -1,14 +1,14 @@
 """Faults to inject: one, a list of them in words, and random ones. Pure."""
 
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from lightning_replica import checks
-from lightning_replica.callbacks.places import PHASES, PLACES, Place
+from lightning_replica.callbacks.places import PLACES, Place
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.points import PHASES
 
 FaultKind: TypeAlias = Literal["kill", "exception", "hang", "exit", "memory", "corrupt", "sigterm"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -149,10 +149,3 @@ def _may_strike(kind: FaultKind | None, point: Place) -> bool:
     if kind == "corrupt":
         return point in _AT_REST
     return kind != "sigterm" or point not in PHASES
-
-
-def positive(name: str, value: float | None) -> None:
-    """Refuses what is no mean time between faults."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < value < math.inf):
-        raise ConfigurationError(f"{name}={value!r} must be a number above 0.")

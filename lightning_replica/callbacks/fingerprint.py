@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica import checks
+from lightning_replica.callbacks.lines import append
 from lightning_replica.devices import cpu
 from lightning_replica.errors import ConfigurationError
 
@@ -128,9 +129,7 @@ class Fingerprint(pl.Callback):
         }
 
     def _write(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:
-        line = json.dumps({"fit": self._fit, **record}) + "\n"
-        with (self._folder / f"rank{trainer.global_rank}.jsonl").open("ab", buffering=0) as file:
-            file.write(line.encode())  # one write: a process that is killed leaves all of it or nothing
+        append(self._folder / f"rank{trainer.global_rank}.jsonl", json.dumps({"fit": self._fit, **record}) + "\n")
 
 
 def _strategy(trainer: pl.Trainer) -> "ReplicaZeroStrategy":

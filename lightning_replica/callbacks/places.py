@@ -22,7 +22,6 @@ UserPlace: TypeAlias = Literal[
 Place: TypeAlias = Point | UserPlace
 
 USER_PLACES: tuple[Place, ...] = get_args(UserPlace)
-PHASES: tuple[Place, ...] = ("stop", "clean", "regroup", "repair", "rollback", "resume")
 PLACES: tuple[Place, ...] = (*cast("tuple[Place, ...]", get_args(Point)), *USER_PLACES)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_replica.callbacks.lines import append
 from lightning_replica.callbacks.recovery_callback import RecoveryCallback
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.messages import say
@@ -67,8 +68,7 @@ class RecoveryReport(RecoveryCallback):
             text = "".join(f"{line}\n" for known, line in lines if known not in written)
             if there and not there.endswith(b"\n"):
                 text = f"\n{text}"  # somebody died in the middle of a line
-            with self._path.open("ab", buffering=0) as file:
-                file.write(text.encode())
+            append(self._path, text)
         except OSError as error:  # no reason to lose a training that has just been saved
             say(f"the incident could not be written to {self._path}: {error}")
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_replica import checks
-from lightning_replica.callbacks.faults import KINDS, Dice, InjectedFault, parse_all, positive
-from lightning_replica.callbacks.places import PHASES, PLACES
+from lightning_replica.callbacks.faults import KINDS, Dice, InjectedFault, parse_all
+from lightning_replica.callbacks.places import PLACES
 from lightning_replica.cli.experiments import Laboratory, Result
 from lightning_replica.cli.output import table, write
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.points import PHASES
 
 _USUAL_KINDS = "kill,exception,exit,memory,hang,corrupt"
 _EPILOG = f"""\
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     checks.whole(1, runs=options.runs, every_n_steps=options.every_n_steps)
     checks.whole(1, faults=3 if options.faults is None else options.faults)
     checks.seconds(timeout_s=options.timeout_s)
-    positive("mtbf_steps", options.mtbf_steps)
+    checks.positive("mtbf_steps", options.mtbf_steps)
     listed = None if options.list is None else parse_all(options.list)
     if listed == ():
         raise ConfigurationError("--list is empty: name a fault, for example kill:1:forward:3.")

@@ -141,7 +141,7 @@ class Laboratory:
         for each in struck:
             missed.remove(each.fault)
         stopped = any(each.fault.kind == "sigterm" for each in struck)
-        ended = bool(prints) and all(0 in rank.ends for rank in prints)
+        ended = _came_to_the_end(prints)
         if code not in ((0, 128 + signal.SIGTERM) if stopped else (0,)) or not (ended or stopped):
             return Result(folder, code, struck, missed, failure=f"{_ended(code)}\n{_tail(folder)}")
         found = differences(self.untouched, prints, cut_short=stopped and not ended)
@@ -171,10 +171,15 @@ class Laboratory:
                 process.wait()
 
 
+def _came_to_the_end(prints: list[RankPrint]) -> bool:
+    """Whether every rank has, of the first fit."""
+    return bool(prints) and all(0 in rank.ends for rank in prints)
+
+
 def _struck(folder: Path, prints: list[RankPrint]) -> list[Struck]:
     path = folder / STRUCK
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    ended = bool(prints) and all(0 in rank.ends for rank in prints)
+    ended = _came_to_the_end(prints)
     reached = min((rank.last_step for rank in prints), default=0)
     found = []
     for record in records:

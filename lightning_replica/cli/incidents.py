@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.points import PHASES
 from lightning_replica.recovery.faults import Detected
-from lightning_replica.recovery.phases import Phase
-
-SCHEMA = 1
-PHASES = tuple(phase.value for phase in Phase)
+from lightning_replica.recovery.incident import SCHEMA
 
 
 @dataclass(frozen=True)

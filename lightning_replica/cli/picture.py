@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lightning_replica.cli.incidents import PHASES, Incident
+from lightning_replica.cli.incidents import Incident
 from lightning_replica.cli.output import size
+from lightning_replica.points import PHASES
 
 # Of each way in which a fault is noticed: shape, and colour.
 MARKS: dict[str, tuple[str, str]] = {

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, fields
 from typing import Final, get_args
 
-from lightning_replica.points import Point, Stretch
+from lightning_replica.points import PHASES, Point, Stretch
 from lightning_replica.recovery.options import RecoveryOptions
 
 VARIABLE: Final = "LIGHTNING_REPLICA_BEACONS"
@@ -25,7 +25,7 @@ _CELLS = 16  # of 8 bytes: two cache lines, so that ranks do not disturb each ot
 _FIRST = 3  # so often a place has to be passed before its time-out is learnt: compilation, first batches
 _FACTOR = 5.0
 _START: Final = "start"  # of a process, up to its first batch or its first recovery
-_RECOVERY: Final = (_START, "stop", "clean", "regroup", "repair", "rollback", "resume")
+_RECOVERY: Final = (_START, *PHASES)
 PLACES: Final = (_START, *get_args(Point), *get_args(Stretch))
 _NUMBERS: Final = {place: number for number, place in enumerate(PLACES)}
 

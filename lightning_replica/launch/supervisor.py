@@ -17,7 +17,7 @@ from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serv
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.watch import Watch
 from lightning_replica.recovery.faults import Fault
-from lightning_replica.recovery.generation import Generations
+from lightning_replica.recovery.generation import Generations, Store
 from lightning_replica.recovery.options import RecoveryOptions
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Supervisor:
             self._replace(event.rank, Fault("hang" if hung else "death", (event.rank,), how))
 
     def _in_fit(self) -> bool:
-        return self._store.check([PHASE]) and self._store.get(PHASE) == b"fit"
+        return in_fit(self._store)
 
     def _look(self) -> None:
         """Kills whoever hangs; that it has died is noticed in the usual way."""
@@ -221,6 +221,11 @@ class Supervisor:
                 time.sleep(0.01)
         for child in self._children.values():
             child.process.wait()
+
+
+def in_fit(store: Store) -> bool:
+    """Whether a lost rank can be replaced now."""
+    return store.check([PHASE]) and store.get(PHASE) == b"fit"
 
 
 def _how(code: int) -> str:

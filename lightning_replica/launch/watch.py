@@ -11,6 +11,7 @@ from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import PLACES, VARIABLE, HangLimits, Slot, create
 from lightning_replica.launch.hangs import Judge
 from lightning_replica.launch.stacks import Finding, Stack
+from lightning_replica.points import PHASES
 
 DIRECTORY: Final = "replica_stacks"
 _WHERE: Final[dict[str, str]] = {
@@ -24,7 +25,7 @@ _WHERE: Final[dict[str, str]] = {
     "update": "in the update",
     "gather": "in the gather",
     "batch_end": "at the end of a batch",
-    **{phase: f"in recovery ({phase})" for phase in ("stop", "clean", "regroup", "repair", "rollback", "resume")},
+    **{phase: f"in recovery ({phase})" for phase in PHASES},
     **dict.fromkeys(("checkpoint", "save", "publish"), "while saving a checkpoint"),
     "epoch_start": "at the start of an epoch",
     "epoch_end": "at the end of an epoch",

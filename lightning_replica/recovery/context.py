@@ -1,13 +1,11 @@
 """What a hook is told of the recovery under way."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from lightning_replica.points import PhaseName
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Move
-
-PhaseName: TypeAlias = Literal["stop", "clean", "regroup", "repair", "rollback", "resume"]
 
 
 @dataclass(frozen=True)

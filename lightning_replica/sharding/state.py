@@ -1,7 +1,6 @@
 """One rank's part in a step: from gradients to the gathered parameters, and back to life after a fault."""
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_replica._compat.torch import as_bytes
 from lightning_replica.digests import Digest, GuardMode
 from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.grid import Grid
@@ -367,14 +365,6 @@ class ShardedState:
         self.gather()
 
     # Leaving
-
-    def digest(self) -> int:
-        """A CRC-32 of the shard's values and optimizer state; peers must have the same after every step."""
-        crc = 0
-        _, tensors = moving.export_shard(self.optimizers, with_gradients=False)
-        for tensor in tensors:
-            crc = zlib.crc32(as_bytes(tensor.cpu()), crc)
-        return crc
 
     def release(self) -> None:
         """Training is over: parameters get memory of their own, hooks go."""

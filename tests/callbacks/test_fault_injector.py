@@ -19,11 +19,12 @@ from lightning_replica.callbacks import FaultInjector, Fingerprint, Injected, In
 from lightning_replica.callbacks.fault_injector import EXIT_CODE, _Ledger
 from lightning_replica.callbacks.faults import Dice, parse_all
 from lightning_replica.callbacks.fingerprint import digest
-from lightning_replica.callbacks.places import PHASES, PLACES
+from lightning_replica.callbacks.places import PLACES
 from lightning_replica.cli import compare
 from lightning_replica.grid import Grid
 from lightning_replica.launch.supervisor import PHASE
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.points import PHASES
 from lightning_replica.recovery.generation import Generations
 from tests.support import job, world
 from tests.support.job import Case

@@ -14,6 +14,7 @@ from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
+from tests.support.sharded import digest
 
 
 def possible() -> list[tuple[str, dict[str, Any]]]:
@@ -48,12 +49,12 @@ def test_every_optimizer_moves_to_a_peer_and_goes_on_there() -> None:
         for seed in (1, 2):
             update(source, seed)
         update(target, 3)  # something else
-        assert source.digest() != target.digest(), (name, kwargs)
+        assert digest(source) != digest(target), (name, kwargs)
         move(source, target)
-        assert source.digest() == target.digest(), (name, kwargs)
+        assert digest(source) == digest(target), (name, kwargs)
         for state in (source, target):
             update(state, 4)
-        assert source.digest() == target.digest(), (name, kwargs)
+        assert digest(source) == digest(target), (name, kwargs)
 
 
 def test_large_tensors_are_received_where_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ def test_large_tensors_are_received_where_they_stay(monkeypatch: pytest.MonkeyPa
     assert [tensor.data_ptr() in held for tensor in filled] == sent
     assert {tensor.nbytes >= 1000 for tensor, stays in zip(tensors, sent, strict=True) if stays} == {True}
     assert 0 < sum(sent) < len(sent)
-    assert source.digest() == target.digest()
+    assert digest(source) == digest(target)
 
 
 def test_every_optimizer_can_be_taken_back() -> None:
@@ -78,14 +79,14 @@ def test_every_optimizer_can_be_taken_back() -> None:
         for steps in range(2):  # from the first step on, when most have no state yet
             backup = Backup(state.optimizers)
             backup.keep_shard()
-            before = state.digest()
+            before = digest(state)
             update(state, 10)
-            assert state.digest() != before, (name, kwargs)
+            assert digest(state) != before, (name, kwargs)
             backup.restore()
-            assert state.digest() == before, (name, kwargs)
+            assert digest(state) == before, (name, kwargs)
             for each in (state, untouched):
                 update(each, steps)
-            assert state.digest() == untouched.digest(), (name, kwargs)
+            assert digest(state) == digest(untouched), (name, kwargs)
 
 
 def test_a_parameter_that_was_frozen_again_moves_too() -> None:
@@ -99,7 +100,7 @@ def test_a_parameter_that_was_frozen_again_moves_too() -> None:
     update(source, 1)
     theirs[1].requires_grad_(False)
     move(source, target)
-    assert source.digest() == target.digest()
+    assert digest(source) == digest(target)
     assert [p.requires_grad for p in ours] == [True, False]
     ours[1].requires_grad_(True)
     (ours[0].sum() + ours[1].sum()).backward()

@@ -12,7 +12,7 @@ from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.commit import Request
 from tests.support.ranks import open_world, run_ranks
-from tests.support.sharded import make_state
+from tests.support.sharded import digest, make_state
 
 
 def model(dtype: torch.dtype) -> nn.Module:
@@ -40,7 +40,7 @@ def train(groups: Groups, dtype: torch.dtype, partition: str, request: Request) 
         state.update()
         state.gather()
         everyone = [0] * groups.grid.world_size
-        dist.all_gather_object(everyone, state.digest())
+        dist.all_gather_object(everyone, digest(state))
         digests.append(everyone)
     state.release()
     weights = b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())

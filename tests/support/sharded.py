@@ -2,6 +2,7 @@
 
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,12 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_replica._compat.torch import as_bytes
 from lightning_replica.grid import Grid
+from lightning_replica.sharding import moving
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import open_world
 
 Case: TypeAlias = Callable[[Groups], None]
+
+
+def digest(state: ShardedState) -> int:
+    """A CRC-32 of a shard's values and optimizer state; peers must have the same after every step."""
+    crc = 0
+    _, tensors = moving.export_shard(state.optimizers, with_gradients=False)
+    for tensor in tensors:
+        crc = zlib.crc32(as_bytes(tensor.cpu()), crc)
+    return crc
 
 
 def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups:
