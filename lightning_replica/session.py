@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -238,8 +239,8 @@ class Session:
         if threading.main_thread().is_alive():
             os._exit(ORPHANED)
 
-    def _make_groups(self) -> Iterable[dist.ProcessGroup]:
-        self._groups = make_groups(self.grid, self.rank, self._timeout_s)
+    def _make_groups(self, timeout: timedelta) -> Iterable[dist.ProcessGroup]:
+        self._groups = make_groups(self.grid, self.rank, timeout)
         self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
         if self._state is not None:
             self._state.connect(self._groups, self.check)
