@@ -61,6 +61,15 @@ def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta)
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def forget_failed_opening() -> None:
+    """Has the next ``init_process_group`` give its group the name that it has elsewhere, where the last one succeeded.
+
+    Ranks meet under the group's name, a number that counts openings; only ``destroy_process_group`` sets it back, and
+    that refuses where nothing was opened.
+    """
+    distributed_c10d._world.group_count = 0
+
+
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     """What ``GradScaler.update`` does after a step, with the finding given instead of collected from optimizers."""
     device = scaler._device

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_replica._compat.torch import registered_groups, set_group_timeout
+from lightning_replica._compat.torch import forget_failed_opening, registered_groups, set_group_timeout
 from lightning_replica.errors import CollectiveError
 from lightning_replica.recovery.patient_store import LonelyStore, PatientStore
 from lightning_replica.works import all_ended
@@ -135,6 +135,7 @@ class ProcessGroups:
                 _keep_forever(group)
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_failed_opening()
         sys.excepthook = self._excepthook  # every init_process_group wraps the one before
 
     def _own(self, group: dist.ProcessGroup | None) -> None:
