@@ -63,13 +63,15 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
+            generation = self._generation
             try:
-                begun = self._woken < self._generation and self._generations.begun(self._generation + 1)
+                begun = self._woken < generation and self._generations.begun(generation + 1)
             except RuntimeError:  # c10d's DistNetworkError and DistStoreError
                 if not self._stop.is_set():
                     self._orphaned()
                 return
             if begun:
                 with self._lock:
-                    self._woken = self._generation
-                    self._wake()
+                    if self._generation == generation:  # else the rank has moved on by itself meanwhile
+                        self._woken = generation
+                        self._wake()
