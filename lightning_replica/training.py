@@ -304,8 +304,8 @@ class Training:
         return self._sigterm.noted
 
     def check(self) -> None:
-        """Raises `Interrupted` if the world has moved on."""
-        self._session.check()
+        """Raises `Interrupted` if the world has moved on; for collectives to call while they wait."""
+        self._session.look()
 
     @property
     def groups(self) -> Groups:
