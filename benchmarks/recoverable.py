@@ -141,18 +141,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block", type=int, default=6)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="those to compare with 'off'")
     args = parser.parse_args()
     if args.mode:
         train(args.mode, args.ranks, args.path)
         return
-    blocks: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
-    with worlds(list(MODES), args.ranks) as found:
+    modes = [mode for mode in MODES if mode == "off" or mode in args.modes]
+    blocks: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
+    with worlds(modes, args.ranks) as found:
         for world in found.values():  # nobody's warm-up disturbs the others
             for other in found.values():
                 other.signal(signal.SIGSTOP)
             world.steps(10)
         for number in range(args.rounds):
-            for mode in sorted(MODES, key=list(MODES).index, reverse=bool(number % 2)):
+            for mode in modes[:: -1 if number % 2 else 1]:
                 blocks[mode].append(found[mode].steps(args.block))
     walls = {mode: [wall for wall, _ in own] for mode, own in blocks.items()}
     cpus = {mode: [cpu for _, cpu in own] for mode, own in blocks.items()}
@@ -164,7 +166,7 @@ def main() -> None:
             spread(cpus[mode]),
             against(cpus[mode], cpus["off"]),
         ]
-        for mode in MODES
+        for mode in modes
     ]
     notes = f"""
 Seconds of a step; median and middle half of {args.rounds} blocks of {args.block} steps, the trainings taking turns. {args.ranks} ranks, R=2,
