@@ -70,6 +70,21 @@ def test_a_rank_that_has_moved_on_by_itself_is_not_woken() -> None:
         monitor.stop()
 
 
+def test_a_rank_that_waits_has_it_look_at_once() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    woken = threading.Event()
+    monitor = Monitor(connect(store.port), woken.set, lambda: None, interval_s=3600)
+    monitor.start(0)
+    try:
+        Generations(store).begin(1, Fault("exception", (1,), "x"))
+        monitor.look()
+        assert woken.wait(timeout=10)
+        with pytest.raises(Interrupted, match="generation 0 is over"):
+            monitor.look()
+    finally:
+        monitor.stop()  # nor does it wait here
+
+
 def test_it_notices_that_the_supervisor_is_gone() -> None:
     script = """
 import sys, torch.distributed as dist
