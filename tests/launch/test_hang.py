@@ -16,9 +16,7 @@ from tests.support import job, world
 from tests.support.job import Case, Fault
 
 WATCHED = Case(hang=(1.0, 5.0))
-# For hangs in a recovery, where the ceiling is the time-out. So the floor costs no time here; at 1 s, on a machine with
-# other things to do, it is shorter than what a rank that waits may be kept from a processor, and that one was killed.
-IN_RECOVERY = Case(hang=(5.0, 5.0))
+PATIENT = Case(hang=(20.0, 40.0))
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +153,15 @@ def test_a_barrier_that_one_rank_leaves_out(untouched: world.Outcome, tmp_path: 
     assert "no process was lost" in outcome.logs
 
 
+def _watched_closely(case: Case, out: Path) -> None:
+    job.watch_closely(2, 5.0)
+    job.run(case, out)
+
+
 @pytest.mark.parametrize("point", ["regroup", "rollback"])
 def test_in_a_recovery(point: str, untouched: world.Outcome, tmp_path: Path) -> None:
     faults = (Fault("kill", 1, "backward", 2), Fault("stop", 2, point, 2))
-    outcome = world.run(replace(IN_RECOVERY, faults=faults), tmp_path)
+    outcome = world.run(replace(PATIENT, faults=faults), tmp_path, target=_watched_closely)
     outcome.assert_same(untouched)
     assert outcome.said[0].startswith("Rank 1 died (SIGKILL)")
     assert outcome.said[1].startswith(f"Rank 2 hangs in recovery ({point}) ")
@@ -174,7 +177,7 @@ def _stopped_newborn(case: Case, out: Path) -> None:
 
 
 def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Path) -> None:
-    case = replace(IN_RECOVERY, faults=(Fault("kill", 1, "backward", 2),))
+    case = Case((Fault("kill", 1, "backward", 2),), hang=(5.0, 5.0))
     outcome = world.run(case, tmp_path, target=_stopped_newborn)
     outcome.assert_same(untouched)
     assert outcome.said[1].startswith("Rank 1 hangs at the start, before its first batch ")

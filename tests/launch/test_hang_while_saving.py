@@ -78,6 +78,7 @@ def train(case: Saves, out: Path) -> None:
 
     before(LocalFileOpener, "commit", "file")
     before(publish, "write_file", "directory")
+    job.watch_closely(case.rank, 3.0)
     job.run(case, out, (hangs,), state_dict_type=case.form)
 
 
@@ -113,7 +114,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.form}-{case.place}-{case.rank}")
 def test_hang(case: Saves, oracles: dict[str, tuple[world.Outcome, Path]], tmp_path: Path) -> None:
-    outcome = world.run(replace(case, hang=(3.0, 3.0)), tmp_path, target=train)
+    outcome = world.run(replace(case, hang=(20.0, 40.0)), tmp_path, target=train)
     untouched, before = oracles[case.form]
     outcome.assert_same(untouched)
     assert len(outcome.said) == 2, outcome.said
