@@ -405,6 +405,7 @@ class ReplicaZeroStrategy(LightningCollectives):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
+        begin("checkpoint")  # the first that Lightning asks for when it saves one; hooks of the user's follow
         if self._checkpoints.is_sharded(self._training):
             return {}
         state = super().lightning_module_state_dict()
@@ -414,7 +415,6 @@ class ReplicaZeroStrategy(LightningCollectives):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint in the form of ``state_dict_type``."""
-        begin("checkpoint")
         if self._training is not None and self.lightning_module is not None:
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):

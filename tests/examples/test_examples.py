@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SUPPORT = Path(__file__).parents[1] / "support"
 TINY_HYDRA = ["trainer.devices=2", "trainer.max_steps=4", "model.width=40", "model.depth=1"]
 TINY_CLI = ["fit", "--config", str(EXAMPLES / "train_cli.yaml"), *(f"--{option}" for option in TINY_HYDRA)]
 
@@ -17,12 +18,24 @@ def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProces
     return subprocess.run(
         [sys.executable, "-W", "ignore", str(EXAMPLES / script), *options],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": search_path()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=200,
     )
+
+
+def search_path() -> str:
+    """Where examples find `kill` too."""
+    return os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
+
+
+def assert_came_back(done: "subprocess.CompletedProcess[str]", rank: int, standby: int) -> None:
+    """Once, and as a standby if there was one."""
+    assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in done.stdout
+    assert len(re.findall(rf"recovered at step 2 in [\d.]+ s: rank {rank} was replaced", done.stdout)) == 1
+    assert re.findall(r"^rank (\d) was a standby", done.stdout, re.M) == [str(rank)] * standby
 
 
 def fingerprint(done: "subprocess.CompletedProcess[str]") -> str:
@@ -50,13 +63,14 @@ def test_hydra(untouched: str, tmp_path: Path) -> None:
     assert "max_tries: 5" in (output_folder(tmp_path) / ".hydra" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_hydra_with_a_lost_rank(rank: int, untouched: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "standby"), [(0, 1), (1, 0)])
+def test_hydra_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_path: Path) -> None:
     options = ["+experiment=lost_rank", "callbacks.kill.step=2", f"callbacks.kill.rank={rank}"]
+    if standby:
+        options += ["callbacks.kill._target_=kill.Kill", "+callbacks.kill.standby=1", "strategy.standby=1"]
     done = run(tmp_path, "train_hydra.py", *TINY_HYDRA, *options)
     assert fingerprint(done) == untouched
-    assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in done.stdout
-    assert len(re.findall(r"recovered at step 2 in [\d.]+ s", done.stdout)) == 1
+    assert_came_back(done, rank, standby)
     # One folder for the supervisor, both ranks and the replacement; the configuration is the supervisor's.
     found = {str(path.relative_to(output_folder(tmp_path))) for path in output_folder(tmp_path).rglob("*.*")}
     logs = {"train_hydra.log", "train_ddp_process_0.log", "train_ddp_process_1.log"}
@@ -77,11 +91,16 @@ def test_hydra_multirun(tmp_path: Path) -> None:
     assert "fingerprint" not in done.stdout
 
 
-def test_cli_with_a_lost_rank(untouched: str, tmp_path: Path) -> None:
-    kill = ["--trainer.callbacks+=gpt.Kill", "--trainer.callbacks.rank=0", "--trainer.callbacks.step=2"]
+@pytest.mark.parametrize(("rank", "standby"), [(0, 0), (1, 1)])
+def test_cli_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_path: Path) -> None:
+    kill = ["--trainer.callbacks+=gpt.Kill", f"--trainer.callbacks.rank={rank}", "--trainer.callbacks.step=2"]
+    if standby:
+        kill[0] = "--trainer.callbacks+=kill.Kill"
+        kill += ["--trainer.callbacks.standby=1", "--trainer.strategy.init_args.standby=1"]
     done = run(tmp_path, "train_cli.py", *TINY_CLI, *kill)
     assert fingerprint(done) == untouched
-    assert "Rank 0 died (SIGKILL); a new process takes its place (1 of 3)" in done.stdout
+    assert_came_back(done, rank, standby)
+    assert not list(tmp_path.iterdir())
 
 
 def test_cli_by_class_path_and_its_arguments(untouched: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.support import job, world
 from tests.support.job import Case, Fault
 
 WATCHED = Case(hang=(1.0, 5.0))
+PATIENT = Case(hang=(20.0, 40.0))
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +153,15 @@ def test_a_barrier_that_one_rank_leaves_out(untouched: world.Outcome, tmp_path: 
     assert "no process was lost" in outcome.logs
 
 
+def _watched_closely(case: Case, out: Path) -> None:
+    job.watch_closely(2, 5.0)
+    job.run(case, out)
+
+
 @pytest.mark.parametrize("point", ["regroup", "rollback"])
 def test_in_a_recovery(point: str, untouched: world.Outcome, tmp_path: Path) -> None:
     faults = (Fault("kill", 1, "backward", 2), Fault("stop", 2, point, 2))
-    outcome = world.run(replace(WATCHED, faults=faults), tmp_path)
+    outcome = world.run(replace(PATIENT, faults=faults), tmp_path, target=_watched_closely)
     outcome.assert_same(untouched)
     assert outcome.said[0].startswith("Rank 1 died (SIGKILL)")
     assert outcome.said[1].startswith(f"Rank 2 hangs in recovery ({point}) ")
@@ -171,7 +177,7 @@ def _stopped_newborn(case: Case, out: Path) -> None:
 
 
 def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Path) -> None:
-    case = replace(WATCHED, faults=(Fault("kill", 1, "backward", 2),))
+    case = Case((Fault("kill", 1, "backward", 2),), hang=(5.0, 5.0))
     outcome = world.run(case, tmp_path, target=_stopped_newborn)
     outcome.assert_same(untouched)
     assert outcome.said[1].startswith("Rank 1 hangs at the start, before its first batch ")

@@ -8,6 +8,7 @@ import torch
 from lightning_replica.cli.main import main
 from tests.strategy.both import different
 from tests.strategy.resumes import Stage, run
+from tests.support.bits import same
 
 # With two optimizers, without and with a loss scaler, with buffers, schedulers, state from the start.
 NAMES = ("plain", "adagrad", "schedulers", "gan", "half_mixed_seen", "images_with_batch_norm", "dtypes_and_shapes")
@@ -66,14 +67,3 @@ def test_checkpoints_move_between_worlds(tmp_path: Path) -> None:
                 assert same(first["replica_zero"]["main"], second["replica_zero"]["main"]), (devices, stage, name)
                 for key in ("state_dict", "optimizer_states", "lr_schedulers"):
                     assert same(first[key], second[key]), (devices, stage, name, key)
-
-
-def same(a: Any, b: Any) -> bool:
-    """To the last bit, through dicts and lists."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)

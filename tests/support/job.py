@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.points import listen
 from lightning_replica.sharding.guard import flip_bit
 from lightning_replica.sharding.state import ShardedState
@@ -96,6 +97,16 @@ class Case:
     clip: float | None = 0.7
     hang: tuple[float, float] = HANG
     guard: Literal["sampled", "full", "off"] = "full"
+
+
+def watch_closely(rank: int, limit_s: float) -> None:
+    """Gives the first process of ``rank`` little time wherever it works or recovers.
+
+    All others may be slow, and who waits may be kept from a processor for long, as happens on a busy machine.
+    """
+    if (int(os.environ["LOCAL_RANK"]), os.environ["LIGHTNING_REPLICA_GENERATION"]) == (rank, "0"):
+        limits = HangLimits(HANG[0], limit_s, limit_s)
+        HangLimits.of = classmethod(lambda cls, options: limits)  # type: ignore[method-assign, assignment]
 
 
 class Faults(Callback):
