@@ -58,7 +58,7 @@ def compare(
     Raises:
         ConfigurationError: On every rank, if facts differ; it says on which ranks, and what they have.
     """
-    everyone = generations.share(f"facts/{topic}", rank, dict(facts), 0, grid.world_size, timeout_s)
+    everyone = generations.share(f"facts/{topic}", rank, dict(facts), 0, range(grid.world_size), timeout_s)
     for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
         said = _difference([json.dumps(each.get(name)) for each in everyone])
         if said:
@@ -77,10 +77,10 @@ def compare_models(
     own = describe_model(module)
     advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    everyone = generations.share(f"facts/{topic}", rank, {"model": digest}, 0, grid.world_size, timeout_s)
+    everyone = generations.share(f"facts/{topic}", rank, {"model": digest}, 0, range(grid.world_size), timeout_s)
     if len({each["model"] for each in everyone}) == 1:
         return
-    models = generations.share(f"facts/{topic}/parameters", rank, own, 0, grid.world_size, timeout_s)
+    models = generations.share(f"facts/{topic}/parameters", rank, own, 0, range(grid.world_size), timeout_s)
     for name in dict.fromkeys(name for model in models for name in model):
         said = _difference([model.get(name, "missing") for model in models])
         if said:

@@ -1,6 +1,6 @@
 """What a Lightning checkpoint holds under this strategy, and how a fit takes it back."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica import resume
+from lightning_replica._compat.lightning import dump_checkpoint
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.snapshot import Snapshot
@@ -64,17 +65,41 @@ class Checkpoints:
         loaded, self._loaded = self._loaded, None
         return None if loaded is None else resume.read(trainer, rank, world_size, *loaded)
 
-    def save_sharded(
-        self, training: Training, module: pl.LightningModule, checkpoint: dict[str, Any], path: Path
+    def save_last(
+        self, trainer: pl.Trainer, training: Training, own: dict[str, Any], path: Path, pieces: Collection[int]
     ) -> None:
-        """Every rank writes its part. Collective."""
+        """A sharded checkpoint, whatever form the others have. Collective over the default group.
+
+        Args:
+            trainer: The trainer, put back to where the checkpoint shall stand.
+            training: The fit.
+            own: What only this strategy reads.
+            path: The directory to write.
+            pieces: The ranks whose part of the shards this one writes.
+        """
+        form, self._form = self._form, "sharded"
+        try:
+            checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
+            self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces)
+        finally:
+            self._form = form
+
+    def save_sharded(
+        self,
+        training: Training,
+        module: pl.LightningModule,
+        checkpoint: dict[str, Any],
+        path: Path,
+        pieces: Collection[int] | None = None,
+    ) -> None:
+        """Every rank writes its part, or that of the ranks ``pieces``. Collective."""
         from lightning_replica.checkpoint import sharded
 
         extras, aliases = sharded.beside_trained(module, training.state)
         names = [name for name, _ in module.named_parameters()]
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         plain = {**checkpoint, "state_dict": others, "optimizer_states": []}
-        sharded.save_sharded(path, training.state, names, extras, plain, aliases=aliases)
+        sharded.save_sharded(path, training.state, names, extras, plain, aliases=aliases, ranks=pieces)
 
     # Loading, in the order of calls
 

@@ -226,6 +226,8 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         if not resume.fresh:
             return partial(self._tail, resume) if resume.kind == "tail" else None
         self.metrics_known = resume.replicated["metrics_known"]
+        if resume.place == "tail":
+            return partial(self._tail, resume)
         if resume.place == "batch_end":
             return partial(self._end_loaded_batch, resume)
         return self._skip_validation if resume.place == "validation_end" else None

@@ -63,6 +63,10 @@ class LightningHost:
         """The snapshot of the window that leads from ``step`` to the next, if that has begun."""
         return self._held.get(("batch", step))
 
+    def kept(self, kind: Kind, step: int) -> Snapshot:
+        """One of the snapshots that `held` names."""
+        return self._held[kind, step]
+
     def loss(self, step: int) -> list[Any] | None:
         """The loss of the step that led to ``step``, as `metrics.to_plain` gives it."""
         tail = self._held.get(("tail", step))
@@ -169,7 +173,7 @@ class LightningHost:
             snapshots.restore(self._trainer, taken, same_fit=False)
         else:
             snapshots.restore_progress(self._trainer, taken)
-        if taken.place in ("batch", "batch_end", "validation_end"):
+        if taken.place in ("batch", "tail", "batch_end", "validation_end"):
             self._rewind(taken)
         else:
             for loader, state in zip(snapshots.exact_loaders(self._trainer), taken.loaders, strict=False):

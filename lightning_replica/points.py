@@ -25,6 +25,8 @@ Point: TypeAlias = Literal[
     "batch_end",  # the update is done, the batch's last hooks are not
     PhaseName,
     "save",  # this rank's part of a sharded checkpoint is on the disk, nothing is published
+    "gasp",  # the run was given up; those who are left come together
+    "gasp_write",  # they have agreed on the step, and begin to write
     "publish",  # the former checkpoint of that name is aside, the new one is not in its place
 ]
 

@@ -9,6 +9,7 @@ place, which the counters tell too (`place_of`):
 - "validation_end", in `on_validation_end`: what follows a validation, then the next batch;
 - "epoch_end", in `on_train_epoch_end`: what is left of the epoch's end, then the next epoch;
 - "batch", before the next batch of the epoch;
+- "tail", after an update, before all that follows it in its batch: only in a dying gasp (`record_last`);
 - None, between epochs: the next epoch.
 
 Gradients are in no checkpoint. One that is written while a window of batches is under way goes back to the window's
@@ -70,15 +71,8 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         snapshots.take_private(trainer, taken, tree)
         if host["place"] in (None, "epoch_end"):
             taken.loaders = [loader.state_between_epochs() for loader in snapshots.exact_loaders(trainer)]
-    private = {
-        "rng": taken.rng,
-        "results": taken.results,
-        "loaders": [tuple(state) for state in taken.loaders],
-        "loss": taken.loss,
-        "metric_states": taken.metric_states,
-    }
     buffer = io.BytesIO()
-    torch.save(private, buffer)
+    torch.save(_private(taken), buffer)
     groups = training.groups
     everyone = all_gather_bytes(buffer.getvalue(), groups.world, training.check)
     if groups.rank != 0:
@@ -88,6 +82,39 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         "ranks": [torch.load(io.BytesIO(each), weights_only=True) for each in everyone],
         "world_size": len(everyone),
         "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
+    }
+
+
+def record_last(
+    trainer: pl.Trainer, taken: Snapshot, commit: tuple[float, ...], privates: dict[int, bytes], world_size: int
+) -> dict[str, Any]:
+    """The same for a dying gasp, of whatever snapshot the ranks have agreed on. Not collective.
+
+    Args:
+        trainer: The trainer, put back to the snapshot.
+        taken: The snapshot.
+        commit: The commit vector of the step before, if there was one.
+        privates: Each rank's private state, as it is mirrored; where one is missing, random numbers are lost.
+        world_size: Number of ranks of the run.
+    """
+    place = taken.place if taken.fresh else taken.kind
+    complete = len(privates) == world_size
+    ranks = [Snapshot.of_private(taken.kind, taken.step, privates[rank]) for rank in range(world_size * complete)]
+    return {
+        "host": {**taken.replicated, "place": place, "commit": commit if place == "tail" else ()},
+        "ranks": [_private(each) for each in ranks],
+        "world_size": len(ranks),
+        "samples": _samples(trainer, world_size, taken.replicated["loops"]),
+    }
+
+
+def _private(taken: Snapshot) -> dict[str, Any]:
+    return {
+        "rng": taken.rng,
+        "results": taken.results,
+        "loaders": [tuple(state) for state in taken.loaders],
+        "loss": taken.loss,
+        "metric_states": taken.metric_states,
     }
 
 

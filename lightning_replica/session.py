@@ -26,6 +26,7 @@ from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
 from lightning_replica.recovery.context import RecoveryContext
+from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.mirror import Mirrors
@@ -220,6 +221,23 @@ class Session:
     def leave(self) -> None:
         """All ranks have agreed to end; who goes is not replaced."""
         self.generations.store.set(PHASE, "done")
+
+    def gasp(self) -> Gasp:
+        """This rank's part in a last checkpoint; the run has been given up."""
+        return Gasp(
+            self.grid,
+            self.rank,
+            self.generations,
+            self._process_groups,
+            self._monitor,
+            self._left,
+            self.options.rendezvous_timeout_s,
+        )
+
+    def _left(self, generation: int) -> list[int]:
+        """The ranks that are left, which the supervisor has written down."""
+        lost = self.generations.lost(generation)
+        return [rank for rank in range(self.grid.world_size) if rank not in lost]
 
     def close(self) -> None:
         """Leaves the world."""

@@ -33,7 +33,7 @@ from lightning_replica.recovery.interface import Kind
 
 log = logging.getLogger(__name__)
 
-Place: TypeAlias = Literal["batch", "batch_end", "validation_end", "epoch_end"]
+Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoch_end"]
 """Where in the loops a fit begins that goes on from a checkpoint; see resume.py."""
 
 # What callbacks (stochastic weight averaging) change of the loop itself.
@@ -83,7 +83,7 @@ class Snapshot:
     @property
     def ends_with_batch(self) -> bool:
         """Whether hooks that follow want to see the batch before."""
-        return self.place == "batch_end" if self.fresh else self.kind == "tail"
+        return self.place in ("tail", "batch_end") if self.fresh else self.kind == "tail"
 
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
@@ -117,8 +117,15 @@ class Snapshot:
     @classmethod
     def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
         """A replacement's snapshot, from what a peer sent."""
+        taken = cls.of_private(kind, step, private)
+        taken.replicated = plain.load(replicated)
+        return taken
+
+    @classmethod
+    def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
+        """The private part alone, from what `private_bytes` gave."""
         rng, results, loaders, loss, fresh, states = plain.unpack(private)
-        taken = cls(kind, step, plain.load(replicated), rng, results, [], loss, fresh)
+        taken = cls(kind, step, {}, rng, results, [], loss, fresh)
         for batches, begun, generator, workers, reused, before in loaders:
             taken.loaders.append(LoaderState(batches, begun, generator, tuple(workers), reused, tuple(before)))
         taken.metric_states = plain.unpack(states) if states else []

@@ -27,6 +27,7 @@ from lightning_replica.checkpoints import Checkpoints, StateDictType, absent
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.digests import GuardMode
+from lightning_replica.dying_gasp import DyingGasp
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
@@ -422,6 +423,15 @@ class ReplicaZeroStrategy(LightningCollectives):
                 self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
                 return
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def gasp_to(self, directory: Path) -> None:
+        """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None:
+            gasp = DyingGasp(
+                trainer, self.training, self._checkpoints, self.session.mirrors, directory, self.global_rank
+            )
+            self.training.write_last = gasp.write
 
     def teardown(self) -> None:
         """The module gets its parameters' memory back."""

@@ -2,16 +2,19 @@
 
 import json
 import logging
+import signal
 import time
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
 from lightning_replica.digests import Digest
-from lightning_replica.errors import RecoveryError
+from lightning_replica.errors import CheckpointError, RecoveryError, ReplicaError
+from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.hooks import Hooks, explain, is_from_outside
 from lightning_replica.host import LightningHost
 from lightning_replica.messages import say
@@ -20,6 +23,7 @@ from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.points import reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.account import Account
+from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.incident import Incident, describe
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import Groups, all_gather_bytes
@@ -30,6 +34,9 @@ from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
+
+# What ends a run that saves first, beside SIGTERM: a terminal's, and what SLURM is mostly told to send.
+_ENDS = (signal.SIGINT, signal.SIGUSR1)
 
 
 class Training:
@@ -46,6 +53,7 @@ class Training:
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
 
     Attributes:
+        write_last: Writes the last checkpoint of a run that cannot go on; set by `DyingGaspCheckpoint`.
         recoverable: Whether a fault is recovered from; without it, nothing is kept for that.
     """
 
@@ -80,7 +88,9 @@ class Training:
         )
         self.host = LightningHost(trainer, self.state)
         self._module_buffers = BufferSync(module, session.wait)
-        self._sigterm = Sigterm(trainer)
+        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else ())
+        self._told_to_end = False
+        self.write_last: Callable[[GaspPlan], str] | None = None
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
@@ -115,6 +125,10 @@ class Training:
             return
         taken = self.host.begin_window(self.state.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
+        if self._told_to_end:
+            self._session.mirrors.settle()
+            self._session.generations.give_up("All ranks have agreed to save and end.")
+            self._end_with_gasp()
 
     def before_backward(self, accumulating: bool) -> None:
         """Makes ready for reductions that overlap backward."""
@@ -188,7 +202,9 @@ class Training:
         """What follows from the commit alone; in a tail that is done again, it is done again too."""
         if not self.manual:
             self._precision.after_commit(commit)
-        if commit.stop:
+        if commit.stop and self._session.options.gasp:
+            self._told_to_end = True  # at the start of the next batch
+        elif commit.stop:
             self._session.leave()
             self._sigterm.agree()
 
@@ -209,6 +225,8 @@ class Training:
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
+            if loaded.place == "tail" and loaded.replicated["commit"]:
+                self._after_commit(replace(Commit.of(loaded.replicated["commit"]), stop=0.0))
         taken = self.host.begin(loaded)
         if self.recoverable:
             self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
@@ -264,6 +282,8 @@ class Training:
         except RecoveryError as final:
             session.generations.give_up(str(final))
             self._tell_of_the_end(str(final))
+            if session.options.gasp:
+                self._end_with_gasp()
             raise
         if session.newborn:
             session.newborn = False
@@ -275,6 +295,25 @@ class Training:
         self._window = (0, time.monotonic())
         self._untold += self._account.went_on(outcome, self._trainer.current_epoch)
         return self.host.resume
+
+    def _end_with_gasp(self) -> NoReturn:
+        """Writes the last checkpoint with all who are left, and ends this process.
+
+        Raises:
+            SystemExit: With a code of `exit_codes`.
+        """
+        session = self._session
+        if self.write_last is None:
+            raise ReplicaError("Nobody has said where the last checkpoint goes.")
+        try:
+            path = session.gasp().run(
+                self.state, self.host, lambda: session.recovery.report(self.state, self.host), self.write_last
+            )
+        except (RecoveryError, CheckpointError) as error:
+            log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
+            raise SystemExit(NOTHING_SAVED) from error
+        log.info("rank %d: the last checkpoint is %s", session.rank, path)
+        raise SystemExit(GASP_WRITTEN)
 
     def _report(self, step: int | None) -> None:
         """Tells of incidents that are over: one rank the user, every rank its callbacks."""

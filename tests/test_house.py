@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_replica.__file__).parent
 LAYERS = [
     ["errors", "messages", "checks", "_compat"],
     ["plain"],
-    ["points", "grid", "works", "digests"],
+    ["points", "grid", "works", "digests", "exit_codes"],
     ["sharding"],
     ["recovery"],
     ["checkpoint"],
@@ -37,6 +37,7 @@ LAYERS = [
     ["lightning_collectives", "snapshot", "host"],
     ["training"],
     ["resume", "checkpoints"],
+    ["dying_gasp"],
     ["callbacks", "chaos", "fit_loop", "strategy"],
     [""],
     ["cli", "conf"],

@@ -1,7 +1,9 @@
 """Private names of Lightning."""
 
 import csv
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ __all__ = [
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
     "continue_csv",
+    "dump_checkpoint",
     "epoch_of",
     "leave_config_unsaved",
     "let_config_be_saved_again",
@@ -133,6 +136,12 @@ def epoch_of(fit_loop: _FitLoop) -> int:
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
 
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """What Lightning puts into a checkpoint; calls the hooks that add to it. Collective where they are."""
+    dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return dumped
+
+
 def let_config_be_saved_again(trainer: Any) -> None:
     """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved."""
     for callback in _config_savers(trainer):
@@ -175,14 +184,22 @@ class Sigterm:
     Lightning's own handler also broadcasts, from inside the signal handler: where the other ranks are gone or their
     groups aborted, that may never return. And its flag must not rise on one rank before it does on the others.
 
+    Args:
+        trainer: The trainer that fits.
+        others: Signals that mean the same; Lightning puts their handlers back when the fit is over.
+
     Attributes:
         noted: Whether this process has got a SIGTERM.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, others: Sequence[signal.Signals] = ()) -> None:
         self._connector = trainer._signal_connector
         self.noted = False
         self._connector._sigterm_notifier_fn = self._note
+        if others:
+            self._connector._slurm_sigusr_handler_fn = self._note
+        for signum in others if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(signum, self._note)
 
     def agree(self) -> None:
         """Raises Lightning's flag: training ends with this batch."""

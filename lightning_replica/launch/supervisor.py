@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.watch import Watch
 from lightning_replica.recovery.faults import Fault
+from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations, Store
 from lightning_replica.recovery.options import RecoveryOptions
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0
+_END_S = 10.0  # between being told to end and being killed
 PHASE = "phase"  # store key: "fit" between `armed` and `finished`, when a death can be recovered from
 
 
@@ -93,11 +95,15 @@ class Supervisor:
         self._over = threading.Event()
         self._restarts = 0
         self._code = 0
+        self._told: signal.Signals | None = None  # the first signal that this process was sent
+        self._told_at = self._told_again = 0.0
+        self._gasps = False  # those who are left are writing, or try to
 
     def run(self) -> int:
         """Starts all ranks and returns the exit code that this process should end with.
 
-        0 if every rank ended with 0, else the code of the rank that failed first (128 + n for signal n).
+        0 if every rank ended with 0, one of `exit_codes`, or the code of the rank that failed first (128 + n for
+        signal n).
         """
         self._store = serve(LOOPBACK)
         self._generations = Generations(self._store)
@@ -121,7 +127,14 @@ class Supervisor:
                 self._standbys.end()
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
-        return self._code
+        return self._final_code()
+
+    def _final_code(self) -> int:
+        path = Gasp.written(self._generations) if self._options.gasp else None
+        if path is not None:
+            self._say(f"the run has ended before its time, and has left {path}. Start it again from there.")
+            return GASP_WRITTEN
+        return NOTHING_SAVED if self._gasps else self._code
 
     def _start(self, rank: int, generation: int) -> None:
         environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
@@ -150,7 +163,7 @@ class Supervisor:
             event.fill(self._options.max_restarts - self._restarts)
             return
         if isinstance(event, signal.Signals):
-            self._fail(f"The run was stopped by {event.name}.", 128 + event, forward=event)
+            self._on_told(event)
             return
         del self._children[event.rank]
         code = event.process.returncode or 0
@@ -160,27 +173,54 @@ class Supervisor:
         hung = self._hung.pop(event.rank, None)
         how = hung or f"Rank {event.rank} {_how(code)}"
         code = 128 - code if code < 0 else code or 1
-        if not self._options.recovery:
+        if self._code or self._generations.verdict() is not None:
+            self._fail(how, code, (event.rank,) if self._options.gasp else ())
+        elif not self._options.recovery:
             self._fail(f"{how}. With recovery=False the run ends with it.", code)
         elif not in_fit:
             self._fail(f"{how} outside of training, where a rank cannot be replaced.", code)
-        elif self._code or self._generations.verdict() is not None:
-            self._fail(how, code)
         elif self._restarts >= self._options.max_restarts:
             used = f"{self._restarts} of max_restarts={self._options.max_restarts} are used"
-            self._fail(f"{how}, and no replacement can be had: {used}.", code, (event.rank,))
+            self._fail(f"{how}, and no replacement can be had: {used}.", GAVE_UP, (event.rank,))
         else:
             self._replace(event.rank, Fault("hang" if hung else "death", (event.rank,), how))
+
+    def _on_told(self, told: signal.Signals) -> None:
+        """A signal to this process: ranks agree to save and end. After a second one they end at once."""
+        if self._told is None and self._options.gasp and self._in_fit():
+            self._told, self._told_at = told, time.monotonic()
+            self._say(f"{told.name}: all ranks save and end, within {self._options.grace_s:g} s.")
+            for child in self._children.values():
+                child.process.send_signal(signal.SIGTERM)
+            return
+        again = self._told is not None
+        self._fail(f"The run was stopped by {told.name}.", 128 + told, forward=told)
+        if again:
+            self._terminate(signal.SIGTERM, after_s=0.0)
+
+    def _keep_time(self) -> None:
+        """Half of the grace is for coming to a step's end; then those who write get what is left."""
+        if self._told is None:
+            return
+        passed_s = time.monotonic() - self._told_at
+        if passed_s > self._options.grace_s:
+            self._say(f"{self._options.grace_s:g} s are over (grace_s); what has not ended is killed.")
+            self._code = self._code or 128 + self._told
+            self._terminate(signal.SIGKILL)
+        elif passed_s > self._options.grace_s / 2 and self._generations.verdict() is None:
+            self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told)
 
     def _in_fit(self) -> bool:
         return in_fit(self._store)
 
     def _look(self) -> None:
         """Kills whoever hangs; that it has died is noticed in the usual way."""
+        self._keep_time()
         # Who has been killed is still here until its end is seen.
         send = {c.rank: c.process.send_signal for c in self._children.values() if c.rank not in self._hung}
         hang = self._watch.look(send, self._in_fit)
-        if hang is None or self._code or self._generations.verdict() is not None:
+        over = self._code or self._generations.verdict() is not None
+        if hang is None or (over and not self._gasps):
             return
         self._say(hang.text)
         if not hang.culprits:
@@ -196,17 +236,20 @@ class Supervisor:
         self._start(rank, generation)
 
     def _fail(self, why: str, code: int, ranks: tuple[int, ...] = (), forward: signal.Signals | None = None) -> None:
-        """Ends the run: ranks are told why and given some time to end by themselves."""
+        """Ends the run: ranks are told why and given some time to end by themselves, or to save what they have."""
         if not self._code:
             self._code = code
+            self._gasps = self._options.gasp and self._in_fit()
             if self._generations.verdict() is None:
                 self._say(why)
         self._generations.give_up(why)
         self._generations.begin_next(0, Fault("end", ranks, why))  # wakes whoever is blocked
+        if self._gasps:
+            return
         if forward is not None:
             for child in self._children.values():
                 child.process.send_signal(forward)
-        self._terminate(signal.SIGTERM, after_s=GRACE_S)
+        self._terminate(signal.SIGTERM, after_s=_END_S)
 
     def _terminate(self, signum: signal.Signals, after_s: float = 0.0) -> None:
         """Ends all children; those that are still there after ``after_s`` are sent ``signum``, then SIGKILL."""
@@ -216,7 +259,7 @@ class Supervisor:
                 if time.monotonic() > deadline:
                     for child in self._children.values():
                         child.process.send_signal(last)
-                    deadline = time.monotonic() + GRACE_S
+                    deadline = time.monotonic() + _END_S
                     break
                 time.sleep(0.01)
         for child in self._children.values():

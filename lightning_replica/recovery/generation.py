@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lightning_replica import points
@@ -86,8 +86,22 @@ class Generations:
         """Why the run has ended; None while it goes on."""
         return self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
 
-    def wait_for(self, ready: Callable[[], bool], generation: int, timeout_s: float, what: str) -> None:
+    def lost(self, generation: int) -> frozenset[int]:
+        """The ranks that are gone for good by ``generation``; only once the run has been given up."""
+        faults = (self.fault(k) for k in range(1, generation + 1))
+        return frozenset(rank for fault in faults if fault.detected == "end" for rank in fault.ranks)
+
+    def wait_for(
+        self, ready: Callable[[], bool], generation: int, timeout_s: float, what: str, given_up: bool = False
+    ) -> None:
         """Polls until ``ready()``.
+
+        Args:
+            ready: Whether there is nothing to wait for.
+            generation: In which this rank waits.
+            timeout_s: After which it fails.
+            what: For the message.
+            given_up: Whether the run has been given up, and what is waited for comes after that.
 
         Raises:
             Interrupted: If a generation after ``generation`` begins first.
@@ -98,7 +112,7 @@ class Generations:
         try:
             while not ready():
                 points.waits()
-                verdict = self.verdict()
+                verdict = None if given_up else self.verdict()
                 if verdict is not None:
                     raise RecoveryError(verdict)
                 if self.begun(generation + 1):
@@ -111,21 +125,28 @@ class Generations:
             points.goes_on()
 
     def share(
-        self, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int, timeout_s: float
+        self,
+        topic: str,
+        rank: int,
+        plain: dict[str, Any],
+        generation: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        given_up: bool = False,
     ) -> list[dict[str, Any]]:
-        """Leaves ``plain`` for everyone and returns what every rank has left under ``topic``, in order of rank.
+        """Leaves ``plain`` for everyone and returns what each of ``ranks`` has left under ``topic``.
 
         Raises:
             Interrupted: If the world moves on meanwhile.
             RecoveryError: If a rank does not come in time.
         """
         self.store.set(f"{topic}/{rank}", json.dumps(plain))
-        keys = [f"{topic}/{other}" for other in range(world_size)]
+        keys = [f"{topic}/{other}" for other in ranks]
 
         began = time.monotonic()
 
         def missing() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            return [rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
 
         def complete() -> bool:
             if self.store.check(keys):
@@ -134,12 +155,12 @@ class Generations:
             return False
 
         try:
-            self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}")
+            self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
         except RecoveryError as error:
             raise RecoveryError(f"{error} Missing: ranks {missing()}.") from error
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def meet(self, name: str, generation: int, world_size: int, timeout_s: float) -> None:
+    def meet(self, name: str, generation: int, world_size: int, timeout_s: float, given_up: bool = False) -> None:
         """A barrier that outlives its members: once all have come, it is passed for good.
 
         Unlike a barrier of a process group it cannot succeed on one rank and fail on another because a third has
@@ -152,7 +173,7 @@ class Generations:
             return self.store.add(key, 0) >= world_size
 
         try:
-            self.wait_for(complete, generation, timeout_s, f"every rank at {name!r}")
+            self.wait_for(complete, generation, timeout_s, f"every rank at {name!r}", given_up)
         except Interrupted:
             if not complete():
                 raise

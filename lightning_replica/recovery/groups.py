@@ -4,7 +4,7 @@ import ctypes
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -75,18 +75,28 @@ class ProcessGroups:
         All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given.
         """
         try:
-            dist.init_process_group(
-                self._backend,
-                store=dist.PrefixStore(f"groups/{generation}", self._store),
-                rank=self._rank,
-                world_size=self._world_size,
-                timeout=self._connect_timeout,
-            )
-            self._own(dist.group.WORLD)
+            self._open_default(generation, self._rank, self._world_size)
             for group in make(self._connect_timeout):
                 self._own(group)
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
+
+    def open_among(self, generation: int, ranks: Sequence[int]) -> None:
+        """Opens a default group of ``ranks`` only, in which they are numbered in that order. They all call it."""
+        try:
+            self._open_default(generation, ranks.index(self._rank), len(ranks))
+        except RuntimeError as error:
+            raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
+
+    def _open_default(self, generation: int, rank: int, world_size: int) -> None:
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"groups/{generation}", self._store),
+            rank=rank,
+            world_size=world_size,
+            timeout=self._connect_timeout,
+        )
+        self._own(dist.group.WORLD)
 
     def stand_in(self) -> None:
         """Opens a default group that knows rank and world size and nothing else.

@@ -21,6 +21,8 @@ class RecoveryOptions:
         hang_max_s: Longest such time, in seconds.
         rendezvous_timeout_s: How long ranks wait for each other and for a replacement, and how long one recovery is
             tried, in seconds.
+        gasp: Whether those who are left write a checkpoint when the run cannot go on.
+        grace_s: How long they have for it after a signal that ends the run, in seconds.
 
     Raises:
         ConfigurationError: If a value makes no sense.
@@ -34,6 +36,8 @@ class RecoveryOptions:
     hang_min_s: float = 60.0
     hang_max_s: float = 1800.0
     rendezvous_timeout_s: float = 600.0
+    gasp: bool = False
+    grace_s: float = 10.0
 
     def __post_init__(self) -> None:
         checks.choice("recovery", self.recovery, (True, False))
@@ -41,7 +45,10 @@ class RecoveryOptions:
         checks.choice("guard", self.guard, ("sampled", "full", "off"))
         checks.whole(0, max_restarts=self.max_restarts, standby=self.standby)
         checks.seconds(
-            hang_min_s=self.hang_min_s, hang_max_s=self.hang_max_s, rendezvous_timeout_s=self.rendezvous_timeout_s
+            hang_min_s=self.hang_min_s,
+            hang_max_s=self.hang_max_s,
+            rendezvous_timeout_s=self.rendezvous_timeout_s,
+            grace_s=self.grace_s,
         )
         checks.order(hang_min_s=self.hang_min_s, hang_max_s=self.hang_max_s)
 

@@ -58,6 +58,11 @@ class Report:
     hook_failures: int = 0
     corrupted: str = ""
 
+    @classmethod
+    def of_nothing(cls, rank: int) -> "Report":
+        """What a replacement says that has nothing yet, or what can be said of a rank that is gone."""
+        return cls(rank, -1, False, False, -1, (), (), (), joining=True)
+
     @property
     def newborn(self) -> bool:
         """Whether this is a replacement that has nothing yet."""
@@ -89,21 +94,30 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every rank does.
+class Decision:
+    """Where all ranks go.
 
     Attributes:
         step: The step that all ranks end at.
         kind: Which snapshot training goes on from.
         commit: Vector for those who roll forward.
         forward: Ranks that make the update of ``step - 1 -> step`` now.
-        moves: Shards that are sent, after any rolling forward.
     """
 
     step: int
     kind: Kind
     commit: tuple[float, ...]
     forward: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan(Decision):
+    """What every rank does.
+
+    Attributes:
+        moves: Shards that are sent, after any rolling forward.
+    """
+
     moves: tuple[Move, ...]
 
 
@@ -125,27 +139,34 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
         ProtocolError: If the reports contradict the commit rule.
     """
     _check_hope(reports, max_tries)
-    newest = max(reports, key=lambda report: report.committed)
-    step = newest.committed
-    holders = [report for report in reports if report.intact]
-    forward = []
-    for report in holders:
-        if report.step == step - 1 and report.entered:
-            forward.append(report.rank)
-        elif report.step != step:
-            raise ProtocolError(f"Step {step} is committed, but {report} is neither there nor one step before it.")
-    for report in reports:
-        if not report.intact:
-            _check_holders(reports, grid, report.rank, step)
-    kind = _kind(reports, grid, step)
+    decision = decide(reports, grid)
+    step, kind = decision.step, decision.kind
     stuck = [report.rank for report in reports if not report.newborn and not report.holds(kind, step)]
     if stuck:
         raise RecoveryError(
             f"Ranks {stuck} hold no snapshot of the tail of step {step}, and some lost rank's state at the start of the"
             " batch after it had not been mirrored yet: a second fault came before the first was repaired."
         )
-    moves = _moves(reports, grid, kind, step)
-    return Plan(step, kind, newest.commit, tuple(forward), moves)
+    return Plan(step, kind, decision.commit, decision.forward, _moves(reports, grid, kind, step))
+
+
+def decide(reports: Sequence[Report], grid: Grid) -> Decision:
+    """The commit rule: the step, and where in it; see `make_plan`.
+
+    Raises:
+        RecoveryError: If all holders of a shard are lost.
+        ProtocolError: If the reports contradict the commit rule.
+    """
+    newest = max(reports, key=lambda report: report.committed)
+    step, forward = newest.committed, []
+    for report in reports:
+        if not report.intact:
+            _check_holders(reports, grid, report.rank, step)
+        elif report.step == step - 1 and report.entered:
+            forward.append(report.rank)
+        elif report.step != step:
+            raise ProtocolError(f"Step {step} is committed, but {report} is neither there nor one step before it.")
+    return Decision(step, _kind(reports, grid, step), newest.commit, tuple(forward))
 
 
 def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
@@ -227,14 +248,15 @@ def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, s
     Where all peers of a survivor are lost or corrupted themselves, nobody could in any case.
     """
     peers = [peer for peer in grid.peers(rank) if peer != rank and reports[peer].intact]
-    return all(_can_send(reports[peer], rank, kind, step) for peer in peers) if peers else not reports[rank].newborn
+    return all(can_send(reports[peer], rank, kind, step) for peer in peers) if peers else not reports[rank].newborn
 
 
 def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
-    return any(_can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
+    return any(can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
 
 
-def _can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
+def can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
+    """Whether ``source`` could make ``target`` anew at that snapshot."""
     if not (source.intact and source.holds(kind, step)):
         return False
     # Compared by hand and in a loop: to make a `Mirror` and look for that takes 0.3 s more for 100 000 ranks.
@@ -252,7 +274,7 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
             continue
         sources = [peer for peer in grid.peers(report.rank) if reports[peer].intact]
         if report.newborn:
-            sources = [peer for peer in sources if _can_send(reports[peer], report.rank, kind, step)]
+            sources = [peer for peer in sources if can_send(reports[peer], report.rank, kind, step)]
         if not sources:
             raise RecoveryError(
                 f"No peer of rank {report.rank} holds its random state at step {step}: it was lost before it could be"

@@ -172,7 +172,7 @@ class Recovery:
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
         self._monitor.moved_to(self.generation)
-        reports = self._exchange_reports(self._report(state, host))
+        reports = self._exchange_reports(self.report(state, host))
         replaced = tuple(report.rank for report in reports if report.joining)
         plan = make_plan(reports, self._grid, self._options.max_tries)
         self._raised = ""  # dealt with; should another rank raise from here on, not "every rank" has in one attempt
@@ -219,10 +219,10 @@ class Recovery:
             context = replace(context, step=plan.step, kind=plan.kind, forward=plan.forward, moves=plan.moves)
         self._hook(context)
 
-    def _report(self, state: Recoverable, host: Host) -> Report:
+    def report(self, state: Recoverable, host: Host) -> Report:
+        """What this rank has to say of itself."""
         if self._newborn:
-            nothing = Report(self._rank, -1, False, False, -1, (), (), (), joining=True)
-            said = replace(nothing, hook=self._hook_said, hook_failures=self._hook_failures)
+            said = replace(Report.of_nothing(self._rank), hook=self._hook_said, hook_failures=self._hook_failures)
             return replace(said, doubts=tuple(self._doubts))
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
@@ -250,7 +250,7 @@ class Recovery:
     def _exchange_reports(self, own: Report) -> list[Report]:
         topic, timeout_s = f"report/{self.generation}", self._options.rendezvous_timeout_s
         plain = self._generations.share(
-            topic, self._rank, own.to_plain(), self.generation, self._grid.world_size, timeout_s
+            topic, self._rank, own.to_plain(), self.generation, range(self._grid.world_size), timeout_s
         )
         return [Report.from_plain(report) for report in plain]
 

@@ -53,21 +53,21 @@ def test_begin_next_is_never_shared(store: Any) -> None:
 def test_collect_gives_every_report_in_order(store: Any) -> None:
     generations = Generations(store)
     with pytest.raises(RecoveryError, match=r"Missing: ranks \[0\]"):
-        generations.share("report/2", 1, {"rank": 1}, 2, 2, 0.05)
-    assert generations.share("report/2", 0, {"rank": 0}, 2, 2, 5) == [{"rank": 0}, {"rank": 1}]
+        generations.share("report/2", 1, {"rank": 1}, 2, range(2), 0.05)
+    assert generations.share("report/2", 0, {"rank": 0}, 2, range(2), 5) == [{"rank": 0}, {"rank": 1}]
 
 
 def test_collect_names_who_is_missing(store: Any) -> None:
     generations = Generations(store)
     with pytest.raises(RecoveryError, match=r"Waited 0 s for every rank's part in 'report'.*Missing: ranks \[0, 2\]"):
-        generations.share("report", 1, {}, 0, 3, 0.05)
+        generations.share("report", 1, {}, 0, range(3), 0.05)
 
 
 def test_waiting_ends_with_the_generation(store: Any) -> None:
     generations = Generations(store)
     generations.begin(1, Fault("death", (2,), "rank 2 is gone"))
     with pytest.raises(Interrupted, match="rank 2 is gone"):
-        generations.share("report", 0, {}, 0, 2, 5)
+        generations.share("report", 0, {}, 0, range(2), 5)
 
 
 def test_waiting_ends_with_the_verdict(store: Any) -> None:
@@ -76,7 +76,7 @@ def test_waiting_ends_with_the_verdict(store: Any) -> None:
     generations.give_up("no replacement")
     generations.give_up("something later")
     with pytest.raises(RecoveryError, match="no replacement"):
-        generations.share("report", 0, {}, 0, 2, 5)
+        generations.share("report", 0, {}, 0, range(2), 5)
 
 
 def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.callbacks import DyingGaspCheckpoint
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.points import listen
 from lightning_replica.sharding.guard import flip_bit
@@ -97,6 +98,8 @@ class Case:
     clip: float | None = 0.7
     hang: tuple[float, float] = HANG
     guard: Literal["sampled", "full", "off"] = "full"
+    gasp: bool = False
+    load: str = ""
 
 
 def watch_closely(rank: int, limit_s: float) -> None:
@@ -266,6 +269,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         callbacks=[
             faults,
             *callbacks,
+            *([DyingGaspCheckpoint(out / "gasp")] if case.gasp else ()),
             ModelCheckpoint(out / "checkpoints", every_n_train_steps=2),
         ],
         logger=Lines(faults) if logger is None else logger,
@@ -273,7 +277,8 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    trainer.fit(model, DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=5))
+    loaders = DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=5)
+    trainer.fit(model, *loaders, ckpt_path=case.load or None)
     (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
 
 

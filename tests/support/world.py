@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ def run(
     try:
         least, most = case.hang if isinstance(case, job.Case) else job.HANG
         options = RecoveryOptions(recovery, max_restarts=max_restarts, hang_min_s=least, hang_max_s=most)
+        if isinstance(case, job.Case) and case.gasp:
+            options = replace(options, gasp=True, grace_s=25.0)
         code = Supervisor(start, case.devices, options, said.append, out).run()
     finally:
         del os.environ["OMP_NUM_THREADS"]

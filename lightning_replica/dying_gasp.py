@@ -1,0 +1,81 @@
+"""The last checkpoint of a run that cannot go on, as this rank writes its part of it. See recovery/gasp.py."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from lightning_replica import resume
+from lightning_replica import snapshot as snapshots
+from lightning_replica.checkpoint.together import Together
+from lightning_replica.checkpoints import Checkpoints
+from lightning_replica.errors import CollectiveError
+from lightning_replica.hooks import is_from_outside
+from lightning_replica.recovery.gasp import GaspPlan
+from lightning_replica.recovery.mirror import Mirrors
+from lightning_replica.recovery.planner import Mirror
+from lightning_replica.snapshot import Snapshot
+from lightning_replica.training import Training
+
+
+class DyingGasp:
+    """Writes one rank's part.
+
+    Args:
+        trainer: The trainer that fits.
+        training: The fit.
+        checkpoints: Writes checkpoints.
+        mirrors: Private states of the peers.
+        directory: Where the checkpoint goes.
+        rank: This rank.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        training: Training,
+        checkpoints: Checkpoints,
+        mirrors: Mirrors,
+        directory: Path,
+        rank: int,
+    ) -> None:
+        self._trainer, self._training, self._checkpoints = trainer, training, checkpoints
+        self._mirrors, self._directory, self._rank = mirrors, directory, rank
+
+    def write(self, plan: GaspPlan) -> str:
+        """Writes what ``plan`` says. Collective over its ranks, which are the default group.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write.
+            CollectiveError: If one of the ranks is lost meanwhile.
+        """
+        try:
+            return self._write(plan)
+        except Exception as error:
+            if is_from_outside(error):
+                raise CollectiveError(str(error)) from error
+            raise
+
+    def _write(self, plan: GaspPlan) -> str:
+        taken = self._training.host.kept(plan.kind, plan.step)
+        own = {rank: self._private(taken, rank) for rank in plan.privates[self._rank]}
+        privates = {rank: each for given in Together(None).all(lambda: own) for rank, each in given.items()}
+        for buffers in self._training.state.buffers:
+            buffers.params_from_main()  # of the own shard; the others' are none of this rank's business
+        snapshots.restore(self._trainer, taken)
+        record = resume.record_last(self._trainer, taken, plan.commit, privates, self._trainer.world_size)
+        path = self._directory / f"step_{self._step(taken):08d}"
+        self._checkpoints.save_last(self._trainer, self._training, record, path, plan.pieces[self._rank])
+        return str(path)
+
+    def _private(self, taken: Snapshot, rank: int) -> bytes:
+        if rank == self._rank:
+            return taken.private_bytes()
+        return self._mirrors.payload(Mirror(rank, taken.kind, taken.step))
+
+    def _step(self, taken: Snapshot) -> int:
+        """Updates so far, as Lightning counts them; it has not counted the one whose tail is still to come."""
+        pending = taken.kind == "tail" and not taken.fresh and not self._training.manual
+        return self._trainer.global_step + pending

@@ -1,0 +1,13 @@
+"""Exit codes that say more than "failed" to whatever has started a training.
+
+Any other code is that of the rank that failed first, 128 + n for signal n.
+"""
+
+GASP_WRITTEN = 75
+"""The run has ended before its time, and left a complete checkpoint: start it again (sysexits.h: EX_TEMPFAIL)."""
+
+NOTHING_SAVED = 76
+"""The run has ended before its time, and its last checkpoint could not be written; an earlier one must do."""
+
+GAVE_UP = 77
+"""A rank was lost and could not be replaced, and nobody had asked for a last checkpoint (`DyingGaspCheckpoint`)."""
