@@ -1,10 +1,11 @@
 """A run that cannot go on, and the one that goes on from what it left: the untouched run, to the last bit."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from lightning_replica.exit_codes import GASP_WRITTEN
+from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import world
 from tests.support.job import Case, Fault
 
@@ -22,22 +23,68 @@ def resumed(case: Case, out: Path) -> world.Outcome:
     return world.run(Case(gasp=True, load=str(left)), out, max_restarts=0)
 
 
-MOMENTS = [
-    ("batch_start", 0),
-    ("backward", 2),
-    ("reduction", 2),
-    ("after_commit", 2),
-    ("update", 2),
-    ("gather", 2),
-    ("scheduler", 2),
-    ("train_batch_end", 3),
-    ("validation", 3),
-    ("epoch_end", 3),
-    ("save", 4),
-]
+MOMENTS = {
+    "first step": ("batch_start", 0),
+    "mid-step": ("reduction", 2),
+    "commit missed": ("before_commit", 2),
+    "between commit and update": ("after_commit", 2),
+    "in the update": ("update", 2),
+    "in the gather": ("gather", 2),
+    "scheduler": ("scheduler", 2),
+    "end of a batch": ("train_batch_end", 3),
+    "in validation": ("validation", 3),
+    "end of an epoch": ("epoch_end", 3),
+    "in a periodic save": ("save", 4),
+}
+# Ranks 0 and 2 hold shard 0, ranks 1 and 3 shard 1; ranks 0 and 1 are a replica.
+LOST = {"rank 0": (0,), "one of each shard": (1, 2), "a whole replica": (0, 1)}
 
 
-@pytest.mark.parametrize(("point", "step"), MOMENTS)
-def test_a_rank_is_killed_and_not_replaced(point: str, step: int, untouched: world.Outcome, tmp_path: Path) -> None:
-    case = Case(faults=(Fault("kill", 1, point, step),), gasp=True)
-    resumed(case, tmp_path).assert_same(untouched)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_is_killed_and_not_replaced(moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    point, step = MOMENTS[moment]
+    resumed(Case(faults=(Fault("kill", 1, point, step),), gasp=True), tmp_path).assert_same(untouched)
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("moment", ["first step", "in the update", "in validation"])
+def test_others_are_killed(moment: str, lost: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    point, step = MOMENTS[moment]
+    resumed(
+        Case(faults=tuple(Fault("kill", rank, point, step) for rank in LOST[lost]), gasp=True), tmp_path
+    ).assert_same(untouched)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["terminate", "interrupt", "raise"])
+def test_nobody_is_lost(kind: str, moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    """SIGTERM at one rank, Ctrl-C at another, an exception on every rank."""
+    point, step = MOMENTS[moment]
+    ranks = range(4) if kind == "raise" else (2,)
+    resumed(Case(faults=tuple(Fault(kind, rank, point, step) for rank in ranks), gasp=True), tmp_path).assert_same(
+        untouched
+    )
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_the_supervisor_is_told(told: signal.Signals, untouched: world.Outcome, tmp_path: Path) -> None:
+    """As by a scheduler, or a terminal."""
+    resumed(Case(faults=(Fault(f"tell {told}", 0, "backward", 2),), gasp=True), tmp_path).assert_same(untouched)
+
+
+@pytest.mark.parametrize("point", ["gasp", "gasp_write", "save", "publish"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_second_rank_is_killed_while_it_writes(
+    point: str, rank: int, untouched: world.Outcome, tmp_path: Path
+) -> None:
+    """Each shard still has a holder."""
+    faults = Fault("kill", 1, "update", 2), Fault("kill", rank, f"{point}", 3 if point == "save" else 2)
+    resumed(Case(faults=faults, gasp=True), tmp_path).assert_same(untouched)
+
+
+def test_no_holder_is_left(tmp_path: Path) -> None:
+    case = Case(faults=(Fault("kill", 1, "update", 2), Fault("kill", 3, "gasp_write", 3)), gasp=True)
+    ended = world.run(case, tmp_path, max_restarts=0)
+    assert ended.code == NOTHING_SAVED
+    assert "Every holder of shard 1 is lost (ranks 1, 3)" in ended.logs
+    assert not [path for path in (tmp_path / "gasp").glob("*") if not path.name.endswith(".tmp")]

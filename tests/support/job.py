@@ -54,7 +54,8 @@ class Injected(Exception):
 class Fault:
     """One process's fault: ``step`` is the updates applied when ``point`` is reached.
 
-    Kinds: "kill", "exit" (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
+    Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "tell <n>" (signal n to the supervisor), "kill", "exit"
+    (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
     (a bit of the shard, with a seed of its own for every place).
     """
 
@@ -74,6 +75,15 @@ class Fault:
                 return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.kind == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            if self.kind == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            if self.kind.startswith("tell "):  # the supervisor, which runs in the process of the test itself
+                os.kill(int(os.environ["TESTED_BY"]), int(self.kind.split()[1]))
+                return
             if self.kind == "exit":
                 os._exit(3)
             if self.kind == "memory":

@@ -45,6 +45,7 @@ def run(
     said: list[str] = []
 
     def start(rank: int, environment: dict[str, str]) -> Process:
+        environment = {**environment, "TESTED_BY": str(os.getpid())}
         return ForkedProcess(environment, out / f"log{rank}", target, case, out)
 
     os.environ["OMP_NUM_THREADS"] = "1"
