@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import pickle
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,14 +88,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_dcp_metadata(file: Path) -> Metadata:
+def read_dcp_metadata(content: bytes) -> Metadata:
     """What ``FileSystemReader.read_metadata`` reads, but without running whatever the file says.
 
     Raises:
-        pickle.UnpicklingError: If the file holds anything but metadata.
+        pickle.UnpicklingError: If the content is anything but metadata.
     """
-    with file.open("rb") as stream:
-        metadata: Metadata = _MetadataUnpickler(stream).load()
+    metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     return metadata
 
 

@@ -112,7 +112,7 @@ class _Reader(dcp.FileSystemReader):
         self._directory, self._files = directory, files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_dcp_metadata(self._directory / ".metadata")
+        metadata = read_dcp_metadata((self._directory / ".metadata").read_bytes())
         foreign = {info.relative_path for info in metadata.storage_data.values()} - set(self._files)
         if foreign:
             raise CheckpointError(

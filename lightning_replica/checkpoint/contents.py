@@ -1,14 +1,18 @@
 """What a sharded checkpoint holds beside its tensors: shapes, hyperparameters, whatever is a number. Plain data."""
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_replica.checkpoint import publish
 from lightning_replica.errors import CheckpointError
 
+CONTENTS = "contents.pt"
 _NAMED_AT_MOST = 3
 
 
@@ -116,6 +120,53 @@ class Contents:
                 for each in read["optimizers"]
             ],
         )
+
+    def tensors(self) -> dict[str, tuple[int, str]]:
+        """Elements and dtype of every tensor of the checkpoint, by its name there."""
+        found = {weight_key(name): (info.numel, info.dtype) for name, info in self.weights.items()}
+        found |= {main_key(name): (self.weights[name].numel, dtype) for name, dtype in self.main.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for name, state in optimizer.state.items():
+                for key, dtype in state.like.items():
+                    found[state_key(number, name, key)] = (self.weights[name].numel, dtype)
+                for key, info in state.whole.items():
+                    found[state_key(number, name, key)] = (info.numel, info.dtype)
+        return found
+
+
+def read_plain(directory: Path, name: str) -> dict[str, Any]:
+    """What ``torch.save`` has put into the file ``name`` of a published directory: tensors and plain data.
+
+    Raises:
+        CheckpointError: If the file is damaged.
+    """
+    content = io.BytesIO(publish.read_file(directory, name))
+    read: dict[str, Any] = torch.load(content, weights_only=True, map_location="cpu")
+    return read
+
+
+def read_contents(directory: Path) -> Contents:
+    """What the published ``directory`` holds.
+
+    Raises:
+        CheckpointError: If that file is damaged.
+    """
+    return Contents.of_plain(read_plain(directory, CONTENTS))
+
+
+def weight_key(name: str) -> str:
+    """The name of a parameter or buffer in the checkpoint."""
+    return f"model.{name}"
+
+
+def main_key(name: str) -> str:
+    """The name of a main parameter."""
+    return f"main.{name}"
+
+
+def state_key(optimizer: int, name: str, key: str) -> str:
+    """The name of an entry of an optimizer's state."""
+    return f"optimizer.{optimizer}.{key}.{name}"
 
 
 def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequence[Sequence[Sequence[str]]]) -> None:

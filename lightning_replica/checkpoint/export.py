@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from lightning_replica.checkpoint import publish
-from lightning_replica.checkpoint.contents import Contents, TensorInfo
+from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint.contents import Contents, TensorInfo, read_contents, state_key, weight_key
 from lightning_replica.checkpoint.reads import Reads
-from lightning_replica.checkpoint.sharded import read_contents, read_plain
-from lightning_replica.checkpoint.writes import state_key, weight_key
+from lightning_replica.checkpoint.sharded import read_plain
 
 
 def export(path: str | Path, file: str | Path) -> None:
@@ -38,6 +37,7 @@ def read_whole(path: str | Path) -> dict[str, Any]:
     directory = publish.published(Path(path))
     manifest = publish.verify(directory)
     contents, plain = read_contents(directory), read_plain(directory)
+    coverage.check(directory, manifest, contents)
     reads = Reads(contents)
     weights = {name: reads.whole(weight_key(name), info) for name, info in contents.weights.items()}
     weights |= {alias: weights[name] for alias, name in contents.aliases.items()}

@@ -1,105 +1,66 @@
 """A directory of files that is there as a whole or not at all, and that knows when it was damaged.
 
-Files are written to ``<path>.tmp`` and brought to the disk, a manifest with their sizes and checksums comes last, then
-the directory is renamed to ``<path>``. If there is one already it is first renamed to ``<path>.old``: a crash between
-the two renames leaves that, complete, and `published` finds it.
+Files are written to ``<path>.tmp-<8 hex digits>`` and brought to the disk, a manifest with their sizes and checksums
+comes last, then the directory is renamed to ``<path>``. If there is one already it is first renamed to ``<path>.old``:
+a crash between the two renames leaves that, complete, and `published` finds it.
+
+[Note: two saves of one path]
+Every save has a temporary directory of its own, so one that is still under way, on ranks that have not noticed that
+others gave it up, writes nothing into another. The one that is published last stays; until then the former does.
 """
 
 import json
 import os
+import re
+import secrets
 import shutil
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import reach
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-_PACKAGES = ("lightning-replica", "lightning", "torch")
-_READ_BYTES = 1 << 20
+_TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp|gone)-[0-9a-f]{8}")
 
 
-@dataclass(frozen=True)
-class FileInfo:
-    """What a file must look like: its size, and the CRC-32 of all of it."""
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Makes the empty directory to write into, and removes it if the block raises. See [Note: two saves of one path].
 
-    size_bytes: int
-    crc32: int
-
-    @classmethod
-    def of(cls, file: Path) -> "FileInfo":
-        """Reads the file, a little at a time."""
-        size, crc = 0, 0
-        with file.open("rb") as stream:
-            while block := stream.read(_READ_BYTES):
-                size, crc = size + len(block), zlib.crc32(block, crc)
-        return cls(size, crc)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a published directory holds.
-
-    Attributes:
-        files: Every file but the manifest itself, by name.
-        world_size: Ranks of the run that wrote it, N.
-        replicas: Its replicas, R.
-        partition: How its buckets were cut.
-        versions: Versions of the packages that matter.
-        format: Version of this layout on disk.
+    Raises:
+        CheckpointError: If ``path`` is a directory that holds something else than a checkpoint.
     """
-
-    files: Mapping[str, FileInfo]
-    world_size: int
-    replicas: int
-    partition: str
-    versions: Mapping[str, str] = field(default_factory=_versions)
-    format: int = FORMAT
-
-
-def staging(path: Path) -> Path:
-    """Where ``path`` is written before it is published."""
-    return path.with_name(path.name + ".tmp")
+    for name in (path, aside(path)):
+        refuse_foreign(name)
+    make_directory(path.parent)
+    directory = _temporary(path, "tmp")
+    directory.mkdir()
+    try:
+        yield directory
+    except Exception:
+        discard(directory)
+        raise
 
 
-def stage(path: Path) -> Path:
-    """Makes the empty directory to write into; what an earlier crash left there is gone."""
-    directory = staging(path)
-    _remove(directory)
-    directory.mkdir(parents=True)
-    return directory
-
-
-def publish(path: Path, manifest: Manifest) -> None:
-    """Makes what was staged appear under ``path``, in place of what was there.
+def publish(directory: Path, path: Path, manifest: Manifest) -> None:
+    """Makes what was written to ``directory`` appear under ``path``, in place of what was there.
 
     Every file of ``manifest`` must have been brought to the disk already (`write_file` does).
     """
-    staged, aside = staging(path), _aside(path)
-    write_file(staged / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
-    _sync(staged)
+    write_file(directory / MANIFEST, json.dumps(manifest.as_plain(), indent=1).encode())
+    _sync(directory)
+    former = aside(path)
     if os.path.lexists(path):
-        _remove(aside)
-        path.rename(aside)
+        discard(former)
+        path.rename(former)
         reach("publish")
-    staged.rename(path)
+    directory.rename(path)
     _sync(path.parent)
-    _remove(aside)
+    discard(former)
 
 
 def published(path: Path) -> Path:
@@ -108,15 +69,33 @@ def published(path: Path) -> Path:
     Raises:
         CheckpointError: If there is none.
     """
-    for directory in (path, _aside(path)):
+    for directory in (path, aside(path)):
         if directory.is_dir():
             return directory
-    unfinished = f" {staging(path)} was never finished; it is not used." if staging(path).exists() else ""
-    raise CheckpointError(f"There is no sharded checkpoint at {path}.{unfinished}")
+    unfinished = [] if not path.parent.is_dir() else [
+        entry.name for entry in path.parent.iterdir() if temporary_of(entry.name) == path.name
+    ]  # fmt: skip
+    said = f" {min(unfinished)} beside it was never finished; it is not used." if unfinished else ""
+    raise CheckpointError(f"There is no sharded checkpoint at {path}.{said}")
+
+
+def check(directory: Path) -> Manifest:
+    """Reads the manifest of a published directory, and looks whether its files are there and have their sizes.
+
+    Raises:
+        CheckpointError: If one is missing, has another size, or is not in the directory; if there is no manifest, or
+            one that cannot be read.
+    """
+    manifest = read_manifest(directory)
+    for name, expected in manifest.files.items():
+        size = _regular_file(directory, name).stat().st_size
+        if size != expected.size_bytes:
+            raise damaged(directory, f"{name} has {size} bytes, and was written with {expected.size_bytes}")
+    return manifest
 
 
 def verify(path: Path, share: tuple[int, int] = (0, 1)) -> Manifest:
-    """Checks a published directory.
+    """Like `check`, and takes the checksums.
 
     Args:
         path: The directory.
@@ -124,18 +103,13 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> Manifest:
             checked in any case.
 
     Raises:
-        CheckpointError: If a file is missing, has another size or checksum, or is not in the directory; if there is
-            no manifest, or one that cannot be read.
+        CheckpointError: Likewise, and if a file has another checksum.
     """
     directory = published(path)
-    manifest = _read_manifest(directory)
-    for name, expected in manifest.files.items():
-        size = _regular_file(directory, name).stat().st_size
-        if size != expected.size_bytes:
-            raise _bad(directory, f"{name} has {size} bytes, and was written with {expected.size_bytes}")
+    manifest = check(directory)
     for name in sorted(manifest.files)[share[0] :: share[1]]:
         if FileInfo.of(directory / name) != manifest.files[name]:
-            raise _bad(directory, f"the checksum of {name} differs from what was written")
+            raise damaged(directory, f"the checksum of {name} differs from what was written")
     return manifest
 
 
@@ -145,65 +119,134 @@ def read_file(directory: Path, name: str) -> bytes:
     Raises:
         CheckpointError: If it is not what was written.
     """
-    expected = _read_manifest(directory).files.get(name)
+    expected = read_manifest(directory).files.get(name)
     if expected is None:
-        raise _bad(directory, f"its {MANIFEST} does not list {name}")
+        raise damaged(directory, f"its {MANIFEST} does not list {name}")
     content = _regular_file(directory, name).read_bytes()
     if FileInfo(len(content), zlib.crc32(content)) != expected:
-        raise _bad(directory, f"size or checksum of {name} differs from what was written")
+        raise damaged(directory, f"size or checksum of {name} differs from what was written")
     return content
 
 
-def write_file(file: Path, content: bytes) -> None:
-    """Writes a file and brings it to the disk."""
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+def read_manifest(directory: Path) -> Manifest:
+    """What the directory says of itself; files are not looked at.
 
-
-def _read_manifest(directory: Path) -> Manifest:
+    Raises:
+        CheckpointError: If there is no manifest, or one that cannot be read.
+    """
     if not os.path.lexists(directory / MANIFEST):
-        raise _bad(directory, f"it has no {MANIFEST}, so it was not written as a whole, or by something else")
+        raise damaged(directory, f"it has no {MANIFEST}, so it was not written as a whole, or by something else")
     text = _regular_file(directory, MANIFEST).read_bytes()
     try:
         read: dict[str, Any] = json.loads(text)
         written_by = read["format"]
         if written_by == FORMAT:
-            return Manifest(**{**read, "files": {name: FileInfo(**info) for name, info in read["files"].items()}})
+            return Manifest.of_plain(read)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _bad(directory, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise damaged(directory, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     raise CheckpointError(
-        f"The checkpoint {directory} has format {written_by!r}, and this version of lightning_replica reads format"
-        f" {FORMAT}. Load it with the version that wrote it: {read.get('versions')}."
+        f"The {MANIFEST} of the checkpoint {directory} has format {written_by!r}, and this version of"
+        f" lightning_replica reads format {FORMAT}. Load it with the version that wrote it: {read.get('versions')}."
     )
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Writes a file and brings it to the disk.
+
+    Raises:
+        CheckpointError: If that fails; it names the file.
+    """
+    try:
+        with file.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Writes a file; a crash leaves the former or the new one."""
+    unfinished = file.with_name(file.name + ".tmp")
+    write_file(unfinished, content)
+    unfinished.replace(file)
+    _sync(file.parent)
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory and those above it, and brings their names to the disk."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
+def restore(former: Path, path: Path) -> None:
+    """Gives what was set aside its name back."""
+    former.rename(path)
+    _sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Removes whatever is at ``path``, if anything. A crash on the way leaves a directory that nothing loads.
+
+    What cannot be deleted then, on file systems that keep open files, stays there.
+    """
+    if path.is_dir() and not path.is_symlink():
+        gone = _temporary(path, "gone")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuses to replace a directory that this package did not write. Files and links are taken for checkpoints.
+
+    Raises:
+        CheckpointError: If it holds directories, or files without a manifest.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return
+    entries = list(path.iterdir())
+    strange = [entry.name for entry in entries if entry.is_symlink() or not entry.is_file()]
+    if strange or (entries and path / MANIFEST not in entries):
+        what = f"holds {min(strange)!r}" if strange else f"holds files, but no {MANIFEST}"
+        raise CheckpointError(
+            f"{path} is not replaced by a checkpoint: it {what}, so something else wrote it. Move it away."
+        )
+
+
+def temporary_of(name: str) -> str | None:
+    """The name of what ``name`` was to become or has been, if it is one of our temporary names."""
+    match = _TEMPORARY.fullmatch(name)
+    return None if match is None else match["path"]
+
+
+def aside(path: Path) -> Path:
+    """Where ``path`` lies while it is replaced."""
+    return path.with_name(path.name + ".old")
+
+
+def damaged(directory: Path, what: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be used."""
+    return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
+
+
+def _temporary(path: Path, ending: str) -> Path:
+    return path.with_name(f"{temporary_of(path.name) or path.name}.{ending}-{secrets.token_hex(4)}")
 
 
 def _regular_file(directory: Path, name: str) -> Path:
     """The file ``name``, if it is one, and lies in the directory itself."""
     if name != Path(name).name or "\0" in name:
-        raise _bad(directory, f"its {MANIFEST} lists {name!r}, which is not a file name inside the directory")
+        raise damaged(directory, f"its {MANIFEST} lists {name!r}, which is not a file name inside the directory")
     file = directory / name
     if file.is_symlink():
-        raise _bad(directory, f"{name} is a symbolic link")
+        raise damaged(directory, f"{name} is a symbolic link")
     if not file.is_file():
-        raise _bad(directory, f"{name} is missing")
+        raise damaged(directory, f"{name} is missing")
     return file
-
-
-def _bad(directory: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(path.name + ".old")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync(directory: Path) -> None:

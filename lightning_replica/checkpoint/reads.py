@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_replica.checkpoint.chunks import Chunk, read_chunks
-from lightning_replica.checkpoint.contents import Contents, TensorInfo, named_dtype
-from lightning_replica.checkpoint.writes import main_key, state_key, weight_key
+from lightning_replica.checkpoint.contents import (
+    Contents,
+    TensorInfo,
+    main_key,
+    named_dtype,
+    state_key,
+    weight_key,
+)
 from lightning_replica.sharding.optimizer import Piece, ShardedOptimizer
 from lightning_replica.sharding.state import ShardedState
 

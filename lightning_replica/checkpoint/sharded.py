@@ -12,7 +12,9 @@ The tensors are ``model.<name>``, ``main.<name>`` (32-bit main parameters where 
 """
 
 import io
+import socket
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint import contents as stored
+from lightning_replica.checkpoint import coverage, publish
 from lightning_replica.checkpoint.chunks import write_chunks, written_by
-from lightning_replica.checkpoint.contents import Contents, StateInfo, check_model
-from lightning_replica.checkpoint.publish import FileInfo, Manifest
+from lightning_replica.checkpoint.contents import CONTENTS, Contents, StateInfo, check_model, read_contents
+from lightning_replica.checkpoint.coverage import METADATA
+from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
@@ -31,7 +35,7 @@ from lightning_replica.errors import CheckpointError
 from lightning_replica.points import reach
 from lightning_replica.sharding.state import ShardedState
 
-_PLAIN, _CONTENTS, _METADATA = "plain.pt", "contents.pt", ".metadata"
+_PLAIN = "plain.pt"
 
 
 def save_sharded(
@@ -44,6 +48,8 @@ def save_sharded(
     aliases: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
     ranks: Collection[int] | None = None,
+    step: int | None = None,
+    written_for: str = "periodic",
 ) -> None:
     """Writes a checkpoint, every element once, all ranks in parallel. Collective.
 
@@ -60,44 +66,48 @@ def save_sharded(
         group: Who saves; None is the default group.
         ranks: Whose pieces this rank writes; None is its own. Where only survivors save, one writes those of a peer
             that is gone. Over the group, the pieces of all ranks, each once.
+        step: Optimizer steps in the state, by which a reader knows which of two checkpoints is the newer.
+        written_for: Why it is written, for whoever looks at it later: "periodic", "gasp", "planned".
 
     Raises:
         CheckpointError: On every rank of the group, if any could not do its part. What was published stays.
     """
-    path, together = Path(path), Together(group)
-    directory, writes = publish.staging(path), Writes()
+    path, together, writes, staged = Path(path), Together(group), Writes(), ExitStack()
 
-    def prepare() -> list[dict[str, StateInfo]]:
+    def prepare() -> tuple[str, list[dict[str, StateInfo]]]:
+        directory = ""
         if together.rank == 0:
-            publish.stage(path)
-            publish.write_file(directory / _PLAIN, _as_bytes(plain, "what is kept beside the weights"))
+            directory = str(staged.enter_context(publish.staged(path)))
+            publish.write_file(Path(directory) / _PLAIN, _as_bytes(plain, "what is kept beside the weights"))
         weights_of(state, names, extra_tensors)
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
         writes.add_extras(extra_tensors, together.rank, together.size)
-        return writes.state
+        return directory, writes.state
 
-    described = together.all(prepare)
-    write_chunks(directory, writes.chunks, together)
-
-    def finish() -> dict[str, FileInfo]:
+    def finish() -> tuple[int, str, dict[str, FileInfo]]:
         files = written_by(directory, together.rank)
         if together.rank == 0:
             weights = weights_of(state, names, extra_tensors)
-            contents = describe(state, weights, aliases or {}, names, described)
-            publish.write_file(directory / _CONTENTS, _as_bytes(contents.as_plain(), "the optimizers' state"))
-            files += [directory / name for name in (_PLAIN, _CONTENTS, _METADATA)]
+            contents = describe(state, weights, aliases or {}, names, [described for _, described in prepared])
+            publish.write_file(directory / CONTENTS, _as_bytes(contents.as_plain(), "the optimizers' state"))
+            files += [directory / name for name in (_PLAIN, CONTENTS, METADATA)]
         reach("save")
-        return {file.name: FileInfo.of(file) for file in files}
-
-    everyone = together.all(finish)
+        return state.rank, socket.gethostname(), {file.name: FileInfo.of(file) for file in files}
 
     def publish_it() -> None:
         if together.rank == 0:
-            files = {name: info for each in everyone for name, info in each.items()}
+            files = {name: info for _, _, each in everyone for name, info in each.items()}
+            writers = {rank: host for rank, host, _ in everyone}
             grid, partition = state.grid, state.buffers[0].partition
-            publish.publish(path, Manifest(files, grid.world_size, grid.replicas, partition))
+            manifest = Manifest(files, grid.world_size, grid.replicas, partition, step, written_for, writers)
+            publish.publish(directory, path, manifest)
 
-    together.run(publish_it)
+    with staged:
+        prepared = together.all(prepare)
+        directory = Path(prepared[0][0])
+        write_chunks(directory, writes.chunks, together)
+        everyone = together.all(finish)
+        together.run(publish_it)
 
 
 def load_sharded(
@@ -130,6 +140,7 @@ def load_sharded(
         directory = publish.published(path)
         manifest = publish.verify(directory, share=(together.rank, together.size))
         contents = read_contents(directory)
+        coverage.check(directory, manifest, contents)
         check_model(contents, weights_of(state, names, extra_tensors), group_names(state, names))
         return directory, manifest, contents
 
@@ -154,12 +165,7 @@ def read_plain(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is damaged. Checksums of tensors are left to `load_sharded`.
     """
-    return _read(publish.published(Path(path)), _PLAIN)
-
-
-def read_contents(directory: Path) -> Contents:
-    """What the published ``directory`` holds."""
-    return Contents.of_plain(_read(directory, _CONTENTS))
+    return stored.read_plain(publish.published(Path(path)), _PLAIN)
 
 
 def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -215,10 +221,3 @@ def _not_plain(content: Any, where: str) -> str:
         if not _is_plain(value):
             return _not_plain(value, f"{where}[{key!r}]")
     return f"{where} is a {type(content).__module__}.{type(content).__qualname__}"
-
-
-def _read(directory: Path, name: str) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(
-        io.BytesIO(publish.read_file(directory, name)), weights_only=True, map_location="cpu"
-    )
-    return read

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_replica import plain
 from lightning_replica.checkpoint.contents import StateInfo, TensorInfo
-from lightning_replica.checkpoint.publish import FileInfo
+from lightning_replica.checkpoint.manifest import FileInfo
 from lightning_replica.errors import CheckpointError
 from lightning_replica.sharding.collectives import all_gather_bytes
 

@@ -8,25 +8,19 @@ import torch
 from torch import Tensor
 
 from lightning_replica.checkpoint.chunks import Chunk
-from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo, dtype_name
+from lightning_replica.checkpoint.contents import (
+    Contents,
+    OptimizerInfo,
+    StateInfo,
+    TensorInfo,
+    dtype_name,
+    main_key,
+    state_key,
+    weight_key,
+)
 from lightning_replica.errors import CheckpointError
 from lightning_replica.sharding.optimizer import Piece, ShardedOptimizer, is_like
 from lightning_replica.sharding.state import ShardedState
-
-
-def weight_key(name: str) -> str:
-    """The name of a parameter or buffer in the checkpoint."""
-    return f"model.{name}"
-
-
-def main_key(name: str) -> str:
-    """The name of a main parameter."""
-    return f"main.{name}"
-
-
-def state_key(optimizer: int, name: str, key: str) -> str:
-    """The name of an entry of an optimizer's state."""
-    return f"optimizer.{optimizer}.{key}.{name}"
 
 
 def group_names(state: ShardedState, names: Sequence[str]) -> list[list[list[str]]]:

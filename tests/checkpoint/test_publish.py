@@ -1,6 +1,7 @@
 """A published directory is there as a whole, and knows when it was damaged."""
 
 import json
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -8,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from lightning_replica.checkpoint import publish
-from lightning_replica.checkpoint.publish import FileInfo, Manifest
+from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import listen
 
 
 def write(path: Path, content: bytes = b"some content") -> Path:
-    directory = publish.stage(path)
-    for name in ("a", "b"):
-        publish.write_file(directory / name, content)
-    files = {name: FileInfo.of(directory / name) for name in ("a", "b")}
-    publish.publish(path, Manifest(files, 4, 2, "element"))
+    with publish.staged(path) as directory:
+        for name in ("a", "b"):
+            publish.write_file(directory / name, content)
+        files = {name: FileInfo.of(directory / name) for name in ("a", "b")}
+        publish.publish(directory, path, Manifest(files, 4, 2, "element", 7, "gasp", {1: "node3"}))
     return path
 
 
@@ -26,6 +27,7 @@ def test_what_is_published_is_what_was_written(tmp_path: Path) -> None:
     path = write(tmp_path / "deep" / "step=1.ckpt")
     manifest = publish.verify(path)
     assert (manifest.world_size, manifest.replicas, manifest.partition) == (4, 2, "element")
+    assert (manifest.step, manifest.written_for, manifest.writers) == (7, "gasp", {1: "node3"})
     assert manifest.files["a"] == FileInfo(12, zlib.crc32(b"some content"))
     assert set(manifest.versions) == {"lightning-replica", "lightning", "torch"}
     assert publish.read_file(path, "b") == b"some content"
@@ -36,6 +38,8 @@ def edit(change: Callable[[dict], None]) -> Callable[[Path], None]:
     def do(path: Path) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
         change(manifest)
+        del manifest["crc32"]
+        manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
         (path / "manifest.json").write_text(json.dumps(manifest))
 
     return do
@@ -58,7 +62,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no files": (edit(lambda m: m.pop("files")), r"manifest.json cannot be read \(KeyError: 'files'"),
     "escape": (edit(lambda m: m["files"].update({"../x": m["files"]["a"]})), r"lists '../x', which is not a file name"),
     "absolute": (edit(lambda m: m["files"].update({"/etc/fstab": m["files"]["a"]})), r"lists '/etc/fstab', which is"),
-    "format": (edit(lambda m: m.update(format=9)), r"has format 9, and this version.* reads format 1.*wrote it: \{'li"),
+    "edited": (
+        lambda path: (path / "manifest.json").write_text(
+            (path / "manifest.json").read_text().replace("node3", "node4")
+        ),
+        r"manifest.json cannot be read \(ValueError: its checksum differs",
+    ),
+    "format": (edit(lambda m: m.update(format=9)), r"has format 9, and this version.* reads format 2.*wrote it: \{'li"),
 }
 
 
@@ -89,18 +99,65 @@ def test_checksums_are_shared(tmp_path: Path) -> None:
         publish.verify(path, share=(1, 2))
 
 
-def test_what_was_never_finished_is_not_used_and_then_replaced(tmp_path: Path) -> None:
+def leave(path: Path) -> Path:
+    """What a killed save leaves."""
+    shutil.copytree(write(path.parent / "source"), unfinished := path.with_name(f"{path.name}.tmp-0123abcd"))
+    publish.discard(path.parent / "source")
+    (unfinished / "manifest.json").unlink()
+    return unfinished
+
+
+def test_what_was_never_finished_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "step"
-    publish.write_file(publish.stage(path) / "half", b"of it")
-    with pytest.raises(CheckpointError, match=r"no sharded checkpoint at .*step. .*step.tmp was never finished"):
+    unfinished = leave(path)
+    with pytest.raises(
+        CheckpointError, match=r"no sharded checkpoint at .*step. step\.tmp-0123abcd beside it was never"
+    ):
         publish.verify(path)
     write(path)
     assert sorted(file.name for file in path.iterdir()) == ["a", "b", "manifest.json"]
+    assert sorted(file.name for file in unfinished.iterdir()) == ["a", "b"], "it may be under way"
     with pytest.raises(CheckpointError, match=r"There is no sharded checkpoint at .*nowhere\.$"):
         publish.verify(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"There is no sharded checkpoint at .*deeper\.$"):
+        publish.verify(tmp_path / "nowhere" / "deeper")
 
 
-class Crash(Exception):
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "step", b"former")
+    message = r"step\.tmp-[0-9a-f]{8}/b/c could not be written: No such file"
+    with pytest.raises(CheckpointError, match=message), publish.staged(path) as directory:
+        publish.write_file(directory / "b" / "c", b"newer")
+    assert publish.read_file(path, "a") == b"former"
+    assert [file.name for file in tmp_path.iterdir()] == ["step"]
+
+
+def test_two_saves_of_one_path_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    with publish.staged(path) as abandoned:
+        publish.write_file(abandoned / "a", b"of the first")
+        write(path, b"of the second")
+        publish.write_file(abandoned / "b", b"of the first")
+        assert publish.read_file(publish.published(path), "b") == b"of the second"
+        publish.verify(path)
+
+
+@pytest.mark.parametrize("foreign", ["files", "a directory", "aside"])
+def test_what_something_else_wrote_is_not_replaced(tmp_path: Path, foreign: str) -> None:
+    path = tmp_path / "step"
+    holds = path.with_name("step.old") if foreign == "aside" else path
+    holds.mkdir()
+    if foreign == "a directory":
+        (holds / "manifest.json").write_text("{}")
+        (holds / "data").mkdir()
+    else:
+        (holds / "data").write_text("years of work")
+    with pytest.raises(CheckpointError, match=rf"{holds} is not replaced .* it holds ('data'|files, but no manifest)"):
+        write(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [holds.name]
+
+
+class Crash(BaseException):
     pass
 
 
@@ -118,11 +175,11 @@ def test_a_crash_while_replacing_leaves_the_former(tmp_path: Path) -> None:
     assert not path.exists()
     publish.verify(path)
     assert publish.read_file(publish.published(path), "a") == b"former"
-    publish.stage(path)  # the next one begins, and this shall not cost us the former
-    assert publish.read_file(publish.published(path), "a") == b"former"
+    with publish.staged(path):  # the next one begins, and this shall not cost us the former
+        assert publish.read_file(publish.published(path), "a") == b"former"
     write(path, b"newest")
     assert publish.read_file(publish.published(path), "a") == b"newest"
-    assert [file.name for file in tmp_path.iterdir()] == ["step"]
+    assert not (tmp_path / "step.old").exists()
 
 
 @pytest.mark.parametrize("before", ["file", "link"])

@@ -67,7 +67,7 @@ def written_once(rank: int, store: Any, root: str) -> dict[str, Any]:
 def test_every_element_is_written_once_and_by_all(tmp_path: Path) -> None:
     results = run_ranks(4, written_once, str(tmp_path))
     numel = results[0]
-    metadata = read_dcp_metadata(tmp_path / "step" / ".metadata")
+    metadata = read_dcp_metadata((tmp_path / "step" / ".metadata").read_bytes())
     written: dict[str, int] = {}
     by_rank: dict[str, int] = {}
     for name, tensor in metadata.state_dict_metadata.items():

@@ -1,0 +1,63 @@
+"""Whether a checkpoint holds every element of every tensor that its contents list, once."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lightning_replica._compat.torch import read_dcp_metadata
+from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint.contents import CONTENTS, Contents, dtype_name
+from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
+
+if TYPE_CHECKING:  # costs a quarter of a second, which only those who look into a checkpoint shall pay
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+METADATA = ".metadata"
+
+
+def check(directory: Path, manifest: Manifest, contents: Contents) -> None:
+    """Compares what was to be written with what DCP says lies where.
+
+    Args:
+        directory: A published directory.
+        manifest: Its manifest.
+        contents: Its contents.
+
+    Raises:
+        CheckpointError: If a tensor is missing, has holes or overlaps, or lies beyond the end of a file; it names the
+            tensor.
+    """
+    metadata = read_dcp_metadata(publish.read_file(directory, METADATA))
+    expected = {name: what for name, what in contents.tensors().items() if what[0]}
+    strange = sorted(expected.keys() ^ metadata.state_dict_metadata.keys())
+    if strange:
+        where = METADATA if strange[0] in expected else CONTENTS
+        raise publish.damaged(directory, f"{where} does not list the tensor {strange[0]!r}")
+    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    for name, (numel, dtype) in expected.items():
+        tensor = cast("TensorStorageMetadata", metadata.state_dict_metadata[name])
+        problem = _tiling(tensor, numel, dtype)
+        for chunk in () if problem else tensor.chunks:
+            info = places.get((name, chunk.offsets))
+            if info is None or not _lies_in(manifest, info.relative_path, info.offset + info.length):
+                problem = f"is not whole in the files that the {MANIFEST} lists"
+        if problem:
+            raise publish.damaged(directory, f"the tensor {name!r} {problem}")
+
+
+def _tiling(tensor: "TensorStorageMetadata", numel: int, dtype: str) -> str | None:
+    """What is wrong with the places of the chunks in the tensor."""
+    if tuple(tensor.size) != (numel,) or dtype_name(tensor.properties.dtype) != dtype:
+        found = f"{list(tensor.size)} {dtype_name(tensor.properties.dtype)}"
+        return f"was to be {[numel]} {dtype}, and {METADATA} says {found}"
+    end = 0
+    for start, length in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in tensor.chunks):
+        if start != end:
+            return f"has elements {min(start, end)} to {max(start, end)} {'twice' if start < end else 'nowhere'}"
+        end = start + length
+    if end > numel:
+        return f"has elements {numel} to {end}, which it does not have"
+    return f"has elements {end} to {numel} nowhere" if end < numel else None
+
+
+def _lies_in(manifest: Manifest, file: str, end: int) -> bool:
+    return file in manifest.files and end <= manifest.files[file].size_bytes
