@@ -6,6 +6,8 @@ Importing it registers the strategy name ``replica_zero`` and does nothing else.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_replica.callbacks import (
+    CheckpointPublisher,
+    DyingGaspCheckpoint,
     PeerRepair,
     RankReplacement,
     RecoveryCallback,
@@ -17,7 +19,9 @@ from lightning_replica.strategy import ReplicaZeroStrategy
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "CheckpointPublisher",
     "ConfigurationError",
+    "DyingGaspCheckpoint",
     "PeerRepair",
     "RankReplacement",
     "RecoveryCallback",

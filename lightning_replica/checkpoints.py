@@ -1,6 +1,7 @@
 """What a Lightning checkpoint holds under this strategy, and how a fit takes it back."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_replica import resume
 from lightning_replica._compat.lightning import dump_checkpoint
+from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.snapshot import Snapshot
@@ -33,6 +35,7 @@ class Checkpoints:
     def __init__(self, form: StateDictType) -> None:
         self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
+        self._directories: dict[Path, tuple[CheckpointDirectory, int | None]] = {}  # of callbacks
         self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -66,7 +69,13 @@ class Checkpoints:
         return None if loaded is None else resume.read(trainer, rank, world_size, *loaded)
 
     def save_last(
-        self, trainer: pl.Trainer, training: Training, own: dict[str, Any], path: Path, pieces: Collection[int]
+        self,
+        trainer: pl.Trainer,
+        training: Training,
+        own: dict[str, Any],
+        path: Path,
+        step: int,
+        pieces: Collection[int],
     ) -> None:
         """A sharded checkpoint, whatever form the others have. Collective over the default group.
 
@@ -75,12 +84,25 @@ class Checkpoints:
             training: The fit.
             own: What only this strategy reads.
             path: The directory to write.
+            step: Optimizer steps that are done.
             pieces: The ranks whose part of the shards this one writes.
         """
+        with self._sharded():
+            checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
+            self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces, step, "gasp")
+
+    def save_periodic(self, trainer: pl.Trainer, training: Training, path: Path) -> None:
+        """A sharded checkpoint, whatever form the others have. Collective."""
+        with self._sharded():
+            checkpoint = dump_checkpoint(trainer)
+            self.complete(trainer, training, checkpoint)
+            self.save_sharded(training, trainer.lightning_module, checkpoint, path)
+
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
         form, self._form = self._form, "sharded"
         try:
-            checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
-            self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces)
+            yield
         finally:
             self._form = form
 
@@ -91,6 +113,8 @@ class Checkpoints:
         checkpoint: dict[str, Any],
         path: Path,
         pieces: Collection[int] | None = None,
+        step: int | None = None,
+        written_for: str = "periodic",
     ) -> None:
         """Every rank writes its part, or that of the ranks ``pieces``. Collective."""
         from lightning_replica.checkpoint import sharded
@@ -99,7 +123,33 @@ class Checkpoints:
         names = [name for name, _ in module.named_parameters()]
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         plain = {**checkpoint, "state_dict": others, "optimizer_states": []}
-        sharded.save_sharded(path, training.state, names, extras, plain, aliases=aliases, ranks=pieces)
+        sharded.save_sharded(
+            path,
+            training.state,
+            names,
+            extras,
+            plain,
+            aliases=aliases,
+            ranks=pieces,
+            step=checkpoint["global_step"] if step is None else step,
+            written_for=written_for,
+        )
+        self._published(path, first=pieces is None and training.groups.rank == 0)
+
+    def publish_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
+        """Has the tracker of ``directory`` name what is published there, and only the newest stay."""
+        kept = self._directories.get(directory.path, (directory, None))[1]
+        self._directories[directory.path] = directory, keep_last or kept
+
+    def _published(self, path: Path, first: bool) -> None:
+        """A checkpoint is whole on the disk."""
+        found = self._directories.get(path.parent)
+        if found is None or not first:
+            return
+        directory, keep_last = found
+        directory.track(path.name)
+        if keep_last is not None:
+            directory.retain(keep_last)
 
     # Loading, in the order of calls
 

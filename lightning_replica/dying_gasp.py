@@ -1,11 +1,10 @@
 """The last checkpoint of a run that cannot go on, as this rank writes its part of it. See recovery/gasp.py."""
 
-from pathlib import Path
-
 import lightning.pytorch as pl
 
 from lightning_replica import resume
 from lightning_replica import snapshot as snapshots
+from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoints import Checkpoints
 from lightning_replica.errors import CollectiveError
@@ -35,7 +34,7 @@ class DyingGasp:
         training: Training,
         checkpoints: Checkpoints,
         mirrors: Mirrors,
-        directory: Path,
+        directory: CheckpointDirectory,
         rank: int,
     ) -> None:
         self._trainer, self._training, self._checkpoints = trainer, training, checkpoints
@@ -66,9 +65,15 @@ class DyingGasp:
             buffers.params_from_main()  # of the own shard; the others' are none of this rank's business
         snapshots.restore(self._trainer, taken)
         record = resume.record_last(self._trainer, taken, plan.commit, privates, self._trainer.world_size)
-        path = self._directory / f"step_{self._step(taken):08d}"
-        self._checkpoints.save_last(self._trainer, self._training, record, path, plan.pieces[self._rank])
+        step = self._step(taken)
+        path = self._directory.path_of(step)
+        self._checkpoints.save_last(self._trainer, self._training, record, path, step, plan.pieces[self._rank])
+        Together(None).run(lambda: self._track(path.name, plan))
         return str(path)
+
+    def _track(self, name: str, plan: GaspPlan) -> None:
+        if self._rank == plan.ranks[0]:
+            self._directory.track(name)
 
     def _private(self, taken: Snapshot, rank: int) -> bytes:
         if rank == self._rank:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_replica import objects
 from lightning_replica._compat.lightning import _all_gather_ddp_if_available
+from lightning_replica.errors import ReplicaError
 from lightning_replica.session import Session
 
 
@@ -15,6 +16,13 @@ class LightningCollectives(ParallelStrategy):
     """Lightning's own collectives: waited for in slices, and journalled while ranks are set up."""
 
     _session: Session | None
+
+    @property
+    def session(self) -> Session:
+        """This process's part in the world."""
+        if self._session is None:
+            raise ReplicaError("The strategy is not set up: call `trainer.fit` (or validate, test, predict) first.")
+        return self._session
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until all ranks are here."""

@@ -1,9 +1,8 @@
 """`ReplicaZeroStrategy`: what Lightning sees."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -23,17 +22,16 @@ from lightning_replica._compat.lightning import (
     _StrategyRegistry,
     let_config_be_saved_again,
 )
-from lightning_replica.checkpoints import Checkpoints, StateDictType, absent
+from lightning_replica.checkpoints import Checkpoints, StateDictType
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import cpu
 from lightning_replica.digests import GuardMode
-from lightning_replica.dying_gasp import DyingGasp
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
 from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
 from lightning_replica.launch.external import started_by_another
-from lightning_replica.lightning_collectives import LightningCollectives
+from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
 from lightning_replica.points import begin
 from lightning_replica.precision import ShardedStep, sharded
@@ -41,11 +39,11 @@ from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.session import Session, join
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.state import ShardedState
-from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
+from lightning_replica.which_checkpoint import Resume, WhichCheckpoint
 
 
-class ReplicaZeroStrategy(LightningCollectives):
+class ReplicaZeroStrategy(LightningCheckpoints):
     """Data parallelism with sharded optimizer state, every shard held by several ranks; a lost rank is replaced.
 
     Args:
@@ -79,6 +77,8 @@ class ReplicaZeroStrategy(LightningCollectives):
             How much more it is, each rank learns: five times the longest that it has been busy at that place.
         hang_max_s: The most; it holds where nothing has been learnt yet. ``float("inf")`` for both turns it off. On
             Linux, where the supervisor has started the ranks; other launchers replace nobody. See docs/hangs.md.
+        resume: "auto": a ``fit`` that is given no ``ckpt_path`` goes on from the newest whole checkpoint in the
+            directories of `DyingGaspCheckpoint` and `CheckpointPublisher`, if there is one.
         accelerator: As in every Lightning strategy.
         parallel_devices: As in every Lightning strategy.
         cluster_environment: As in every Lightning strategy.
@@ -109,6 +109,7 @@ class ReplicaZeroStrategy(LightningCollectives):
         rendezvous_timeout_s: float = 600.0,
         hang_min_s: float = 60.0,
         hang_max_s: float = 1800.0,
+        resume: Resume = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -130,11 +131,12 @@ class ReplicaZeroStrategy(LightningCollectives):
         )
         checks.choice("partition", partition, ("element", "parameter"))
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        checks.choice("resume", resume, (None, "auto"))
         checks.choice("shared_memory", shared_memory, (True, False))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
         self._partition, self._whole_gradients = partition, whole_gradients
-        self._shared_memory = shared_memory
+        self._shared_memory, self._resume = shared_memory, resume
         self._num_nodes = 1
         self._session: Session | None = None
         self._training: Training | None = None
@@ -217,7 +219,10 @@ class ReplicaZeroStrategy(LightningCollectives):
             )
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        self._launcher = launcher_for(self.cluster_environment, self.num_processes, self.num_nodes, self.options_for)
+        which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment))
+        self._launcher = launcher_for(
+            self.cluster_environment, self.num_processes, self.num_nodes, self.options_for, which.fill_in
+        )
 
     def options_for(self, trainer: Any) -> RecoveryOptions:
         """What the arguments and the trainer's callbacks together say about recovery.
@@ -301,20 +306,6 @@ class ReplicaZeroStrategy(LightningCollectives):
         return ExactLoader(dataloader, cpu.rng_state, cpu.set_rng_state)
 
     @property
-    def session(self) -> Session:
-        """This process's part in the world."""
-        if self._session is None:
-            raise ReplicaError("The strategy is not set up: call `trainer.fit` (or validate, test, predict) first.")
-        return self._session
-
-    @property
-    def training(self) -> Training:
-        """What belongs to one fit."""
-        if self._training is None:
-            raise ReplicaError("There is no sharded state: it exists only while fitting.")
-        return self._training
-
-    @property
     def state(self) -> ShardedState:
         """The sharded state; only while fitting."""
         return self.training.state
@@ -373,65 +364,6 @@ class ReplicaZeroStrategy(LightningCollectives):
         """Hooks of a validation may have changed weights."""
         if self._training is not None:
             self._training.weights_touched = True
-
-    # Checkpoints
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
-        return self._checkpoints.optimizer_state(self.training, optimizer)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the optimizer states; a replacement gets it from a peer."""
-        if not self.session.newborn and self.lightning_module is not None:
-            self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of either form."""
-        path = Path(str(checkpoint_path))
-        if self.session.newborn and not path.exists():
-            return absent(path)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        opened = self._checkpoints.open(path, fitting)
-        return super().load_checkpoint(checkpoint_path, weights_only) if opened is None else opened
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes the weights, unless they come with the optimizers' shards or from a peer."""
-        if not self._checkpoints.is_open and not self.session.newborn:
-            super().load_model_state_dict(checkpoint, strict)
-
-    def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
-        """Where the fit goes on, if a checkpoint has been loaded."""
-        return self._checkpoints.resumption(trainer, self.global_rank, self.world_size)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
-        begin("checkpoint")  # the first that Lightning asks for when it saves one; hooks of the user's follow
-        if self._checkpoints.is_sharded(self._training):
-            return {}
-        state = super().lightning_module_state_dict()
-        if not self.is_global_zero:
-            return state
-        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint in the form of ``state_dict_type``."""
-        if self._training is not None and self.lightning_module is not None:
-            self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
-            if self._checkpoints.is_sharded(self._training):
-                path = Path(str(filepath))
-                self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
-                return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def gasp_to(self, directory: Path) -> None:
-        """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None:
-            gasp = DyingGasp(
-                trainer, self.training, self._checkpoints, self.session.mirrors, directory, self.global_rank
-            )
-            self.training.write_last = gasp.write
 
     def teardown(self) -> None:
         """The module gets its parameters' memory back."""

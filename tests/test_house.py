@@ -33,11 +33,13 @@ LAYERS = [
         "overrides",
         "precision",
         "session",
+        "which_checkpoint",
     ],
     ["lightning_collectives", "snapshot", "host"],
     ["training"],
     ["resume", "checkpoints"],
     ["dying_gasp"],
+    ["lightning_checkpoints"],
     ["callbacks", "chaos", "fit_loop", "strategy"],
     [""],
     ["cli", "conf"],
@@ -112,7 +114,9 @@ def test_private_names_of_others_are_in_compat(path: Path) -> None:
 
 def test_public_names() -> None:
     assert lightning_replica.__all__ == [
+        "CheckpointPublisher",
         "ConfigurationError",
+        "DyingGaspCheckpoint",
         "PeerRepair",
         "RankReplacement",
         "RecoveryCallback",

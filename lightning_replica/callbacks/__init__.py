@@ -6,10 +6,12 @@
 | RecoveryReport | every incident as a JSON line in a file, and as scalars in the loggers |
 | StepRollback, PeerRepair, RankReplacement | the options of each level of recovery |
 | DyingGaspCheckpoint | what is left of a run that cannot go on |
+| CheckpointPublisher | periodic checkpoints, and the tracker that names the newest |
 | FaultInjector, InjectedFault, Injected | lets ranks of a training fail |
 | Fingerprint | writes down digests of all that a training comes to |
 """
 
+from lightning_replica.callbacks.checkpoint_publisher import CheckpointPublisher
 from lightning_replica.callbacks.dying_gasp_checkpoint import DyingGaspCheckpoint
 from lightning_replica.callbacks.fault_injector import FaultInjector, Injected
 from lightning_replica.callbacks.faults import InjectedFault
@@ -21,6 +23,7 @@ from lightning_replica.callbacks.recovery_report import RecoveryReport
 from lightning_replica.callbacks.step_rollback import StepRollback
 
 __all__ = [
+    "CheckpointPublisher",
     "DyingGaspCheckpoint",
     "FaultInjector",
     "Fingerprint",

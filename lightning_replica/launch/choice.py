@@ -8,6 +8,7 @@ from lightning.pytorch.plugins import ClusterEnvironment
 
 from lightning_replica._compat.lightning import _Launcher
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment, Surroundings
 from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import SupervisorLauncher
@@ -19,6 +20,7 @@ def launcher_for(
     num_processes: int,
     num_nodes: int,
     options_for: Callable[[Any], RecoveryOptions],
+    fill_in: FillIn,
 ) -> _Launcher:
     """The launcher of this process.
 
@@ -27,6 +29,7 @@ def launcher_for(
         num_processes: Ranks on this node.
         num_nodes: Nodes.
         options_for: What a trainer's user has chosen about recovery.
+        fill_in: Completes the arguments of what is launched.
 
     Raises:
         ConfigurationError: In a session without a script.
@@ -38,8 +41,8 @@ def launcher_for(
             " `!python train.py`."
         )
     if cluster is not None and started_by_another(cluster):
-        return ExternalLauncher(cluster, num_processes, num_nodes)
-    return SupervisorLauncher(num_processes, options_for)
+        return ExternalLauncher(cluster, num_processes, num_nodes, fill_in)
+    return SupervisorLauncher(num_processes, options_for, fill_in)
 
 
 def is_rank(cluster: ClusterEnvironment | None) -> bool:

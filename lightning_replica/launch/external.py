@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import ClusterEnvironment
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed
 from lightning_replica.errors import ConfigurationError, RecoveryError
+from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, connect, loopback_interface, serve
 from lightning_replica.messages import say
 
@@ -55,10 +56,12 @@ class ExternalLauncher(_Launcher):
         cluster: What Lightning knows of the launcher.
         num_processes: Ranks on this node.
         num_nodes: Nodes.
+        fill_in: Completes the arguments of what is launched.
     """
 
-    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+    def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int, fill_in: FillIn) -> None:
         self._cluster, self._num_processes, self._num_nodes = cluster, num_processes, num_nodes
+        self._fill_in = fill_in
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -83,7 +86,8 @@ class ExternalLauncher(_Launcher):
                 " `num_nodes` to the number of nodes."
             )
         _set_num_threads_if_needed(num_processes=self._num_processes)
-        return function(*args, **kwargs)
+        bound = self._fill_in(trainer, function, args, kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     def kill(self, signum: Any) -> None:
         """Called by Lightning's signal handlers: a rank has no children to end."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
+from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.orphans import die_with
 from lightning_replica.launch.standby import Standbys
@@ -22,10 +23,11 @@ class SupervisorLauncher(_Launcher):
     Args:
         world_size: Number of ranks.
         options_for: What a trainer's user has chosen about recovery.
+        fill_in: Completes the arguments of what is launched; ranks inherit what it leaves in the environment.
     """
 
-    def __init__(self, world_size: int, options_for: Callable[[Any], RecoveryOptions]) -> None:
-        self._world_size, self._options_for = world_size, options_for
+    def __init__(self, world_size: int, options_for: Callable[[Any], RecoveryOptions], fill_in: FillIn) -> None:
+        self._world_size, self._options_for, self._fill_in = world_size, options_for, fill_in
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -40,10 +42,11 @@ class SupervisorLauncher(_Launcher):
             ConfigurationError: If there is no script to run again, or callbacks contradict the strategy.
         """
         environment = RankEnvironment.current()
+        bound = self._fill_in(trainer, function, args, kwargs)
         if environment is not None:
             die_with(environment.supervisor)
             _set_num_threads_if_needed(num_processes=self._world_size)
-            return function(*args, **kwargs)
+            return function(*bound.args, **bound.kwargs)
         options = self._options_for(trainer)
         start, standbys = start_script(rerun_command), Standbys(rerun_command, options.standby)
         supervisor = Supervisor(start, self._world_size, options, say, _local_root(trainer), standbys)

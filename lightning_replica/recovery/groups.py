@@ -75,7 +75,7 @@ class ProcessGroups:
         All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given.
         """
         try:
-            self._open_default(generation, self._rank, self._world_size)
+            self._open_default(f"groups/{generation}", self._rank, self._world_size)
             for group in make(self._connect_timeout):
                 self._own(group)
         except RuntimeError as error:
@@ -84,14 +84,14 @@ class ProcessGroups:
     def open_among(self, generation: int, ranks: Sequence[int]) -> None:
         """Opens a default group of ``ranks`` only, in which they are numbered in that order. They all call it."""
         try:
-            self._open_default(generation, ranks.index(self._rank), len(ranks))
+            self._open_default(f"groups/among/{generation}", ranks.index(self._rank), len(ranks))
         except RuntimeError as error:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
 
-    def _open_default(self, generation: int, rank: int, world_size: int) -> None:
+    def _open_default(self, prefix: str, rank: int, world_size: int) -> None:
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"groups/{generation}", self._store),
+            store=dist.PrefixStore(prefix, self._store),
             rank=rank,
             world_size=world_size,
             timeout=self._connect_timeout,

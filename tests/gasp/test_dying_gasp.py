@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import world
 from tests.support.job import Case, Fault
@@ -19,8 +20,11 @@ def resumed(case: Case, out: Path) -> world.Outcome:
     """Runs ``case`` to its end, and goes on from what it has left."""
     ended = world.run(case, out, max_restarts=0)
     assert ended.code == GASP_WRITTEN, f"{ended.code} {ended.said}\n{ended.logs}"
-    (left,) = (out / "gasp").iterdir()
-    return world.run(Case(gasp=True, load=str(left)), out, max_restarts=0)
+    assert len([line for line in ended.said if "Start it again" in line]) == 1
+    left = CheckpointDirectory(out / "gasp").latest(verify=True)
+    assert not left.problems
+    assert CheckpointDirectory(out / "gasp").tracked == left.path.name
+    return world.run(Case(gasp=True, load=str(left.path)), out, max_restarts=0)
 
 
 MOMENTS = {

@@ -1,0 +1,50 @@
+"""What callbacks have in common that write to the directory of a run's checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.errors import ConfigurationError
+
+
+class RunDirectory(Checkpoint):
+    """Makes sure, when a fit begins, that the directory can be written to.
+
+    Args:
+        dirpath: The directory; see docs/checkpoints.md for what is in it.
+
+    Attributes:
+        directory: The same, as `CheckpointDirectory`.
+
+    Raises:
+        ConfigurationError: At the start of ``fit``, on every rank, if the directory cannot be written to, or the
+            strategy is another.
+    """
+
+    def __init__(self, dirpath: str | Path) -> None:
+        self.directory = CheckpointDirectory(Path(dirpath).absolute())
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses other strategies, which would never call it."""
+        if not hasattr(trainer.strategy, "publishes_to"):
+            raise ConfigurationError(
+                f"{type(self).__name__} needs `Trainer(strategy='replica_zero')`; this one has"
+                f" {type(trainer.strategy).__name__}. Leave the callback out, or change the strategy."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Looks, on rank 0, and tells the others; a replacement is told what its predecessor was."""
+        strategy: Any = trainer.strategy
+        problem = None
+        if trainer.is_global_zero and not strategy.session.newborn:
+            try:
+                self.directory.prepare()
+            except ConfigurationError as error:
+                problem = str(error)
+        problem = strategy.broadcast(problem)
+        if problem is not None:
+            raise ConfigurationError(problem)
+        strategy.publishes_to(self.directory)

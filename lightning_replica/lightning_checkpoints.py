@@ -1,0 +1,102 @@
+"""What Lightning asks a strategy for about checkpoints, and what this one has beside."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoints import Checkpoints, absent
+from lightning_replica.dying_gasp import DyingGasp
+from lightning_replica.errors import ReplicaError
+from lightning_replica.lightning_collectives import LightningCollectives
+from lightning_replica.points import begin
+from lightning_replica.snapshot import Snapshot
+from lightning_replica.training import Training
+
+
+class LightningCheckpoints(LightningCollectives):
+    """Saves and loads checkpoints of either form."""
+
+    _checkpoints: Checkpoints
+    _training: Training | None
+
+    @property
+    def training(self) -> Training:
+        """What belongs to one fit."""
+        if self._training is None:
+            raise ReplicaError("There is no sharded state: it exists only while fitting.")
+        return self._training
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
+        return self._checkpoints.optimizer_state(self.training, optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes this rank's part of the optimizer states; a replacement gets it from a peer."""
+        if not self.session.newborn and self.lightning_module is not None:
+            self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of either form."""
+        path = Path(str(checkpoint_path))
+        if self.session.newborn and not path.exists():
+            return absent(path)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        opened = self._checkpoints.open(path, fitting)
+        return super().load_checkpoint(checkpoint_path, weights_only) if opened is None else opened
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes the weights, unless they come with the optimizers' shards or from a peer."""
+        if not self._checkpoints.is_open and not self.session.newborn:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
+        """Where the fit goes on, if a checkpoint has been loaded."""
+        return self._checkpoints.resumption(trainer, self.global_rank, self.world_size)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
+        begin("checkpoint")  # the first that Lightning asks for when it saves one; hooks of the user's follow
+        if self._checkpoints.is_sharded(self._training):
+            return {}
+        state = super().lightning_module_state_dict()
+        if not self.is_global_zero:
+            return state
+        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint in the form of ``state_dict_type``."""
+        if self._training is not None and self.lightning_module is not None:
+            self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
+            if self._checkpoints.is_sharded(self._training):
+                path = Path(str(filepath))
+                self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
+                return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def save_periodic(self, path: Path) -> None:
+        """Writes a sharded checkpoint, whatever form the others have. Collective."""
+        begin("checkpoint")
+        trainer, training = self._fitting()
+        self._checkpoints.save_periodic(trainer, training, path)
+
+    def publishes_to(self, directory: CheckpointDirectory, keep_last: int | None = None) -> None:
+        """Has the tracker of ``directory`` name every checkpoint that appears there. See `CheckpointPublisher`."""
+        self._checkpoints.publish_to(directory, keep_last)
+
+    def gasps_to(self, directory: CheckpointDirectory) -> None:
+        """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""
+        trainer, training = self._fitting()
+        gasp = DyingGasp(trainer, training, self._checkpoints, self.session.mirrors, directory, self.global_rank)
+        training.write_last = gasp.write
+
+    def _fitting(self) -> tuple[pl.Trainer, Training]:
+        if self.lightning_module is None:
+            raise ReplicaError("There is no LightningModule: checkpoints are written while fitting.")
+        return self.lightning_module.trainer, self.training

@@ -1,0 +1,82 @@
+"""Which checkpoint a run goes on from when it is told "last" or "auto": the newest whole one.
+
+Chosen once for the whole run, by the process that starts the ranks; a replacement must not find a newer one.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory, Latest
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.messages import say
+
+log = logging.getLogger(__name__)
+
+Resume: TypeAlias = Literal["auto"] | None
+VARIABLE = "LIGHTNING_REPLICA_RESUME"
+
+
+class WhichCheckpoint:
+    """Fills in ``ckpt_path`` where the user has left the choice to us.
+
+    Args:
+        resume: "auto" goes on from the newest checkpoint in a fit that is given none; None begins anew.
+        is_rank: Whether this process is a rank, and not the one that starts them.
+    """
+
+    def __init__(self, resume: Resume, is_rank: Callable[[], bool]) -> None:
+        self._resume, self._is_rank = resume, is_rank
+
+    def fill_in(
+        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> inspect.BoundArguments:
+        """The arguments of ``Trainer.fit`` and its like, with the checkpoint's path in place of "last" or nothing.
+
+        Raises:
+            ConfigurationError: If no callback says where checkpoints are.
+        """
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        asked = bound.arguments.get("ckpt_path")
+        if trainer is None or "ckpt_path" not in bound.signature.parameters or not self._is_ours(asked, function):
+            return bound
+        directories = list(_directories(trainer.callbacks))
+        if not directories and asked is None:
+            raise ConfigurationError(
+                "resume='auto' goes on from the newest checkpoint, but no callback says where those are. Add"
+                " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
+            )
+        if self._is_rank():
+            found = os.environ.pop(VARIABLE, None)  # of the first fit only: only that can have a replacement
+            found = self._newest(directories) if found is None else found
+        else:
+            found = os.environ[VARIABLE] = self._newest(directories)
+        if found:
+            bound.arguments["ckpt_path"] = found
+        return bound
+
+    def _is_ours(self, asked: object, function: Callable[..., Any]) -> bool:
+        auto = self._resume == "auto" and function.__name__ == "_fit_impl"
+        return asked == "last" or (asked is None and auto)
+
+    def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
+        found = [directory.latest() for directory in directories]
+        for problem in (problem for latest in found for problem in latest.problems):
+            log.warning("%s", problem)
+        whole = [latest for latest in found if latest.path is not None]
+        newest = max(whole, key=_age, default=None)
+        if newest is None:
+            return ""
+        say(f"goes on from {newest.path}.")
+        return str(newest.path)
+
+
+def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
+    found = {each.directory.path: each.directory for each in callbacks if hasattr(each, "directory")}
+    return found.values()
+
+
+def _age(latest: Latest) -> Any:
+    return latest.manifest.age if latest.manifest is not None else (-1,)
