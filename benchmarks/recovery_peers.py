@@ -167,7 +167,7 @@ def with_replica_zero(trace: Trace, steps: int, standby: int) -> None:
             trace.ended(trainer.global_step, trainer.world_size)
 
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(max_restarts=trace.kills),
+        strategy=ReplicaZeroStrategy(max_restarts=trace.kills, standby=standby),
         accelerator="cpu",
         devices=RANKS,
         max_steps=steps,

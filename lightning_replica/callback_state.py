@@ -1,7 +1,7 @@
 """State of callbacks: what their ``state_dict`` says, and what Lightning's own keep beside it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -91,7 +91,7 @@ def follow_batch_norm_epoch(trainer: pl.Trainer, momenta: Sequence[float | None]
         trainer: The trainer.
         momenta: For every BatchNorm layer, as `batch_norm_momenta` saw it.
     """
-    layers = _batch_norms(trainer.lightning_module)
+    layers = _batch_norms(trainer.lightning_module.modules())
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and not hasattr(callback, "momenta"):
             callback.momenta = {layer: layer.momentum for layer in layers}
@@ -99,13 +99,14 @@ def follow_batch_norm_epoch(trainer: pl.Trainer, momenta: Sequence[float | None]
         layer.momentum = momentum
 
 
-def batch_norm_momenta(module: torch.nn.Module) -> list[float | None]:
-    """The momentum of every BatchNorm layer."""
-    return [layer.momentum for layer in _batch_norms(module)]
+def batch_norm_momenta(modules: Iterable[torch.nn.Module]) -> list[float | None]:
+    """The momentum of every BatchNorm layer among ``modules``."""
+    return [layer.momentum for layer in _batch_norms(modules)]
 
 
-def _batch_norms(module: torch.nn.Module) -> list[Any]:
-    return [layer for layer in module.modules() if hasattr(layer, "momentum") and hasattr(layer, "running_mean")]
+def _batch_norms(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    # By `vars`: for a module without it, `hasattr` takes ten times as long.
+    return [layer for layer in modules if "momentum" in vars(layer) and hasattr(layer, "running_mean")]
 
 
 def _extras(callback: pl.Callback) -> tuple[str, ...]:

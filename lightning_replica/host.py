@@ -31,7 +31,7 @@ class LightningHost:
 
     def __init__(self, trainer: pl.Trainer, state: ShardedState) -> None:
         self._trainer, self._state = trainer, state
-        self._copies = snapshots.Copies(trainer.lightning_module)
+        self._copies = snapshots.Copies()
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._loss: tuple[int, Any] = (0, None)
         self._passed = -1

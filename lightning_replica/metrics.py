@@ -1,6 +1,6 @@
 """Metrics under way: what `self.log` and torchmetrics have accumulated in this epoch on this rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,23 +35,23 @@ def import_results(
     results.batch = results.batch_size = None
 
 
-def copy_states(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The states of all torchmetrics objects in ``module``."""
+def copy_states(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
+    """The states of all torchmetrics objects among ``modules``."""
     names = ("_update_count", "_computed")
     return [
-        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in _metrics(module)
+        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in _metrics(modules)
     ]
 
 
-def put_states(module: torch.nn.Module, states: list[dict[str, Any]]) -> None:
+def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]]) -> None:
     """The inverse of `copy_states`."""
-    for metric, state in zip(_metrics(module), states, strict=True):
+    for metric, state in zip(_metrics(modules), states, strict=True):
         for name, value in state.items():
             setattr(metric, name, _clone(value))
 
 
-def _metrics(module: torch.nn.Module) -> list[Metric]:
-    return [submodule for submodule in module.modules() if isinstance(submodule, Metric)]
+def _metrics(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    return [module for module in modules if isinstance(module, Metric)]
 
 
 def _clone(value: Any) -> Any:

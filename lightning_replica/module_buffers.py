@@ -1,12 +1,15 @@
 """Buffers of the module, BatchNorm's statistics among them: the same on all ranks after every step, as under DDP."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_replica._compat.torch import data_version, same_bits
+from lightning_replica._compat.tree import Tree
 from lightning_replica.works import Work
 
 # Up to this many elements a buffer is compared by content: BatchNorm's kernels write to its statistics without
@@ -14,36 +17,35 @@ from lightning_replica.works import Work
 _SMALL = 1 << 16
 
 
+class _Mark(NamedTuple):
+    """A buffer as it was: a weak reference, because another one may get the ``id`` of one that is gone."""
+
+    buffer: "weakref.ref[Tensor]"
+    version: int
+    content: Tensor | None
+
+
 class ChangedBuffers:
-    """Tells which buffers of a module have been written to or replaced since it was last asked.
+    """Tells which buffers of a module have been written to or replaced since it was last asked."""
 
-    Args:
-        module: The module.
-    """
+    def __init__(self) -> None:
+        self._marks: dict[str, _Mark] = {}
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._marks: dict[str, tuple[int, int, Tensor | None]] = {}
-
-    def names(self) -> list[str]:
-        """All buffers, in order of registration."""
-        return [name for name, _ in self._module.named_buffers()]
-
-    def changed(self) -> dict[str, Tensor]:
-        """Buffers that have changed since `settle`."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if self._has_changed(name, buffer)}
+    def among(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``buffers``, all that there are, that have changed since `settle`."""
+        return {name: buffer for name, buffer in buffers.items() if self._has_changed(name, buffer)}
 
     def settle(self, changed: Mapping[str, Tensor]) -> None:
         """What is there now of ``changed`` counts as unchanged."""
         for name, buffer in changed.items():
             content = _content(buffer).clone() if buffer.numel() <= _SMALL else None
-            self._marks[name] = (id(buffer), data_version(buffer), content)
+            self._marks[name] = _Mark(weakref.ref(buffer), data_version(buffer), content)
 
     def _has_changed(self, name: str, buffer: Tensor) -> bool:
         known = self._marks.get(name)
-        if known is None or known[:2] != (id(buffer), data_version(buffer)):
+        if known is None or known.buffer() is not buffer or known.version != data_version(buffer):
             return True
-        return known[2] is not None and not same_bits(known[2], _content(buffer))
+        return known.content is not None and not same_bits(known.content, _content(buffer))
 
 
 class BufferSync:
@@ -59,18 +61,17 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, wait: Callable[[Work], None]) -> None:
         self._module, self._wait = module, wait
-        self._changes = ChangedBuffers(module)
+        self._changes = ChangedBuffers()
 
     def sync(self, group: dist.ProcessGroup) -> None:
         """Broadcasts what has changed on any rank. Collective over ``group``."""
-        names = self._changes.names()
-        if not names:
+        buffers = Tree.of(self._module).buffers
+        if not buffers:
             return
-        changed = self._changes.changed()
-        flags = torch.tensor([name in changed for name in names], dtype=torch.uint8)
+        changed = self._changes.among(buffers)
+        flags = torch.tensor([name in changed for name in buffers], dtype=torch.uint8)
         self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True))
-        buffers = dict(self._module.named_buffers())
-        agreed = {name: buffers[name] for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+        agreed = {name: buffers[name] for name, flag in zip(buffers, flags.tolist(), strict=True) if flag}
         with torch.no_grad():
             for kind in _by_kind(agreed.values()):
                 self._broadcast(kind, group)
@@ -78,7 +79,7 @@ class BufferSync:
 
     def forget(self) -> None:
         """After a fault: everything counts as changed."""
-        self._changes = ChangedBuffers(self._module)
+        self._changes = ChangedBuffers()
 
     def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup) -> None:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
@@ -89,22 +90,18 @@ class BufferSync:
 
 
 class BufferCopies:
-    """Copies of a module's buffers, made anew only for those that have changed.
+    """Copies of a module's buffers, made anew only for those that have changed."""
 
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._changes = ChangedBuffers(module)
+    def __init__(self) -> None:
+        self._changes = ChangedBuffers()
         self._copies: dict[str, Tensor] = {}
 
-    def take(self) -> dict[str, Tensor]:
-        """A copy of every buffer by name; not to be written to."""
-        changed = self._changes.changed()
+    def take(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of each of ``buffers``, all that there are; not to be written to."""
+        changed = self._changes.among(buffers)
         self._copies.update({name: buffer.detach().clone() for name, buffer in changed.items()})
         self._changes.settle(changed)
-        return {name: self._copies[name] for name in self._changes.names()}
+        return {name: self._copies[name] for name in buffers}
 
 
 def _content(buffer: Tensor) -> Tensor:

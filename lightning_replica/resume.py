@@ -29,6 +29,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_replica import snapshot as snapshots
+from lightning_replica._compat.tree import Tree
 from lightning_replica.data.position import LoaderState
 from lightning_replica.devices import cpu
 from lightning_replica.sharding.collectives import all_gather_bytes
@@ -62,10 +63,11 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
     if training.host.is_past(training.state.step):
         return {}  # how the window began is not known; it is begun again as if from a checkpoint of DDP's
     if taken is None:
-        host = copy.deepcopy(snapshots.capture_progress(trainer))
+        tree = Tree.of(trainer.lightning_module)
+        host = copy.deepcopy(snapshots.capture_progress(trainer, tree))
         host["place"] = place_of(host["loops"])
         taken = Snapshot("tail", 0, host, cpu.rng_state(), [], loss=training.host.loss(training.state.step), fresh=True)
-        snapshots.take_private(trainer, taken)
+        snapshots.take_private(trainer, taken, tree)
         if host["place"] in (None, "epoch_end"):
             taken.loaders = [loader.state_between_epochs() for loader in snapshots.exact_loaders(trainer)]
     private = {
@@ -116,7 +118,8 @@ def read(
 
 def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
     """From a checkpoint of another world, or of another strategy."""
-    host = {**snapshots.capture_progress(trainer), "loops": copy.deepcopy(loops), "metrics_known": False}
+    now = snapshots.capture_progress(trainer, Tree.of(trainer.lightning_module))
+    host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
     if own:
         host |= {key: own["host"][key] for key in ("logged", "accumulate")}
     place, batch = place_of(loops), host["loops"][_BATCHES]

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -37,8 +38,8 @@ from lightning_replica.works import Work, wait
 
 log = logging.getLogger(__name__)
 
-# How often a rank looks whether the world moves on; without recovery, only whether the run has ended.
-_LOOKS_S, _SELDOM_LOOKS_S = 0.02, 1.0
+# How often a rank that is busy looks whether the world moves on; without recovery, only whether the run has ended.
+_LOOKS_S, _SELDOM_LOOKS_S = 0.5, 1.0
 
 
 class Session:
@@ -78,7 +79,7 @@ class Session:
         if not options.recovery:
             self.journal.close()
         self._process_groups = ProcessGroups(
-            store, rank, grid.world_size, backend, timeout_s, cpu.abort_group, self.check
+            store, rank, grid.world_size, backend, timeout_s, cpu.abort_group, self.look
         )
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
@@ -168,15 +169,19 @@ class Session:
         self.recovery.generation = self._generation
         if self._groups is not None:
             self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
-            state.connect(self._groups, self.check)
+            state.connect(self._groups, self.look)
 
     def check(self) -> None:
-        """Raises `Interrupted` if the world has moved on."""
+        """Raises `Interrupted` if the world is known to have moved on."""
         self._monitor.check()
+
+    def look(self) -> None:
+        """The same for whoever waits, again and again."""
+        self._monitor.look()
 
     def wait(self, work: Work) -> None:
         """Waits for a collective, in slices."""
-        wait(work, self.check)
+        wait(work, self.look)
 
     @property
     def groups(self) -> Groups:
@@ -238,11 +243,11 @@ class Session:
         if threading.main_thread().is_alive():
             os._exit(ORPHANED)
 
-    def _make_groups(self) -> Iterable[dist.ProcessGroup]:
-        self._groups = make_groups(self.grid, self.rank, self._timeout_s)
+    def _make_groups(self, timeout: timedelta) -> Iterable[dist.ProcessGroup]:
+        self._groups = make_groups(self.grid, self.rank, timeout)
         self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
         if self._state is not None:
-            self._state.connect(self._groups, self.check)
+            self._state.connect(self._groups, self.look)
         return self._groups.all()
 
 

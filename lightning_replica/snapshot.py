@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_replica import attributes, plain
-from lightning_replica._compat.lightning import load_loops
+from lightning_replica._compat.lightning import load_loops, save_loops
+from lightning_replica._compat.tree import Tree
 from lightning_replica.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -162,28 +163,26 @@ def _culprit(replicated: dict[str, Any]) -> str:
 
 
 class Copies:
-    """Copies of what is large and changes seldom, kept from one snapshot to the next.
+    """Copies of what is large and changes seldom, kept from one snapshot to the next."""
 
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self.buffers = BufferCopies(module)
+    def __init__(self) -> None:
+        self.buffers = BufferCopies()
         self.callbacks = CallbackStates()
 
 
-def capture_progress(trainer: pl.Trainer) -> dict[str, Any]:
+def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
     """The part of the replicated state that says how far training has come; also in a hook of a validation."""
-    module = trainer.lightning_module
     connector = trainer._logger_connector
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    modes, logger_fx = {}, [connector._first_loop_iter, connector._current_fx]
+    training = [submodule.training for submodule in tree.modules]
+    logger_fx = [connector._first_loop_iter, connector._current_fx]
     if trainer.validating:  # what comes back after it
-        modes, logger_fx = epoch_loop.val_loop._module_mode.mode, [epoch_loop.batch_progress.current.ready == 1, None]
+        modes = epoch_loop.val_loop._module_mode.mode
+        training = [modes.get(name, module.training) for name, module in trainer.lightning_module.named_modules()]
+        logger_fx = [epoch_loop.batch_progress.current.ready == 1, None]
     return {
-        "loops": {k: v for k, v in fit_loop.state_dict().items() if "combined_loader" not in k},
+        "loops": save_loops(fit_loop),
         "val_seen": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
         "val_has_run": epoch_loop.val_loop._has_run,
         "logged": [
@@ -192,24 +191,24 @@ def capture_progress(trainer: pl.Trainer) -> dict[str, Any]:
             dict(connector._progress_bar_metrics),
         ],
         "logger_fx": logger_fx,
-        "training": [modes.get(name, submodule.training) for name, submodule in module.named_modules()],
+        "training": training,
         "accumulate": trainer.accumulate_grad_batches,
     }
 
 
-def _capture(trainer: pl.Trainer, copies: Copies) -> dict[str, Any]:
+def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
     """The replicated host state, detached from the trainer."""
     return {
-        **capture_progress(trainer),
+        **capture_progress(trainer, tree),
         "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-        "groups": _groups(trainer),
-        "requires_grad": [parameter.requires_grad for parameter in trainer.lightning_module.parameters()],
+        "groups": _groups(trainer, tree),
+        "requires_grad": [parameter.requires_grad for parameter in tree.parameters],
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(_callbacks(trainer)),
         "should_stop": trainer.should_stop,
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
-        "buffers": copies.buffers.take(),
-        "momenta": batch_norm_momenta(trainer.lightning_module),
+        "buffers": copies.buffers.take(tree.buffers),
+        "momenta": batch_norm_momenta(tree.modules),
     }
 
 
@@ -263,7 +262,7 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
     import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce, module)
     val_loop._results.reset()  # no snapshot is taken inside a validation
     if snapshot.metric_states:
-        put_states(module, snapshot.metric_states)
+        put_states(module.modules(), snapshot.metric_states)
 
 
 def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
@@ -289,13 +288,14 @@ def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
 
 def take(trainer: pl.Trainer, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer as it is now."""
-    return take_private(trainer, Snapshot(kind, step, _capture(trainer, copies), cpu.rng_state(), []))
+    tree = Tree.of(trainer.lightning_module)
+    return take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), cpu.rng_state(), []), tree)
 
 
-def take_private(trainer: pl.Trainer, snapshot: Snapshot) -> Snapshot:
+def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapshot:
     """Completes a snapshot with what belongs to this rank."""
     snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
-    snapshot.metric_states = copy_states(trainer.lightning_module)
+    snapshot.metric_states = copy_states(tree.modules)
     snapshot.attributes = attributes.take(trainer.lightning_module)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
@@ -308,9 +308,9 @@ def fetched_ahead(trainer: pl.Trainer) -> int:
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
-def _groups(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
+def _groups(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
     """Param groups, with positions in the module in place of parameters."""
-    order = {id(parameter): index for index, parameter in enumerate(trainer.lightning_module.parameters())}
+    order = {id(parameter): index for index, parameter in enumerate(tree.parameters)}
     return [
         [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers

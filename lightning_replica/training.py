@@ -170,13 +170,15 @@ class Training:
             taken = self.host.enter_commit(state.step + 1, output)
             found = state.look()
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
+        else:
+            self.host.pass_commit(state.step + 1, output)
+        part = state.part_of_commit(self._sigterm.noted)  # meanwhile the mirror is under way
+        if self.recoverable:
             session.mirrors.settle()
             if found is not None:
                 state.hear({**session.mirrors.digests(taken.step), session.rank: found})
-        else:
-            self.host.pass_commit(state.step + 1, output)
         reach("before_commit")
-        commit = state.commit(self._sigterm.noted)
+        commit = state.commit(part)
         session.recovery.committed(state.step + 1, commit.vector)
         reach("after_commit")
         state.update()
@@ -304,8 +306,8 @@ class Training:
         return self._sigterm.noted
 
     def check(self) -> None:
-        """Raises `Interrupted` if the world has moved on."""
-        self._session.check()
+        """Raises `Interrupted` if the world has moved on; for collectives to call while they wait."""
+        self._session.look()
 
     @property
     def groups(self) -> Groups:

@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_replica._compat import lightning as compat
 from lightning_replica._compat import torch as torch_compat
@@ -52,3 +54,28 @@ def test_private_names_exist() -> None:
 def test_the_names_in_the_metadata_of_a_checkpoint_exist() -> None:
     for module, names in torch_compat._DCP_METADATA.items():
         assert all(hasattr(importlib.import_module(module), name) for name in names), module
+
+
+def test_loops_are_saved_as_they_save_themselves() -> None:
+    module = BoringModel()
+    trainer = L.Trainer(
+        max_epochs=2,
+        limit_train_batches=3,
+        limit_val_batches=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    seen = []
+
+    def compare(*_: Any) -> None:
+        own = compat.save_loops(trainer.fit_loop)
+        assert own == trainer.fit_loop.state_dict()
+        seen.append(own)
+
+    module.on_train_batch_end = compare  # type: ignore[method-assign]
+    trainer.fit(module)
+    assert len(seen) == 6
+    assert seen[0] != seen[1]  # and what is saved does not follow the loops

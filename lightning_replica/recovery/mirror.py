@@ -24,7 +24,7 @@ from lightning_replica.works import Work, track
 
 _HEADER = struct.Struct("<qqqqqq")  # step, length of the payload, CRC-32 of payload and digest, digest
 _NO_DIGEST = (-1, 0, 0)
-_START_BYTES = 64 * 1024
+_START_BYTES = 8 * 1024  # grows with the first message that needs more
 
 
 class Mirrors:
@@ -126,7 +126,8 @@ class Mirrors:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = list(torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8).unbind())
         self._rows.setdefault((kind, step), []).append(rows)
-        return track(dist.all_gather(rows, message, group=self._group, async_op=True))
+        # Not through `dist.all_gather`, whose checks take as long as the call itself.
+        return track(self._group.allgather([rows], [message]))
 
 
 def _pack(step: int, payload: bytes, digest: Digest | None) -> bytes:

@@ -10,11 +10,14 @@ from lightning_replica.recovery.generation import Generations
 class Monitor:
     """Watches for the next generation and wakes the rank.
 
+    It looks at once where the rank asks for it, which it does again and again while it waits for others, and seldom
+    while the rank is busy: each look costs CPU time here and where the store is.
+
     Args:
         generations: On a store connection of its own: a store client serves one thread at a time.
         wake: Called once for every generation that begins, from the monitor's thread. Aborts process groups.
         orphaned: Called if the store is gone, which means that the supervisor is.
-        interval_s: How often it looks.
+        interval_s: How often it looks by itself.
     """
 
     def __init__(
@@ -22,13 +25,13 @@ class Monitor:
         generations: Generations,
         wake: Callable[[], None],
         orphaned: Callable[[], None],
-        interval_s: float = 0.02,
+        interval_s: float = 0.5,
     ) -> None:
         self._generations, self._wake, self._orphaned = generations, wake, orphaned
         self._interval_s = interval_s
         self._generation = 0
         self._woken = -1
-        self._stop = threading.Event()
+        self._stopped, self._asked = False, threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="lightning_replica-monitor", daemon=True)
 
@@ -44,7 +47,8 @@ class Monitor:
 
     def stop(self) -> None:
         """Ends the thread."""
-        self._stop.set()
+        self._stopped = True
+        self._asked.set()
         self._thread.join()
 
     @property
@@ -61,15 +65,29 @@ class Monitor:
         if self.over:
             raise Interrupted(f"generation {self._generation} is over")
 
+    def look(self) -> None:
+        """Like `check`, for a rank that waits: has the thread look now, for the next time.
+
+        Raises:
+            Interrupted: If this rank's generation is known to be over.
+        """
+        self.check()
+        self._asked.set()
+
     def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
+        while True:
+            self._asked.wait(self._interval_s)
+            self._asked.clear()
+            if self._stopped:
+                return
+            watched = self._generation
             try:
-                begun = self._woken < self._generation and self._generations.begun(self._generation + 1)
+                begun = self._woken < watched and self._generations.begun(watched + 1)
             except RuntimeError:  # c10d's DistNetworkError and DistStoreError
-                if not self._stop.is_set():
+                if not self._stopped:
                     self._orphaned()
                 return
-            if begun:
-                with self._lock:
-                    self._woken = self._generation
+            with self._lock:
+                if begun and watched == self._generation:  # else the rank has moved on by itself
+                    self._woken = watched
                     self._wake()

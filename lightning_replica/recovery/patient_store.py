@@ -45,7 +45,7 @@ class PatientStore(dist.Store):
     Args:
         store: The store that holds the keys.
         check: Raises when the world moves on.
-        timeout_s: After which a wait fails on its own.
+        timeout_s: After which a wait fails on its own; what torch asks for is how long connecting may take.
     """
 
     def __init__(self, store: dist.Store, check: Callable[[], None], timeout_s: float) -> None:
@@ -54,7 +54,7 @@ class PatientStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits until all ``keys`` are there."""
-        deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        deadline = time.monotonic() + self._timeout_s
         pause_s = 0.0005
         while not self._store.check(keys):
             self._check()
@@ -89,5 +89,4 @@ class PatientStore(dist.Store):
         return self._store.delete_key(key)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """As in every store."""
-        self._timeout_s = timeout.total_seconds()
+        """Nothing changes: see `timeout_s`."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -76,7 +77,7 @@ class Recovery:
         groups: ProcessGroups,
         monitor: Monitor,
         mirrors: Mirrors,
-        connect: Callable[[], Iterable[dist.ProcessGroup]],
+        connect: Callable[[timedelta], Iterable[dist.ProcessGroup]],
         wait: Callable[[Work], None],
         options: RecoveryOptions,
         hook: Callable[[RecoveryContext], None] | None = None,

@@ -57,9 +57,8 @@ class Groups:
         return (self.world, self.replica, self.peers)
 
 
-def make_groups(grid: Grid, rank: int, timeout_s: float) -> Groups:
+def make_groups(grid: Grid, rank: int, timeout: timedelta) -> Groups:
     """Makes the groups inside the initialised default group. Collective: every rank calls it."""
-    timeout = timedelta(seconds=timeout_s)
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

@@ -23,16 +23,17 @@ peers always read the same.
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_replica._compat.torch import data_version
 from lightning_replica.digests import Digest, GuardMode, all_changed_alike, suspects
 from lightning_replica.errors import CorruptedShardError
+from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ _WORD = 8
 _CHUNK_WORDS = 2**17  # of a tensor that must be copied to be read in logical order
 _FACTOR = 0x9E3779B97F4A7C15  # any odd number
 _MASK = 2**64 - 1
-_PLAIN = (Tensor, nn.Parameter)  # what subclasses of tensors hold, nobody knows
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class Guard:
     def __init__(self, mode: GuardMode, rank: int, shard: int) -> None:
         self._parts = {"full": 1, "sampled": PARTS, "off": 0}[mode]
         self._rank, self._shard = rank, shard
+        self._listings = Listings()
         self._memory: _Memory | None = None
         self._changed: tuple[str, ...] = ()
         self._excused = False
@@ -226,42 +227,17 @@ class Guard:
         """Digests of the part of the shard whose turn it is."""
         if not self._parts:
             return None
-        tensors = list(shard_tensors(optimizers))
-        words = sum([words_of(tensor) for _, tensor in tensors])
-        part = step % self._parts
-        return _Memory.of(step, words, regions(tensors, part * words // self._parts, (part + 1) * words // self._parts))
+        listing = self._listings.of(optimizers)
+        words, part = listing.words, step % self._parts
+        return _Memory.of(step, words, regions(listing, part * words // self._parts, (part + 1) * words // self._parts))
 
 
-def shard_tensors(optimizers: Iterable[ShardedOptimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the shard with its kind: values, then the state of each piece, in the same order on all peers."""
-    for optimizer in optimizers:
-        for buffers in optimizer.buffers:
-            yield "main", buffers.main
-        for piece in optimizer.pieces:
-            state = optimizer.optimizer.state.get(piece.parameter, {})
-            for key in sorted(state, key=str):
-                tensor = state[key]
-                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                    yield key, tensor
-
-
-def words_of(tensor: Tensor) -> int:
-    """64-bit words that a tensor fills, the last one perhaps not to its end."""
-    return -(-tensor.nbytes // _WORD)
-
-
-def regions(tensors: Iterable[tuple[str, Tensor]], start: int, stop: int) -> list[Region]:
+def regions(listing: Listing, start: int, stop: int) -> list[Region]:
     """The words ``start`` to ``stop`` of all tensors in a row."""
-    found, first = [], 0
-    for name, tensor in tensors:
-        last = first + words_of(tensor)
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            found.append(Region(name, weakref.ref(tensor), _writes(tensor), low - first, high - first))
-        first = last
-        if first >= stop:
-            break
-    return found
+    return [
+        Region(name, weakref.ref(tensor), _writes(tensor), low, high)
+        for name, tensor, low, high in listing.parts(start, stop)
+    ]
 
 
 @torch.no_grad()

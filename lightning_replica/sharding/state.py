@@ -130,12 +130,11 @@ class ShardedState:
         self.follow_groups()
         self._before_window = None
         self._map()
-        if weights_may_differ:
-            self.look()  # the weights, if adopted, would hide what has happened to the shard
-            if self._is_written():
-                if self._recoverable:
-                    self._before_window = [buffers.main.clone() for buffers in self.buffers]
-                self._adopt(self.buffers)
+        if weights_may_differ and self._is_written():
+            self.look()  # the weights, once adopted, will hide what has happened to the shard
+            if self._recoverable:
+                self._before_window = [buffers.main.clone() for buffers in self.buffers]
+            self._adopt(self.buffers)
         self._guard.keep(self.step, self.optimizers)
         self._backup = Backup(self.optimizers) if self.manual and self._recoverable else None
 
@@ -201,16 +200,24 @@ class ShardedState:
         """
         self._guard.hear(self.step, digests)
 
-    def commit(self, stop: bool = False) -> Commit:
-        """Agrees with all ranks that step t -> t+1 happens.
+    def part_of_commit(self, stop: bool = False) -> Tensor:
+        """What this rank has to say in the commit. It takes a look at the whole gradient of the shard.
 
         Args:
             stop: Whether this rank was asked to stop.
+        """
+        return self._vector([] if self.manual else self.optimizers, stop)
+
+    def commit(self, part: Tensor | None = None) -> Commit:
+        """Agrees with all ranks that step t -> t+1 happens.
+
+        Args:
+            part: What `part_of_commit` has returned, if that was asked before.
 
         Raises:
             CollectiveError: If it did not come about here. Other ranks may have seen it succeed.
         """
-        vector = self._vector([] if self.manual else self.optimizers, stop)
+        vector = self.part_of_commit() if part is None else part
         self.phase = StepPhase.ENTERED
         collectives.all_reduce(vector, self._groups, self._check)
         self.committed = Commit.of(vector.tolist())

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ class World:
     def run(self, case: str, replicas: int, partition: str, **more: Any) -> Run:
         grid = Grid(self.size, replicas)
         if replicas not in self._groups:
-            self._groups[replicas] = make_groups(grid, self.rank, 60)
+            self._groups[replicas] = make_groups(grid, self.rank, timedelta(seconds=60))
         run = Run(case, self.rank, grid, partition, **more)
         run.state.connect(self._groups[replicas], lambda: None)
         return run

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -47,6 +47,7 @@ def straight() -> list[list[Any]]:
     return [epoch(exact, 0), epoch(exact, 1)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, BATCHES), st.integers(0, BATCHES), st.booleans())
 def test_a_rank_that_was_there_goes_back(stop: int, back: int, mark: bool) -> None:
     expected = straight()

@@ -39,6 +39,52 @@ def test_it_wakes_the_rank_once_a_generation() -> None:
         monitor.stop()
 
 
+class Overtaken(Generations):
+    """Has the rank move on by itself just when its monitor has seen that the generation is over."""
+
+    monitor: Monitor
+    looks = 0
+
+    def begun(self, generation: int) -> bool:
+        self.looks += 1
+        found = super().begun(generation)
+        if found:
+            self.monitor.moved_to(generation)
+        return found
+
+
+def test_a_rank_that_has_moved_on_by_itself_is_not_woken() -> None:
+    """Seen on a busy machine: the new generation was taken for over, its groups were aborted while they opened."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generations = Overtaken(connect(store.port).store)
+    woken = threading.Event()
+    monitor = generations.monitor = Monitor(generations, woken.set, lambda: None, interval_s=0.001)
+    Generations(store).begin(1, Fault("death", (1,), "x"))
+    monitor.start(0)
+    try:
+        while generations.looks < 3 and not woken.is_set():
+            threading.Event().wait(0.001)
+        monitor.check()
+        assert not woken.is_set()
+    finally:
+        monitor.stop()
+
+
+def test_a_rank_that_waits_has_it_look_at_once() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    woken = threading.Event()
+    monitor = Monitor(connect(store.port), woken.set, lambda: None, interval_s=3600)
+    monitor.start(0)
+    try:
+        Generations(store).begin(1, Fault("exception", (1,), "x"))
+        monitor.look()
+        assert woken.wait(timeout=10)
+        with pytest.raises(Interrupted, match="generation 0 is over"):
+            monitor.look()
+    finally:
+        monitor.stop()  # nor does it wait here
+
+
 def test_it_notices_that_the_supervisor_is_gone() -> None:
     script = """
 import sys, torch.distributed as dist

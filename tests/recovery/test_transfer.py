@@ -30,7 +30,7 @@ def wait(work: Any) -> None:
 
 def groups(rank: int, store: Any, world_size: int) -> ProcessGroups:
     opened = ProcessGroups(store, rank, world_size, "gloo", 60, abort_group)
-    opened.open(0, tuple)
+    opened.open(0, lambda _: ())
     return opened
 
 
@@ -219,7 +219,7 @@ def reopen(rank: int, store: Any) -> Any:
     opened = groups(rank, store, 2)
     for generation in range(1, 4):
         opened.close()
-        opened.open(generation, tuple)
+        opened.open(generation, lambda _: ())
         wait(torch.distributed.all_reduce(torch.ones(1), async_op=True))
     opened.close()
     return sys.excepthook is hook and not torch.distributed.is_initialized()
@@ -231,6 +231,6 @@ def test_groups_open_and_close_again_and_again() -> None:
 
 def test_a_group_that_cannot_be_opened() -> None:
     with pytest.raises(CollectiveError, match="Could not open the process groups of generation 0"):
-        ProcessGroups(torch.distributed.HashStore(), 0, 2, "gloo", 0.2, abort_group).open(0, tuple)
+        ProcessGroups(torch.distributed.HashStore(), 0, 2, "gloo", 0.2, abort_group).open(0, lambda _: ())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """The digest finds every flipped bit, its parts cover everything, and what is lawful is no alarm."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from lightning_replica.digests import Digest
 from lightning_replica.errors import CorruptedShardError
 from lightning_replica.grid import Grid
 from lightning_replica.sharding import guard as guards
-from lightning_replica.sharding.guard import PARTS, Guard, digest, regions, shard_tensors, words_of
+from lightning_replica.sharding.guard import PARTS, Guard, digest, regions
+from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64)
@@ -51,7 +53,7 @@ def test_every_bit_lies_in_one_part_and_changes_its_digest_alone(
 
     def digests() -> list[list[int]]:
         bounds = [words * part // parts for part in range(parts + 1)]
-        found = [regions(tensors, low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+        found = [regions(Listing(tensors), low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
         return [[region.digest() for region in part] for part in found]
 
     before = digests()
@@ -155,6 +157,37 @@ def test_what_torch_has_done_is_no_alarm(lawful: Any) -> None:
     flip_bit(optimizers, 1)
     with pytest.raises(CorruptedShardError):
         guard.check()
+
+
+@pytest.mark.parametrize("lawful", [touch, replace, clear, adopt, update])
+def test_the_shard_is_listed_anew_where_it_has_other_tensors(lawful: Any) -> None:
+    optimizers = [sharded()]
+    listings = Listings()
+    before = listings.of(optimizers)
+    assert listings.of(optimizers) is before
+    lawful(optimizers if lawful is not update else optimizers[0])
+    after = listings.of(optimizers)
+    assert (after is before) == (lawful in (touch, adopt, update))
+    rows = [(name, tensor, 0, words_of(tensor)) for name, tensor in shard_tensors(optimizers) if tensor.numel()]
+    found = list(after.parts(0, after.words))
+    assert [(name, id(tensor), low, high) for name, tensor, low, high in found] == [
+        (name, id(tensor), low, high) for name, tensor, low, high in rows
+    ]
+
+
+def test_a_listing_keeps_nothing_alive() -> None:
+    optimizers = [sharded()]
+    listings = Listings()
+    listings.of(optimizers)
+    gone = [weakref.ref(tensor) for name, tensor in shard_tensors(optimizers) if name == "exp_avg"]
+    replace(optimizers)
+    assert all(ref() is None for ref in gone)
+    for _ in range(20):  # one after the other may get the identity of one that is gone
+        listings.of(optimizers)
+        replace(optimizers)
+        found = listings.of(optimizers).parts(0, 10**6)
+        alive = {id(tensor) for _, tensor in shard_tensors(optimizers)}
+        assert alive == {id(tensor) for _, tensor, _, _ in found}
 
 
 def test_what_torch_does_not_see_is_no_alarm_if_all_peers_did_it() -> None:

@@ -1,6 +1,7 @@
 """The bits are a function of the gradients: not of the peer, the run, R or the partition."""
 
 import hashlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def train(groups: Groups, dtype: torch.dtype, partition: str, request: Request) 
 
 def train_all(rank: int, store: Any) -> list[Any]:
     open_world(rank, store, 4)
-    groups = {replicas: make_groups(Grid(4, replicas), rank, 60) for replicas in (1, 2, 4)}
+    groups = {replicas: make_groups(Grid(4, replicas), rank, timedelta(seconds=60)) for replicas in (1, 2, 4)}
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for clip in (None, 0.01):

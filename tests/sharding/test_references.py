@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def relative_distance(ours: nn.Module, theirs: list[Tensor]) -> float:
 
 def as_ddp_of_two(groups: Groups) -> None:
     """Two addends commute, halving is exact: not one bit may differ. DDP adds up a window's gradients as we do."""
-    alone = make_groups(Grid(2, 1), groups.rank, 60)
+    alone = make_groups(Grid(2, 1), groups.rank, timedelta(seconds=60))
     for make in MAKERS.values():
         for accumulate in (1, 3):
             theirs = train_ddp(groups, make, accumulate)

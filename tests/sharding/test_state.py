@@ -1,6 +1,7 @@
 """Real ranks: the sharded step against torch's own DDP and optimizers, and against itself with other R."""
 
 import hashlib
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def train(
     ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
     grid = Grid(world_size, replicas)
     state = ShardedState(grid, rank, list(ours.parameters()), [our_optimizer], 1000, shared_memory=shared)
-    state.connect(make_groups(grid, rank, 60), lambda: None)
+    state.connect(make_groups(grid, rank, timedelta(seconds=60)), lambda: None)
     torch.manual_seed(rank)
     for _ in range(4):
         state.begin_window(False)
@@ -125,7 +126,7 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
     net = model()
     grid = Grid(2, 2)
     state = ShardedState(grid, rank, list(net.parameters()), [optimizer(net, "AdamW")], 1000)
-    state.connect(make_groups(grid, rank, 60), lambda: None)
+    state.connect(make_groups(grid, rank, timedelta(seconds=60)), lambda: None)
 
     def step() -> None:
         torch.manual_seed(state.step)

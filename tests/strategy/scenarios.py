@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
 
 Scenario = Callable[[], tuple["Net", dict[str, Any]]]
 SCENARIOS: dict[str, Scenario] = {}
@@ -344,6 +345,35 @@ def counters_and_lists() -> tuple[Net, dict[str, Any]]:
             self.places.clear()
 
     return Collects(), {}
+
+
+@scenario
+def replaced_parts() -> tuple[Net, dict[str, Any]]:
+    """Submodules, metrics and buffers that are other objects after every step, in the place of those before."""
+
+    class Replaces(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.seen = nn.Dropout(0.1), MeanMetric()
+            self.register_buffer("table", torch.zeros(70_000))  # too large to be compared by content
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.drop(torch.tanh(self.body(x)))) + self.table[:1]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.seen.update(loss.detach())
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen = MeanMetric()
+            seen.update(self.seen.mean_value.clone())
+            self.drop, self.seen, self.table = nn.Dropout(0.1), seen, self.table + 0.01
+
+        def on_train_epoch_end(self) -> None:
+            self.log("seen", self.seen.compute(), sync_dist=True)
+
+    return Replaces(), {}
 
 
 # Manual optimization

@@ -4,6 +4,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +33,7 @@ def digest(state: ShardedState) -> int:
 def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups:
     """The default group and those of one grid."""
     open_world(rank, store, world_size)
-    return make_groups(Grid(world_size, replicas), rank, 60)
+    return make_groups(Grid(world_size, replicas), rank, timedelta(seconds=60))
 
 
 def make_state(groups: Groups, parameters: Iterable[nn.Parameter], *optimizers: Optimizer, **options: Any) -> Any:

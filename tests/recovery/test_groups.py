@@ -1,0 +1,100 @@
+"""Process groups that cannot be opened."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_replica.devices.cpu import abort_group
+from lightning_replica.errors import CollectiveError, Interrupted
+from lightning_replica.recovery import groups
+from lightning_replica.recovery.groups import ProcessGroups
+from tests.support.ranks import run_ranks
+
+LONG_S = 300.0
+
+
+def none(_: timedelta) -> Iterable[dist.ProcessGroup]:
+    return ()
+
+
+def leaves_half_way(rank: int, store: Any) -> list[str]:
+    """Rank 1 tells where it listens, leaves, and never answers; which rank calls the other is chance."""
+    left = [0]
+
+    def check() -> None:
+        if rank == 1:
+            store.set(f"left/{left[0]}", "1")
+            raise Interrupted("the world moves on")
+
+    groups._CONNECT_S = 0.5  # in this process only
+    own = ProcessGroups(store, rank, 2, "gloo", LONG_S, abort_group, check)
+    said = []
+    for generation in range(8):
+        left[0] = generation
+        if rank == 0:
+            store.wait([f"left/{generation}"])
+        with suppress(Interrupted):
+            try:
+                own.open(generation, none)
+            except CollectiveError as error:
+                said.append(str(error))
+        own.close()
+    return said
+
+
+def test_a_peer_that_leaves_half_way() -> None:
+    """Who is left connecting says so in time for the next generation: see [Note: a cut connection]."""
+    stayed, _ = run_ranks(2, leaves_half_way)
+    assert stayed, "Never was it rank 0 that waited to be called."
+    assert all("Could not open the process groups of generation" in line for line in stayed), stayed
+
+
+def fails_alone(rank: int, store: Any) -> int:
+    failing = [rank == 1]
+
+    def check() -> None:
+        if failing[0]:
+            raise Interrupted("the world moves on")
+
+    own = ProcessGroups(store, rank, 2, "gloo", LONG_S, abort_group, check)
+    if rank == 1:
+        with pytest.raises(Interrupted):
+            own.open(1, none)
+        own.close()
+    failing[0] = False
+    own.open(2, none)
+    dist.barrier()
+    own.close()
+    return rank
+
+
+def test_an_opening_that_failed_on_one_rank_leaves_no_trace() -> None:
+    """torch counts openings, and ranks meet by that number."""
+    assert run_ranks(2, fails_alone) == [0, 1]
+
+
+def timeouts(rank: int, store: Any) -> list[float]:
+    own = ProcessGroups(store, rank, 2, "gloo", LONG_S, abort_group)
+    given: list[timedelta] = []
+
+    def make(timeout: timedelta) -> Iterable[dist.ProcessGroup]:
+        given.append(timeout)
+        return [dist.new_group([0, 1], timeout=timeout)]
+
+    own.open(0, make)
+    pair = own.add([0, 1])
+    opened = [*own._groups]
+    assert pair in opened
+    found = [group._get_backend(group._device_types[0]).options._timeout for group in opened]
+    own.close()
+    return [timeout.total_seconds() for timeout in (*given, *found)]
+
+
+def test_an_open_group_has_the_time_that_was_asked_for() -> None:
+    """Connecting may take 10 s, collectives as long as the user wants."""
+    connecting = groups._CONNECT_S + 2 * groups._CONNECT_S_PER_RANK
+    assert run_ranks(2, timeouts) == [[connecting, LONG_S, LONG_S, LONG_S]] * 2
