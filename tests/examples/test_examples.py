@@ -100,7 +100,7 @@ def test_cli_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_path:
     done = run(tmp_path, "train_cli.py", *TINY_CLI, *kill)
     assert fingerprint(done) == untouched
     assert_came_back(done, rank, standby)
-    assert not list(tmp_path.iterdir())
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["lightning_logs/config.yaml"]
 
 
 def test_cli_by_class_path_and_its_arguments(untouched: str, tmp_path: Path) -> None:
