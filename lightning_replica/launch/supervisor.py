@@ -136,7 +136,8 @@ class Supervisor:
             return GASP_WRITTEN
         return NOTHING_SAVED if self._gasps else self._code
 
-    def _start(self, rank: int, generation: int) -> None:
+    def _start(self, rank: int, generation: int) -> str:
+        """Starts a rank's process, or finds it; says which."""
         environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
         variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
@@ -145,6 +146,7 @@ class Supervisor:
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
+        return "a new process" if standby is None else "a standby"
 
     def _wait(self, child: _Child) -> None:
         child.process.wait()
@@ -231,9 +233,8 @@ class Supervisor:
 
     def _replace(self, rank: int, fault: Fault) -> None:
         self._restarts += 1
-        generation = self._generations.begin_next(0, fault)
-        self._say(f"{fault.text}; a new process takes its place ({self._restarts} of {self._options.max_restarts}).")
-        self._start(rank, generation)
+        who = self._start(rank, self._generations.begin_next(0, fault))
+        self._say(f"{fault.text}; {who} takes its place ({self._restarts} of {self._options.max_restarts}).")
 
     def _fail(self, why: str, code: int, ranks: tuple[int, ...] = (), forward: signal.Signals | None = None) -> None:
         """Ends the run: ranks are told why and given some time to end by themselves, or to save what they have."""

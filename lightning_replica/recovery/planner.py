@@ -138,7 +138,7 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
             has failed too often.
         ProtocolError: If the reports contradict the commit rule.
     """
-    _check_hope(reports, max_tries)
+    _check_hope(reports, grid, max_tries)
     decision = decide(reports, grid)
     step, kind = decision.step, decision.kind
     stuck = [report.rank for report in reports if not report.newborn and not report.holds(kind, step)]
@@ -169,14 +169,17 @@ def decide(reports: Sequence[Report], grid: Grid) -> Decision:
     return Decision(step, _kind(reports, grid, step), newest.commit, tuple(forward))
 
 
-def _check_hope(reports: Sequence[Report], max_tries: int) -> None:
+def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
     if all(report.newborn for report in reports):
         raise RecoveryError("Every rank is lost; there is nobody to take the state from.")
     step = max(report.step for report in reports)
     if all(report.raised for report in reports):
+        held = {grid.shard_of(report.rank) for report in reports if report.intact}
+        lost = [shard for shard in range(grid.shards) if shard not in held]
+        shards = f"Shards {', '.join(map(str, lost))} were being updated, and are" if lost else "No shard is"
         raise RecoveryError(
             "Every rank raised an exception in the same step, so trying again would not help."
-            f" No shard of step {step} is lost. Rank 0: {reports[0].raised}"
+            f" {shards} lost at step {step}. Rank 0: {reports[0].raised}"
         )
     hooks = [report for report in reports if report.hook_failures >= max_tries]
     if hooks:

@@ -33,7 +33,8 @@ def search_path() -> str:
 
 def assert_came_back(done: "subprocess.CompletedProcess[str]", rank: int, standby: int) -> None:
     """Once, and as a standby if there was one."""
-    assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in done.stdout
+    who = "a standby" if standby else "a new process"
+    assert f"Rank {rank} died (SIGKILL); {who} takes its place (1 of 3)" in done.stdout
     assert len(re.findall(rf"recovered at step 2 in [\d.]+ s: rank {rank} was replaced", done.stdout)) == 1
     assert re.findall(r"^rank (\d) was a standby", done.stdout, re.M) == [str(rank)] * standby
 

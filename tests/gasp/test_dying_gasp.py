@@ -1,5 +1,6 @@
 """A run that cannot go on, and the one that goes on from what it left: the untouched run, to the last bit."""
 
+import itertools
 import signal
 from pathlib import Path
 
@@ -59,8 +60,15 @@ def test_others_are_killed(moment: str, lost: str, untouched: world.Outcome, tmp
     ).assert_same(untouched)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("kind", ["terminate", "interrupt", "raise"])
+# All ranks raise in the update: test_every_rank_raises_while_its_shard_changes.
+NOBODY = [
+    cell
+    for cell in itertools.product(["terminate", "interrupt", "raise"], MOMENTS)
+    if cell != ("raise", "in the update")
+]
+
+
+@pytest.mark.parametrize(("kind", "moment"), NOBODY)
 def test_nobody_is_lost(kind: str, moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
     """SIGTERM at one rank, Ctrl-C at another, an exception on every rank."""
     point, step = MOMENTS[moment]
@@ -84,6 +92,15 @@ def test_a_second_rank_is_killed_while_it_writes(
     """Each shard still has a holder."""
     faults = Fault("kill", 1, "update", 2), Fault("kill", rank, f"{point}", 3 if point == "save" else 2)
     resumed(Case(faults=faults, gasp=True), tmp_path).assert_same(untouched)
+
+
+def test_every_rank_raises_while_its_shard_changes(tmp_path: Path) -> None:
+    """There is no copy of a shard; what an update has left half-way is never saved."""
+    case = Case(faults=tuple(Fault("raise", rank, "torn", 2) for rank in range(4)), gasp=True)
+    ended = world.run(case, tmp_path, max_restarts=0)
+    assert ended.code == NOTHING_SAVED
+    assert "Shards 0, 1 were being updated, and are lost at step 2" in ended.logs
+    assert not list((tmp_path / "gasp").iterdir())
 
 
 def test_no_holder_is_left(tmp_path: Path) -> None:
