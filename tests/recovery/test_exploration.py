@@ -17,6 +17,7 @@ import pytest
 
 from lightning_replica.errors import ProtocolError, RecoveryError
 from lightning_replica.grid import Grid
+from lightning_replica.recovery.gasp import make_gasp_plan
 from lightning_replica.recovery.planner import Plan, make_plan
 from tests.recovery.world import (
     PLANNED,
@@ -116,6 +117,7 @@ class Explorer:
             all(state[peer].new or state[peer].torn for peer in self.grid.peers(shard))
             for shard in range(self.grid.shards)
         )
+        self.gasp(state, lost)
         if lost or all(own.raised for own in state):
             self.lost += 1
             with pytest.raises(RecoveryError):
@@ -147,6 +149,30 @@ class Explorer:
             assert own.written == (plan.kind == "batch")
             assert all(own.mirrors[self.rule.replica[peer]] == goal for peer in self.rule.peers[rank])
             assert (own.torn, own.new, own.entered) == (False, False, False)
+
+    def gasp(self, state: State, lost: bool) -> None:
+        """Should the run be given up here, those who are left write all of it; new processes have nothing to add."""
+        left = [self.rule.report(state, rank) for rank, own in enumerate(state) if not own.new]
+        if lost:
+            with pytest.raises(RecoveryError):
+                make_gasp_plan(left, self.grid)
+            return
+        plan = make_gasp_plan(left, self.grid)
+        assert plan.step == T + max(own.known for own in state if not own.new)
+        here = bit(plan.kind, plan.step - T)
+        everyone = list(range(self.grid.world_size))
+        for given in (plan.pieces, plan.privates):
+            assert set(given) == set(plan.ranks)
+            assert sorted(rank for ranks in given.values() for rank in ranks) == everyone
+        for writer, ranks in plan.pieces.items():
+            assert state[writer].held & here
+            assert all(writer in self.grid.peers(rank) for rank in ranks)
+            if ranks:
+                assert not state[writer].torn
+                assert state[writer].step == plan.step - T or writer in plan.forward
+        for giver, ranks in plan.privates.items():
+            mirrors = state[giver].mirrors
+            assert all(giver == rank or mirrors[self.rule.replica[rank]] & here for rank in ranks)
 
     def finish(self, state: State, plan: Plan) -> State:
         while any(own.at != START for own in state):
