@@ -20,12 +20,13 @@ from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.environment import Surroundings
-from lightning_replica.launch.external import Patience
+from lightning_replica.launch.external import Patience, roll_call
 from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
 from lightning_replica.recovery.context import RecoveryContext
+from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
@@ -88,6 +89,7 @@ class Session:
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
         self._fits = 0
+        self._deadline: threading.Timer | None = None
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
@@ -230,18 +232,39 @@ class Session:
             self.generations,
             self._process_groups,
             self._monitor,
-            self._left,
+            self._exchange_last,
             self.options.rendezvous_timeout_s,
         )
 
-    def _left(self, generation: int) -> list[int]:
-        """The ranks that are left, which the supervisor has written down."""
-        lost = self.generations.lost(generation)
-        return [rank for rank in range(self.grid.world_size) if rank not in lost]
+    def _exchange_last(self, generation: int, plain: dict[str, Any]) -> list[dict[str, Any]]:
+        """Among those who are left: the supervisor has written down who is gone; else whoever comes is left."""
+        topic, generations = f"gasp/{generation}", self.generations
+        if not self._surroundings.supervised:
+            return roll_call(generations, topic, self.rank, plain, generation, self.grid.world_size)
+        lost = generations.lost(generation)
+        left = [rank for rank in range(self.grid.world_size) if rank not in lost]
+        timeout_s = self.options.rendezvous_timeout_s
+        return generations.share(topic, self.rank, plain, generation, left, timeout_s, given_up=True)
+
+    def told_to_end(self) -> None:
+        """This process has got a SIGTERM; a supervisor keeps the time itself."""
+        if self.options.gasp and not self._surroundings.supervised and self._deadline is None:
+            self._deadline = threading.Timer(self.options.grace_s / 2, self._give_up)
+            self._deadline.daemon = True
+            self._deadline.start()
+
+    def _give_up(self) -> None:
+        """Half of the grace is over, and the ranks have not come to the end of a step."""
+        generations, why = Generations(self._surroundings.connect()), "The launcher has ended this run."
+        if generations.verdict() is None:
+            generations.give_up(why)
+            generations.begin_next(0, Fault("end", (), why))
 
     def close(self) -> None:
         """Leaves the world."""
         atexit.unregister(self.close)
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._monitor.stop()
         self._process_groups.close()
         if not self._surroundings.supervised:

@@ -88,7 +88,7 @@ class Training:
         )
         self.host = LightningHost(trainer, self.state)
         self._module_buffers = BufferSync(module, session.wait)
-        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else ())
+        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.told_to_end)
         self._told_to_end = False
         self.write_last: Callable[[GaspPlan], str] | None = None
         self._may_change_weights = may_change_weights(trainer, module)

@@ -4,7 +4,7 @@ import csv
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,14 @@ class Sigterm:
     Args:
         trainer: The trainer that fits.
         others: Signals that mean the same; Lightning puts their handlers back when the fit is over.
+        told: Called in the signal's handler.
 
     Attributes:
         noted: Whether this process has got a SIGTERM.
     """
 
-    def __init__(self, trainer: Any, others: Sequence[signal.Signals] = ()) -> None:
-        self._connector = trainer._signal_connector
+    def __init__(self, trainer: Any, others: Sequence[signal.Signals], told: Callable[[], None]) -> None:
+        self._connector, self._told = trainer._signal_connector, told
         self.noted = False
         self._connector._sigterm_notifier_fn = self._note
         if others:
@@ -207,3 +208,4 @@ class Sigterm:
 
     def _note(self, *_: Any) -> None:
         self.noted = True
+        self._told()

@@ -5,6 +5,8 @@ ranks tell each other stands in a store under a prefix that names job and attemp
 the same job before its restart, is ever read.
 """
 
+import json
+import math
 import os
 import socket
 import time
@@ -21,6 +23,7 @@ from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, connect, loopback_interface, serve
 from lightning_replica.messages import say
+from lightning_replica.recovery.generation import Generations, Store
 
 _LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
 _PATIENCE_S = 2.0
@@ -178,6 +181,41 @@ class Patience:
                 f"ranks {gone} have not come back for {waited_s:.0f} s. If their processes are gone, only the launcher"
                 " that started them can help: by ending and restarting all ranks."
             )
+
+
+def roll_call(
+    generations: Generations, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int
+) -> list[dict[str, Any]]:
+    """Leaves ``plain``, and returns what everyone has left who has come: nobody here knows who is gone.
+
+    Whoever first sees that all are here, or that for some seconds no other has come, decides for all.
+
+    Raises:
+        RecoveryError: If this rank came too late.
+        Interrupted: If the world moves on meanwhile.
+    """
+    store = generations.store
+    store.set(f"{topic}/{rank}", json.dumps(plain))
+    last, here = time.monotonic(), 0
+
+    def quiet() -> bool:
+        nonlocal last, here
+        present = _present(store, topic, world_size)
+        if len(present) > here:
+            last, here = time.monotonic(), len(present)
+        waited_s = time.monotonic() - last
+        return here == world_size or waited_s > _PATIENCE_S or store.check([f"{topic}/ranks"])
+
+    generations.wait_for(quiet, generation, math.inf, "the ranks that are left", given_up=True)
+    present = json.dumps(_present(store, topic, world_size))
+    decided: list[int] = json.loads(store.compare_set(f"{topic}/ranks", "", present))
+    if rank not in decided:
+        raise RecoveryError(f"Rank {rank} came too late: ranks {decided} are writing the last checkpoint without it.")
+    return [json.loads(store.get(f"{topic}/{each}")) for each in decided]
+
+
+def _present(store: Store, topic: str, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if store.check([f"{topic}/{rank}"])]
 
 
 def _attempt(environment: Mapping[str, str]) -> str:

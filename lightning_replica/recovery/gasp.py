@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from lightning_replica.errors import CollectiveError, CorruptedShardError, Interrupted, RecoveryError
 from lightning_replica.grid import Grid
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 _AGAIN = (CollectiveError, Interrupted, CorruptedShardError)
 _DONE = "gasp"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Gasp:
         generations: The log of generations, in a run that has been given up.
         groups: This rank's process groups.
         monitor: Watches for the next generation.
-        left: The ranks that are left in a generation; called on every one of them.
+        exchange: Gives what this rank has to say in a generation to all that are left, and what they say.
         timeout_s: How long ranks wait for each other.
     """
 
@@ -97,11 +95,11 @@ class Gasp:
         generations: Generations,
         groups: ProcessGroups,
         monitor: Monitor,
-        left: Callable[[int], Sequence[int]],
+        exchange: Callable[[int, dict[str, Any]], list[dict[str, Any]]],
         timeout_s: float,
     ) -> None:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
-        self._monitor, self._left, self._timeout_s = monitor, left, timeout_s
+        self._monitor, self._exchange, self._timeout_s = monitor, exchange, timeout_s
         self._began = time.monotonic()
 
     def run(
@@ -148,11 +146,8 @@ class Gasp:
         if path is not None:  # in an earlier attempt, by ranks that were through with it; others may be waiting here
             self._generations.begin(generation + 1, Fault("end", (), "the last checkpoint is written"))
             return path
-        ranks = self._left(generation)
-        plain = self._generations.share(
-            f"gasp/{generation}", self._rank, report().to_plain(), generation, ranks, self._timeout_s, given_up=True
-        )
-        plan = make_gasp_plan([Report.from_plain(each) for each in plain], self._grid)
+        reports = [Report.from_plain(each) for each in self._exchange(generation, report().to_plain())]
+        plan = make_gasp_plan(reports, self._grid)
         if self._rank in plan.ranks:
             self._groups.open_among(generation, plan.ranks)
             if self._rank in plan.forward:
@@ -161,7 +156,7 @@ class Gasp:
             state.roll_back(plan.kind)
             reach("gasp_write")
             self._generations.store.set(_DONE, write(plan))
-        self._generations.meet("gasp/done", generation, len(ranks), self._timeout_s, given_up=True)
+        self._generations.meet("gasp/done", generation, len(reports), self._timeout_s, given_up=True)
         return self._generations.store.get(_DONE).decode()
 
     @staticmethod

@@ -1,0 +1,78 @@
+"""The dying gasp as a user has it: a script, who started it, a signal, and the same command again."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.exit_codes import GASP_WRITTEN
+from tests.launch.test_external import slurm
+from tests.launch.test_script import SCRIPT, finish, results, start, wait_for
+from tests.support import job, world
+from tests.support.forked import ForkedProcess
+from tests.support.job import Case, Fault
+from tests.support.ranks import free_port
+
+
+@pytest.fixture(scope="module")
+def untouched() -> dict[str, str]:
+    output = finish(start("none", 0))
+    assert len(results(output)) == 2, output
+    return results(output)
+
+
+def test_sigterm_and_the_same_command_again(untouched: dict[str, str], tmp_path: Path) -> None:
+    """Rank 0 waits inside of its step until it has heard; the other is in a collective."""
+    process = start("wait", 0, GASP=str(tmp_path))
+    wait_for(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == GASP_WRITTEN, output
+    assert "SIGTERM: all ranks save and end, within 25 s." in output
+    assert f"the run has ended before its time, and has left {tmp_path}/step_00000003" in output
+    assert "Traceback" not in output
+    again = start("wait", 0, GASP=str(tmp_path))
+    output = finish(again)
+    assert again.returncode == 0, output
+    assert f"goes on from {tmp_path}/step_00000003." in output
+    assert results(output) == untouched
+
+
+def test_torchrun_restarts_all_ranks(untouched: dict[str, str], tmp_path: Path) -> None:
+    """Rank 1 is killed; the other saves within torchrun's grace, and all go on from there."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    process = subprocess.Popen(
+        [*launcher, str(SCRIPT), "raise and kill", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GASP": str(tmp_path)},
+        start_new_session=True,
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert f"goes on from {tmp_path}/step_00000003." in output
+    assert results(output) == untouched
+
+
+def test_slurm_tells_all_ranks(tmp_path: Path) -> None:
+    """One is lost; the others are told to end, come together by themselves and save."""
+    whole = world.run(Case(), tmp_path / "untouched")
+    out, port = tmp_path / "run", free_port()
+    out.mkdir()
+    case = Case((Fault("kill", 3, "update", 2),), gasp=True)
+    processes = []
+    for rank in range(4):
+        variables = {**slurm(rank, port), "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "OMP_NUM_THREADS": "1"}
+        processes.append(ForkedProcess({**os.environ, **variables}, out / f"log{rank}", job.run, case, out))
+    processes[3].wait()
+    for survivor in processes[:3]:
+        survivor.send_signal(signal.SIGTERM)
+    codes = [survivor.wait() for survivor in processes[:3]]
+    assert codes == [GASP_WRITTEN] * 3, "".join((out / f"log{rank}").read_text() for rank in range(4))
+    left = CheckpointDirectory(out / "gasp").latest(verify=True)
+    world.run(Case(gasp=True, load=str(left.path)), out).assert_same(whole)
