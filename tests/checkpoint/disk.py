@@ -78,23 +78,31 @@ class Unsynced:
 
     def __init__(self) -> None:
         self.dirty: dict[int, str] = {}  # by inode
+        self.names: set[int] = set()  # directories in which a directory has got its name, by inode
         self.early: list[str] = []
         self.renamed = 0
         watch_disk(self._see)
 
     def _see(self, what: str, args: Any) -> None:
         if what == "fsync":
-            self.dirty.pop(os.fstat(args).st_ino, None)
+            self.dirty.pop(inode := os.fstat(args).st_ino, None)
+            self.names.discard(inode)
         elif what == "write":
             self.dirty[os.fstat(args.fileno()).st_ino] = args.name
         elif what in ("os.rename", "os.mkdir", "open"):
             target = pathlib.Path(os.fsdecode(args[1] if what == "os.rename" else args[0]))
+            if ".gone" in target.name:  # what is removed may be there again after a crash
+                return
             if what == "os.rename" and ".tmp-" not in target.parent.name:
                 self._look(pathlib.Path(args[0]))
-            if ".gone" not in target.name:  # what is removed need not be gone after a crash
-                self.dirty[os.stat(target.parent).st_ino] = str(target.parent)
+            self.dirty[os.stat(target.parent).st_ino] = str(target.parent)
 
     def _look(self, source: pathlib.Path) -> None:
         self.renamed += 1
-        paths = [source, *source.iterdir()] if source.is_dir() else [source]
+        paths, parent = [source], source.parent.stat().st_ino
+        if source.is_dir():
+            paths += source.iterdir()
+            self.names.add(parent)
+        elif parent in self.names:  # a tracker, which names what may not be there after a crash
+            self.early.append(str(source))
         self.early += [str(path) for path in paths if path.stat().st_ino in self.dirty]
