@@ -25,8 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_replica._compat.torch import read_dcp_metadata
+from lightning_replica.checkpoint.coverage import METADATA
+from lightning_replica.checkpoint.publish import sync
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.errors import CheckpointError
 
@@ -105,6 +108,10 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path, which is about to change
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
+
 
 class _Reader(dcp.FileSystemReader):
     def __init__(self, directory: Path, files: Collection[str]) -> None:
@@ -112,7 +119,7 @@ class _Reader(dcp.FileSystemReader):
         self._directory, self._files = directory, files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_dcp_metadata((self._directory / ".metadata").read_bytes())
+        metadata = read_dcp_metadata((self._directory / METADATA).read_bytes())
         foreign = {info.relative_path for info in metadata.storage_data.values()} - set(self._files)
         if foreign:
             raise CheckpointError(

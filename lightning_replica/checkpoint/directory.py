@@ -106,7 +106,7 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: If that is not a whole checkpoint of this directory.
         """
-        self._check(self._child(name))
+        _check(self._child(name))
         publish.replace_file(self.path / TRACKER, f"{name}\n".encode())
 
     @property
@@ -126,27 +126,22 @@ class CheckpointDirectory:
         problems: list[str] = []
         for entry in self.entries(verify):
             if entry.problem is None:
-                return Latest(entry.path, entry.manifest, (*problems, *self._tracker_problems(entry.path)))
+                return Latest(entry.path, entry.manifest, (*problems, *self._tracker_problems(entry.path, problems)))
             problems.append(entry.problem)
-        return Latest(None, None, (*problems, *self._tracker_problems(None)))
+        return Latest(None, None, (*problems, *self._tracker_problems(None, problems)))
 
     def entries(self, verify: bool = False) -> Iterator[Entry]:
         """Checks all checkpoints, one at a time: those whose age cannot be told, then from the newest to the oldest."""
-        readable: list[tuple[Path, Manifest]] = []
+        ages: dict[Path, tuple[int, int]] = {}
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
             if publish.temporary_of(path.name) or not (_STEP.fullmatch(path.name) or (path / MANIFEST).exists()):
                 continue
             try:
-                readable.append((path, publish.read_manifest(self._child(path.name))))
+                ages[path] = publish.read_manifest(self._child(path.name)).age
             except Exception as error:  # whatever it is, others may be whole
                 yield Entry(path, None, _said(path, error))
-        for path, manifest in sorted(readable, key=lambda each: each[1].age, reverse=True):
-            try:
-                self._check(path, verify)
-            except Exception as error:
-                yield Entry(path, manifest, _said(path, error))
-            else:
-                yield Entry(path, manifest, None)
+        for path in sorted(ages, key=lambda path: ages[path], reverse=True):
+            yield examine(path, verify)
 
     def retain(self, keep_last: int) -> list[Path]:
         """Removes all but the newest whole checkpoints.
@@ -174,19 +169,16 @@ class CheckpointDirectory:
             raise CheckpointError(f"{self.path / name} is a symbolic link, and not followed. Name its target instead.")
         return self.path / name
 
-    def _check(self, path: Path, verify: bool = False) -> None:
-        directory = publish.published(path)
-        manifest = publish.verify(directory) if verify else publish.check(directory)
-        coverage.check(directory, manifest, read_contents(directory))
-
-    def _tracker_problems(self, chosen: Path | None) -> list[str]:
+    def _tracker_problems(self, chosen: Path | None, known: list[str]) -> list[str]:
         name = self.tracked
         if name is None or (chosen is not None and name == chosen.name):
             return []
         try:
-            self._check(self._child(name))
+            _check(self._child(name))
         except Exception as error:
-            return [f"The tracker {self.path / TRACKER} names {name!r}: {_said(self.path / name, error)}"]
+            said = _said(self.path / name, error)
+            more = ", which cannot be used." if said in known else f": {said}"
+            return [f"The tracker {self.path / TRACKER} names {name!r}{more}"]
         return []
 
     def _refuse_foreign(self, entry: Path) -> None:
@@ -207,30 +199,54 @@ class CheckpointDirectory:
         if not path.exists():
             publish.restore(former, path)
             return
-        try:
-            self._check(path)
-        except Exception:  # the former may be the only one
-            return
-        publish.discard(former)
+        if examine(path).problem is None:  # otherwise the former may be the only one
+            publish.discard(former)
 
 
-def find(path: str | Path, verify: bool = False) -> Latest:
+def examine(path: Path, verify: bool = False) -> Entry:
+    """Checks one checkpoint.
+
+    Args:
+        path: Its directory.
+        verify: Whether to take checksums too, which reads every byte.
+    """
+    manifest = None
+    try:
+        manifest = publish.read_manifest(path)
+        _check(path, verify)
+    except Exception as error:
+        return Entry(path, manifest, _said(path, error))
+    return Entry(path, manifest, None)
+
+
+def holds_others(path: Path) -> bool:
+    """Whether ``path`` is a directory of checkpoints, and none itself."""
+    return path.is_dir() and not (path / MANIFEST).exists()
+
+
+def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that ``path`` names: itself, or the newest whole one of a directory of checkpoints.
 
-    A checkpoint that is named is not checked.
+    Returns:
+        The directory to load, unchecked if it is ``path`` itself; and `Latest.problems`.
 
     Raises:
         CheckpointError: If there is none.
     """
     path = Path(path)
-    if not path.is_dir() or (path / MANIFEST).exists():
-        directory = publish.published(path)
-        return Latest(directory, publish.read_manifest(directory), ())
-    latest = CheckpointDirectory(path).latest(verify)
+    if not holds_others(path):
+        return publish.published(path), ()
+    latest = CheckpointDirectory(path).latest()
     if latest.path is None:
         others = latest.problems or ("No directory in it has one.",)
         raise CheckpointError(f"There is no checkpoint at {path}: it has no {MANIFEST}. {' '.join(others)}")
-    return latest
+    return latest.path, latest.problems
+
+
+def _check(path: Path, verify: bool = False) -> None:
+    directory = publish.published(path)
+    manifest = publish.verify(directory) if verify else publish.check(directory)
+    coverage.check(directory, manifest, read_contents(directory))
 
 
 def _is_ours(temporary: Path) -> bool:

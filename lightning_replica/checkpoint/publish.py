@@ -52,14 +52,14 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
     Every file of ``manifest`` must have been brought to the disk already (`write_file` does).
     """
     write_file(directory / MANIFEST, json.dumps(manifest.as_plain(), indent=1).encode())
-    _sync(directory)
+    sync(directory)
     former = aside(path)
     if os.path.lexists(path):
         discard(former)
         path.rename(former)
         reach("publish")
     directory.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     discard(former)
 
 
@@ -156,21 +156,23 @@ def write_file(file: Path, content: bytes) -> None:
     Raises:
         CheckpointError: If that fails; it names the file.
     """
-    try:
-        with file.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
+    with _naming(file), file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Writes a file; a crash leaves the former or the new one."""
+    """Writes a file; a crash leaves the former or the new one.
+
+    Raises:
+        CheckpointError: If that fails; it names the file.
+    """
     unfinished = file.with_name(file.name + ".tmp")
     write_file(unfinished, content)
-    unfinished.replace(file)
-    _sync(file.parent)
+    with _naming(file):
+        unfinished.replace(file)
+        sync(file.parent)
 
 
 def make_directory(directory: Path) -> None:
@@ -178,13 +180,22 @@ def make_directory(directory: Path) -> None:
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
-        _sync(directory.parent)
+        sync(directory.parent)
+
+
+def sync(path: Path) -> None:
+    """Brings what was written to a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def restore(former: Path, path: Path) -> None:
     """Gives what was set aside its name back."""
     former.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def discard(path: Path) -> None:
@@ -233,6 +244,14 @@ def damaged(directory: Path, what: str) -> CheckpointError:
     return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
 
 
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file} could not be written: {error.strerror}.") from error
+
+
 def _temporary(path: Path, ending: str) -> Path:
     return path.with_name(f"{temporary_of(path.name) or path.name}.{ending}-{secrets.token_hex(4)}")
 
@@ -247,11 +266,3 @@ def _regular_file(directory: Path, name: str) -> Path:
     if not file.is_file():
         raise damaged(directory, f"{name} is missing")
     return file
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

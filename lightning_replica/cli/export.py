@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.cli.output import write
+from lightning_replica.cli.output import warn, write
 
 
 def add_parser(commands: Any) -> None:
@@ -15,15 +15,21 @@ def add_parser(commands: Any) -> None:
         description="Writes a checkpoint of `state_dict_type='sharded'` as one file that every strategy goes on"
         " from. It must fit into memory. Main parameters, which other strategies do not have, are left out.",
     )
-    parser.add_argument("directory", type=Path, help="the sharded checkpoint")
+    parser.add_argument(
+        "directory", type=Path, help="the sharded checkpoint, or a directory of them: the newest whole one"
+    )
     parser.add_argument("file", type=Path, help="the file to write; replaced if it is there")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Writes the file."""
+    from lightning_replica.checkpoint.directory import find
     from lightning_replica.checkpoint.export import export  # DCP takes a quarter of a second to import
 
-    export(options.directory, options.file)
-    write(f"{options.file} holds what {options.directory} holds.")
+    found, problems = find(options.directory)
+    for problem in problems:
+        warn(problem)
+    export(found, options.file)
+    write(f"{options.file} holds what {found} holds.")
     return 0

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import lightning_replica
-from lightning_replica.cli import chaos, doctor, export, plan, timeline
+from lightning_replica.cli import chaos, doctor, export, inspect, plan, timeline
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
 _DESCRIPTION = (
@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_parser(commands)
     plan.add_parser(commands)
+    inspect.add_parser(commands)
     export.add_parser(commands)
     chaos.add_parser(commands)
     timeline.add_parser(commands)

@@ -10,6 +10,11 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def warn(text: str) -> None:
+    """Writes a line to stderr."""
+    sys.stderr.write(f"lightning-replica: {text}\n")
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: bool = False) -> str:
     """Rows in columns under a header; the first to the left, the others to the right or, if asked, ``left``."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

@@ -1,45 +1,56 @@
 """Checkpoints of one rank, in this process: what they hold is one number, and they take milliseconds."""
 
+import functools
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.grid import Grid
 from tests.checkpoint.job import Run
 
 
-def new_run(value: float) -> Run:
-    """A training whose every element, of weights and optimizer state, is ``value``."""
-    run = Run("SGD", 0, Grid(1, 1), "element")
-    for tensor in [*run.net.parameters(), *(b for b in run.net.buffers() if b.is_floating_point())]:
-        tensor.detach().fill_(value)
-    for sharded in run.state.optimizers:
-        for piece in sharded.pieces:
-            sharded.optimizer.state[piece.parameter]["momentum_buffer"] = torch.full_like(piece.parameter, value)
-    return run
+@functools.cache
+def _run() -> Run:
+    net = nn.Sequential(OrderedDict(first=nn.Linear(20, 7)))
+    net.register_buffer("seen", torch.zeros(3))
+    return Run("SGD", 0, Grid(1, 1), "element", net=net)
+
+
+def _state() -> list[dict[str, Tensor]]:
+    (sharded,) = _run().state.optimizers
+    return [sharded.optimizer.state[piece.parameter] for piece in sharded.pieces]
+
+
+def _weights() -> list[Tensor]:
+    net = _run().net
+    return [each.detach() for each in (*net.parameters(), *net.buffers())]
+
+
+def _fill(value: float) -> None:
+    for tensor in _weights():
+        tensor.fill_(value)
+    for state, piece in zip(_state(), _run().state.optimizers[0].pieces, strict=True):
+        state["momentum_buffer"] = torch.full_like(piece.parameter, value, requires_grad=False)
 
 
 def save(path: Path, step: int | None, value: float, **more: Any) -> Path:
-    """Publishes a checkpoint that holds ``value``."""
-    run = new_run(value)
-    run.save(path, step=step, **more)
-    run.close()
+    """Publishes a checkpoint whose every element, of weights and optimizer state, is ``value``."""
+    _fill(value)
+    _run().save(path, step=step, **more)
     return path
 
 
 def load(path: Path | None) -> float:
     """The number in a checkpoint; it must be everywhere."""
     assert path is not None
-    run = new_run(-1.0)
-    run.load(path)
-    found = [*run.net.parameters(), *(b for b in run.net.buffers() if b.is_floating_point())]
-    found += [
-        state["momentum_buffer"] for sharded in run.state.optimizers for state in sharded.optimizer.state.values()
-    ]
-    values = {value for tensor in found for value in tensor.detach().reshape(-1).tolist()}
-    run.close()
+    _fill(-1.0)
+    _run().load(path)
+    found = [*_weights(), *(state["momentum_buffer"] for state in _state())]
+    values = {value for tensor in found for value in tensor.reshape(-1).tolist()}
     assert len(values) == 1, values
     return float(values.pop())
 

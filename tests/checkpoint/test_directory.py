@@ -217,14 +217,16 @@ def test_steps_are_whole_numbers(tmp_path: Path) -> None:
 
 def test_a_path_names_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
     directory = directory_of(tmp_path, 1, 2)
-    assert find(tmp_path).path == directory.path_of(2)
-    assert find(directory.path_of(1)).path == directory.path_of(1)
+    assert find(tmp_path) == (directory.path_of(2), ())
+    assert find(directory.path_of(1)) == (directory.path_of(1), ())
     directory.path_of(1).rename(publish.aside(directory.path_of(1)))
-    assert find(directory.path_of(1)).path == publish.aside(directory.path_of(1))
+    assert find(directory.path_of(1))[0] == publish.aside(directory.path_of(1))
     with pytest.raises(CheckpointError, match="There is no sharded checkpoint at .*/7"):
         find(tmp_path / "7")
     flip(directory.path_of(2) / ".metadata")
-    assert "checksum of .metadata" in find(tmp_path).problems[0]
+    path, problems = find(tmp_path)
+    assert path == publish.aside(directory.path_of(1))
+    assert "checksum of .metadata" in problems[0]
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match=r"There is no checkpoint at .*other: it has no manifest.json. No dir"):
         find(tmp_path / "other")

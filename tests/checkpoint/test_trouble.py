@@ -19,6 +19,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.sharded import save_sharded
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import listen
+from tests.checkpoint.disk import die_before
 from tests.checkpoint.job import Run, World
 from tests.support.ranks import run_ranks
 
@@ -149,7 +150,9 @@ def kill_at(rank: int, store: Any, root: str, victim: int, point: str) -> dict[s
     saved = run.facts()
     store.set(f"saved {rank}", repr(saved))
     run.train(1)
-    if rank == victim:
+    if rank == victim and point == "shard":
+        die_before(4)  # in the middle of a write
+    elif rank == victim:
         listen(lambda reached: os.kill(os.getpid(), signal.SIGKILL) if reached == point else None)
     try:
         run.save(path)
@@ -169,7 +172,7 @@ def load_again(rank: int, store: Any, root: str) -> dict[str, Any]:
     return {"saved": loaded}
 
 
-@pytest.mark.parametrize(("victim", "point"), [(1, "save"), (0, "save"), (0, "publish")])
+@pytest.mark.parametrize(("victim", "point"), [(1, "shard"), (1, "save"), (0, "save"), (0, "publish")])
 def test_a_rank_killed_while_saving_costs_nothing_that_was_published(tmp_path: Path, victim: int, point: str) -> None:
     results = run_ranks(3, kill_at, str(tmp_path), victim, point)
     assert results[victim] == {"died": -signal.SIGKILL}

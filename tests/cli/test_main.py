@@ -29,14 +29,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("name", ["chaos", "doctor", "plan", "timeline"])
+@pytest.mark.parametrize("name", ["chaos", "doctor", "inspect", "plan", "timeline"])
 def test_help_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     command = commands()[name]
-    assert set(commands()) == {"chaos", "doctor", "export", "plan", "timeline"}
+    assert set(commands()) == {"chaos", "doctor", "export", "inspect", "plan", "timeline"}
     assert all(action.help and action.help != argparse.SUPPRESS for action in command._actions)
     text = command.format_help()
-    assert ("--json" in text) == (name in ("doctor", "plan"))
+    assert ("--json" in text) == (name in ("doctor", "inspect", "plan"))
     assert max(map(len, text.splitlines())) <= 120
 
 

@@ -1,0 +1,140 @@
+"""``lightning-replica inspect``: what a checkpoint holds, who wrote it, and whether it is whole."""
+
+import argparse
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_replica.cli.output import size, table, write
+
+if TYPE_CHECKING:  # the others of the command line do without torch
+    from lightning_replica.checkpoint.directory import Entry
+
+_EPILOG = """\
+Whole is a checkpoint whose files are all there and have their sizes, and which holds every element of every tensor
+once. With --verify every byte is read and checked too.
+
+Exit code: 0 if all that was looked at is whole, 1 if something is damaged or there is nothing.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "inspect",
+        help="what is in a sharded checkpoint, and is it whole?",
+        description="Looks at a checkpoint of `state_dict_type='sharded'`, or at a directory of them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument("--verify", action="store_true", help="take the checksum of every file")
+    parser.add_argument("--tensors", action="store_true", help="list all tensors")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Looks, and writes what was found; returns the exit code.
+
+    Raises:
+        CheckpointError: If there is no checkpoint.
+    """
+    from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find, holds_others
+
+    path: Path = options.checkpoint
+    directory = CheckpointDirectory(path) if holds_others(path) else None
+    found, problems = find(path)
+    entries = [examine(found, options.verify)] if directory is None else list(directory.entries(options.verify))
+    facts = [_facts(entry, options.tensors) for entry in entries]
+    tracked = None if directory is None else directory.tracked
+    problems = tuple(dict.fromkeys([*(entry.problem for entry in entries if entry.problem), *problems]))
+    if options.json:
+        write(json.dumps({"problems": problems, "tracked": tracked, "checkpoints": facts}, indent=2))
+    else:
+        if directory is not None:
+            write(_overview(facts, tracked) + "\n")
+        write(_render(next((each for each in facts if each["whole"]), facts[-1])))
+        write("whole" + ", to the last byte" * options.verify if not problems else "\n" + "\n".join(problems))
+    return 1 if problems else 0
+
+
+def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
+    """What is known of a checkpoint, as plain data."""
+    facts: dict[str, Any] = {"path": str(entry.path), "whole": entry.problem is None}
+    manifest = entry.manifest
+    if manifest is not None:
+        saved = datetime.fromtimestamp(manifest.saved_ns // 10**9, timezone.utc)
+        facts |= {
+            "step": manifest.step,
+            "written_for": manifest.written_for,
+            "saved": saved.isoformat(sep=" "),
+            "writers": {str(rank): host for rank, host in sorted(manifest.writers.items())},
+            "world_size": manifest.world_size,
+            "replicas": manifest.replicas,
+            "partition": manifest.partition,
+            "versions": dict(manifest.versions),
+            "size_bytes": manifest.size_bytes,
+            "files": len(manifest.files) + 1,
+        }
+    return facts if entry.problem else facts | _inside(entry.path, tensors)
+
+
+def _inside(path: Path, tensors: bool) -> dict[str, Any]:
+    """What the contents of a whole checkpoint say."""
+    from lightning_replica.checkpoint.contents import read_contents
+
+    contents = read_contents(path)
+    trained = {n for each in contents.optimizers for group in each.groups for n in group["params"]}
+    facts: dict[str, Any] = {
+        "parameters": sum(contents.weights[name].numel for name in trained),
+        "other_elements": sum(info.numel for name, info in contents.weights.items() if name not in trained),
+        "main_parameters": sorted(set(contents.main.values())),
+        "optimizers": [each.name for each in contents.optimizers],
+    }
+    if tensors:
+        facts["tensors"] = {
+            name: {"elements": numel, "dtype": dtype} for name, (numel, dtype) in contents.tensors().items()
+        }
+    return facts
+
+
+def _overview(facts: list[dict[str, Any]], tracked: str | None) -> str:
+    """All checkpoints of a directory, in a table."""
+    rows = []
+    for each in facts:
+        name = Path(each["path"]).name
+        said = ("whole" if each["whole"] else "DAMAGED") + (", tracked" if name == tracked else "")
+        cells = [_of(each, "step"), _of(each, "written_for"), _of(each, "saved")]
+        rows.append([name, *cells, size(each["size_bytes"]) if "size_bytes" in each else "?", said])
+    return table(["checkpoint", "step", "for", "saved (UTC)", "size", ""], rows, left=True)
+
+
+def _of(facts: dict[str, Any], key: str) -> str:
+    value = facts.get(key)
+    return "?" if value is None else str(value).removesuffix("+00:00")
+
+
+def _render(facts: dict[str, Any]) -> str:
+    """One checkpoint, for people."""
+    lines = {"checkpoint": facts["path"]}
+    if "step" in facts:
+        hosts = sorted(set(facts["writers"].values()))
+        lines |= {
+            "step": _of(facts, "step"),
+            "written for": facts["written_for"],
+            "saved": f"{_of(facts, 'saved')} UTC by rank {', '.join(facts['writers'])} on {', '.join(hosts)}",
+            "run": f"{facts['world_size']} ranks, replicas={facts['replicas']}, partition={facts['partition']!r}",
+            "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+            "size": f"{size(facts['size_bytes'])} in {facts['files']} files",
+        }
+    if "parameters" in facts:
+        main = f", main parameters in {', '.join(facts['main_parameters'])}" if facts["main_parameters"] else ""
+        lines |= {
+            "weights": f"{facts['parameters']:,} trained, {facts['other_elements']:,} others{main}",
+            "optimizers": ", ".join(facts["optimizers"]),
+        }
+    text = "\n".join(f"{name:<13}{value}" for name, value in lines.items())
+    rows = [[name, f"{each['elements']:,}", each["dtype"]] for name, each in facts.get("tensors", {}).items()]
+    return text + ("\n\n" + table(["tensor", "elements", "dtype"], rows) + "\n" if rows else "")
