@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_replica import checks
 from lightning_replica.callbacks.run_directory import RunDirectory
 
 
-class CheckpointPublisher(RunDirectory):
+class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Checkpoint` last
     """Keeps the directory of a run's checkpoints: writes them, names the newest, removes the old.
 
     Every sharded checkpoint that appears in the directory, a `ModelCheckpoint`'s and a dying gasp's too, is named by

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.errors import ConfigurationError
 
 
-class RunDirectory(Checkpoint):
+class RunDirectory(Callback):
     """Makes sure, when a fit begins, that the directory can be written to.
 
     Args:
