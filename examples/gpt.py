@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_replica  # noqa: F401  registers "replica_zero"
+from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
 
 logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # no tips, no GPU report
 # Raised inside Lightning 2.6 by torch 2.13.
@@ -141,6 +141,18 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Preempt(Callback):
+    """Tells the run to end, as a scheduler that wants its machines back would: SIGTERM to the supervisor."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step and not trainer.ckpt_path:
+            print(f"the scheduler wants its machines back in step {self.step}: SIGTERM", flush=True)
+            os.kill(os.getppid(), signal.SIGTERM)
+
+
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over every bit of every parameter."""
     digest = hashlib.sha256()
@@ -155,7 +167,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--devices", type=int, default=4, help="number of ranks")
     parser.add_argument("--kill", type=int, metavar="RANK", help="rank that kills itself; 0 is allowed")
-    parser.add_argument("--at", type=int, metavar="STEP", help="when it does (default: half way)")
+    parser.add_argument("--preempt", action="store_true", help="the run gets a SIGTERM")
+    parser.add_argument("--at", type=int, metavar="STEP", help="when that happens (default: half way)")
+    parser.add_argument("--checkpoints", type=Path, help="save here when the run cannot go on; go on from what is here")
     parser.add_argument("--result", type=Path, help="write fingerprint and a sample to this file")
     return parser.parse_args()
 
@@ -166,10 +180,15 @@ def main() -> None:
     L.seed_everything(1, verbose=False)
     model = GPT()
     callbacks: list[Callback] = [Say(every=5)]
+    at = args.steps // 2 if args.at is None else args.at
     if args.kill is not None:
-        callbacks.append(Kill(args.kill, args.steps // 2 if args.at is None else args.at))
+        callbacks.append(Kill(args.kill, at))
+    if args.preempt:
+        callbacks.append(Preempt(at))
+    if args.checkpoints:
+        callbacks.append(DyingGaspCheckpoint(args.checkpoints))
     trainer = L.Trainer(
-        strategy="replica_zero",
+        strategy=ReplicaZeroStrategy(resume="auto") if args.checkpoints else "replica_zero",
         accelerator="cpu",
         devices=args.devices,
         max_steps=args.steps,

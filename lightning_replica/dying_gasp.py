@@ -9,6 +9,7 @@ from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoints import Checkpoints
 from lightning_replica.errors import CollectiveError
 from lightning_replica.hooks import is_from_outside
+from lightning_replica.points import reach
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
@@ -68,6 +69,7 @@ class DyingGasp:
         step = self._step(taken)
         path = self._directory.path_of(step)
         self._checkpoints.save_last(self._trainer, self._training, record, path, step, plan.pieces[self._rank])
+        reach("track")
         Together(None).run(lambda: self._track(path.name, plan))
         return str(path)
 

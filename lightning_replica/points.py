@@ -27,6 +27,7 @@ Point: TypeAlias = Literal[
     "save",  # this rank's part of a sharded checkpoint is on the disk, nothing is published
     "gasp",  # the run was given up; those who are left come together
     "gasp_write",  # they have agreed on the step, and begin to write
+    "track",  # the last checkpoint is published, the tracker does not name it yet
     "publish",  # the former checkpoint of that name is aside, the new one is not in its place
 ]
 

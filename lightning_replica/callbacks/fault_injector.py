@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_CODE = 77  # of a rank that an injected "exit" has ended
+EXIT_CODE = 113  # of a rank that an injected "exit" has ended
 # Drawn without being asked for: the others are reached only while sharded checkpoints are written.
-_USUAL: tuple["Place", ...] = tuple(place for place in PLACES if place not in ("save", "publish"))
+_RARE = ("save", "publish", "gasp", "gasp_write", "track")
+_USUAL: tuple["Place", ...] = tuple(place for place in PLACES if place not in _RARE)
 
 
 class Injected(RuntimeError):

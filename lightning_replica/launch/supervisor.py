@@ -96,7 +96,7 @@ class Supervisor:
         self._restarts = 0
         self._code = 0
         self._told: signal.Signals | None = None  # the first signal that this process was sent
-        self._told_at = self._told_again = 0.0
+        self._told_at = 0.0
         self._gasps = False  # those who are left are writing, or try to
 
     def run(self) -> int:
@@ -107,7 +107,8 @@ class Supervisor:
         """
         self._store = serve(LOOPBACK)
         self._generations = Generations(self._store)
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        heard = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if self._options.gasp else ()))
+        previous = {s: signal.signal(s, self._on_signal) for s in heard}
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
@@ -198,7 +199,8 @@ class Supervisor:
         again = self._told is not None
         self._fail(f"The run was stopped by {told.name}.", 128 + told, forward=told)
         if again:
-            self._terminate(signal.SIGTERM, after_s=0.0)
+            self._gasps = False
+            self._terminate(signal.SIGTERM)
 
     def _keep_time(self) -> None:
         """Half of the grace is for coming to a step's end; then those who write get what is left."""
@@ -207,7 +209,7 @@ class Supervisor:
         passed_s = time.monotonic() - self._told_at
         if passed_s > self._options.grace_s:
             self._say(f"{self._options.grace_s:g} s are over (grace_s); what has not ended is killed.")
-            self._code = self._code or 128 + self._told
+            self._code, self._gasps = self._code or 128 + self._told, self._in_fit()
             self._terminate(signal.SIGKILL)
         elif passed_s > self._options.grace_s / 2 and self._generations.verdict() is None:
             self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told)

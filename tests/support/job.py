@@ -52,7 +52,7 @@ class Injected(Exception):
 
 @dataclass
 class Fault:
-    """One process's fault: ``step`` is the updates applied when ``point`` is reached.
+    """One process's fault: ``step`` is the updates applied when ``point`` is reached; None for whenever that is first.
 
     Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "tell <n>" (signal n to the supervisor), "kill", "exit"
     (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
@@ -62,12 +62,12 @@ class Fault:
     kind: str
     rank: int
     point: str
-    step: int
+    step: int | None
 
     def reach(self, point: str, step: int, marker: Path, state: ShardedState | None = None) -> None:
         """Fails if this is the place, once in the whole run: ``marker`` says that it has."""
         here = (int(os.environ["LOCAL_RANK"]), point, step)
-        if here == (self.rank, self.point, self.step) and not marker.exists():
+        if here == (self.rank, self.point, step if self.step is None else self.step) and not marker.exists():
             marker.touch()
             if self.kind == "flip":
                 assert state is not None
