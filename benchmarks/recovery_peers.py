@@ -10,6 +10,7 @@ time until the world is whole again stands beside it.
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import BATCH, LENGTH, VOCABULARY, Transformer, loss_of, spread, write
+from common import BATCH, LENGTH, RESULTS, VOCABULARY, Transformer, loss_of, spread, write
 
 warnings.filterwarnings("ignore")
 EVERY = 8  # steps between kills
@@ -199,6 +200,8 @@ def run(system: str, kills: int, place: Path) -> None:
             "0.1",
         ]
         command = [sys.executable, *launcher, "--max-restarts", str(kills), *own]
+        # Without it restarted workers read the addresses of those before them, and hang (torch 2.13, --standalone).
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         finished(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -282,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--system", help="run one worker of this system")
-    parser.add_argument("--only", action="append", help="measure only this system")
+    parser.add_argument("--only", action="append", help="measure only this system, and keep the others' figures")
     parser.add_argument("--place", type=Path)
     args = parser.parse_args()
     steps = (args.kills + 1) * EVERY
@@ -297,7 +300,8 @@ def main() -> None:
         else:
             with_replica_zero(trace, steps, standby=2 if args.system.endswith("standby") else 0)
         return
-    raw = {}
+    file = RESULTS / "recovery_peers.json"
+    raw = json.loads(file.read_text()) if args.only and file.exists() else {}
     for system in args.only or systems():
         with tempfile.TemporaryDirectory() as place:
             run(system, args.kills, Path(place))
