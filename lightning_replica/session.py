@@ -85,7 +85,7 @@ class Session:
         )
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
-        self._monitor = Monitor(watched, self._process_groups.abort, self._end_as_orphan, interval_s)
+        self._monitor = Monitor(watched, self._process_groups.abort, self.end_as_orphan, interval_s)
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
         self._fits = 0
@@ -275,8 +275,8 @@ class Session:
         if not self._surroundings.supervised:
             self.generations.patience = Patience(self.rank, told_to_end)
 
-    def _end_as_orphan(self) -> None:
-        """The store is gone and with it every way to go on; ends at once, from the monitor's thread."""
+    def end_as_orphan(self) -> None:
+        """The store is gone and with it every way to go on; ends at once. Called in the monitor's thread, mostly."""
         if not self._surroundings.supervised:
             if not self._armed:  # its rank has come to its end
                 return

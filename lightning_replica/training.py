@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
@@ -279,6 +280,9 @@ class Training:
         session = self._session
         try:
             outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
+        except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
+            session.end_as_orphan()
+            raise
         except RecoveryError as final:
             session.generations.give_up(str(final))
             self._tell_of_the_end(str(final))

@@ -6,7 +6,7 @@ a crash between the two renames leaves that, complete, and `published` finds it.
 
 [Note: two saves of one path]
 Every save has a temporary directory of its own, so one that is still under way, on ranks that have not noticed that
-others gave it up, writes nothing into another. The one that is published last stays; until then the former does.
+others gave it up, writes nothing into another. Once one is published, what is there of others is removed: they fail.
 """
 
 import json
@@ -61,6 +61,9 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
     directory.rename(path)
     sync(path.parent)
     discard(former)
+    for given_up in path.parent.iterdir():
+        if temporary_of(given_up.name) == path.name and ".tmp-" in given_up.name:
+            discard(given_up)
 
 
 def published(path: Path) -> Path:

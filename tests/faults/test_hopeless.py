@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_replica.exit_codes import GAVE_UP
 from tests.support import world
 from tests.support.job import Case, Fault
 
@@ -11,7 +12,7 @@ from tests.support.job import Case, Fault
 @pytest.mark.parametrize("rank", [0, 3])
 def test_no_replacement_can_be_had(rank: int, tmp_path: Path) -> None:
     outcome = world.run(Case(faults=(Fault("kill", rank, "backward", 2),)), tmp_path, max_restarts=0)
-    assert outcome.code == 128 + 9
+    assert outcome.code == GAVE_UP
     assert outcome.said == [f"Rank {rank} died (SIGKILL), and no replacement can be had: 0 of max_restarts=0 are used."]
     assert outcome.logs.count("RecoveryError: Rank") >= 3  # every survivor says why it ends
     left = {

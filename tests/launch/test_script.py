@@ -62,7 +62,8 @@ def test_a_killed_rank_comes_back(rank: int, standby: int, untouched: dict[str, 
     output = finish(process)
     assert process.returncode == 0, output
     assert results(output) == untouched
-    assert f"Rank {rank} died (SIGKILL); a new process takes its place (1 of 3)" in output
+    who = "a standby" if standby else "a new process"
+    assert f"Rank {rank} died (SIGKILL); {who} takes its place (1 of 3)" in output
     assert len(re.findall(rf"recovered at step 2 in [\d.]+ s: rank {rank} was replaced", output)) == 1
     assert re.findall(r"rank (\d) was a standby", output) == [str(rank)] * standby
     assert "on_exception" not in output  # neither in a rank nor in the supervisor
