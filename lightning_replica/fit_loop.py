@@ -228,9 +228,17 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         self.metrics_known = resume.replicated["metrics_known"]
         if resume.place == "tail":
             return partial(self._tail, resume)
+        if resume.replicated.get("commit"):
+            return self._step_schedulers
         if resume.place == "batch_end":
             return partial(self._end_loaded_batch, resume)
         return self._skip_validation if resume.place == "validation_end" else None
+
+    def _step_schedulers(self) -> None:
+        """After an update."""
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _skip_validation(self) -> None:
         self._skip_next_val = True
@@ -276,9 +284,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         if trainer.lightning_module.automatic_optimization:
             self._tail_of_optimization(snapshot)
         self.batch_progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self._step_schedulers()
         _call_callback_hooks(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
         _call_lightning_module_hook(trainer, "on_train_batch_end", snapshot.output, snapshot.batch, self.batch_idx)
         self._end_batch()

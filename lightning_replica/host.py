@@ -44,8 +44,8 @@ class LightningHost:
         taken = snapshots.take(self._trainer, "tail", 0, self._copies)
         taken.fresh = True
         if loaded is not None:
-            for key in ("place", "metrics_known"):
-                taken.replicated[key] = loaded.replicated[key]
+            for key in ("place", "metrics_known", "commit"):
+                taken.replicated[key] = loaded.replicated.get(key)
             taken.loaders, taken.loss = loaded.loaders, loaded.loss
             taken.batch, taken.output = loaded.batch, loaded.output
         if self._trainer.is_global_zero:

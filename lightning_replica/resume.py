@@ -18,7 +18,8 @@ start, whose snapshot every rank has, and begins the window again.
 [Note: other worlds]
 Random numbers, workers and metrics under way belong to ranks. With another number of ranks, and from a checkpoint that
 another strategy has written, the fit goes on with the random numbers that its seed gives and with metrics of what is
-still to come. Its position is the next window's start that repeats no sample of the epoch.
+still to come. Its position is the next window's start that repeats no sample of the epoch. After an update whose tail
+was still to come, schedulers step, and hooks that would have seen its batch are not called.
 """
 
 import copy
@@ -150,7 +151,11 @@ def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own:
     if own:
         host |= {key: own["host"][key] for key in ("logged", "accumulate")}
     place, batch = place_of(loops), host["loops"][_BATCHES]
-    done = batch["current"]["completed" if place == "batch" else "ready"]
+    in_tail = bool(own) and own["host"]["place"] == "tail"
+    done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
+    if in_tail:
+        host["commit"] = own["host"]["commit"]
+        _count_update(host["loops"])
     if place in ("batch", "batch_end", "validation_end"):
         window = trainer.accumulate_grad_batches
         begun = done // window * window  # the first half of a window is lost: its gradients are not in the checkpoint
@@ -164,6 +169,12 @@ def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own:
     state = LoaderState(done - (place == "batch_end"))
     loaders = [_within(loader, state) for loader in snapshots.exact_loaders(trainer)]
     return Snapshot("tail", 0, host, cpu.rng_state(), [], loaders, fresh=True)
+
+
+def _count_update(loops: dict[str, Any]) -> None:
+    """Counts the update whose tail was still to come."""
+    for counters in loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"].values():
+        counters["completed"] = counters["ready"]
 
 
 def _between_epochs(loops: dict[str, Any]) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class Training:
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
-            if loaded.place == "tail" and loaded.replicated["commit"]:
+            if loaded.replicated.get("commit"):
                 self._after_commit(replace(Commit.of(loaded.replicated["commit"]), stop=0.0))
         taken = self.host.begin(loaded)
         if self.recoverable:
