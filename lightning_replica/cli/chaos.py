@@ -29,7 +29,8 @@ schedulers and metrics too. Random faults leave each other time to recover, so t
 kinds:   {", ".join(KINDS)}
 points:  {", ".join(PLACES[:7])},
          {", ".join(PLACES[7:15])},
-         {", ".join(PLACES[15:])}
+         {", ".join(PLACES[15:20])},
+         {", ".join(PLACES[20:])}
 
 Exit code: 0 if every run ends with the bits of the untouched one, 1 if one differs, 2 if one fails.
 """
