@@ -27,6 +27,7 @@ _WHERE: Final[dict[str, str]] = {
     "batch_end": "at the end of a batch",
     **{phase: f"in recovery ({phase})" for phase in PHASES},
     **dict.fromkeys(("checkpoint", "save", "publish"), "while saving a checkpoint"),
+    **dict.fromkeys(("gasp", "gasp_write", "track"), "while saving the last checkpoint"),
     "epoch_start": "at the start of an epoch",
     "epoch_end": "at the end of an epoch",
     "validation_start": "at the start of a validation",

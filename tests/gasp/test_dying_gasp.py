@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
-from tests.support import world
+from tests.support import job, world
 from tests.support.job import Case, Fault
 
 
@@ -95,6 +96,36 @@ def test_a_second_rank_is_killed_while_it_writes(
     faults = Fault("kill", 1, "update", 2), Fault("kill", rank, point, None)
     resumed(Case(faults=faults, gasp=True), tmp_path).assert_same(untouched)
     assert (tmp_path / "fired1").exists()
+
+
+def test_a_second_rank_hangs_while_it_writes(untouched: world.Outcome, tmp_path: Path) -> None:
+    """It is found and killed as in any hang; who is left begins again without it."""
+    faults = Fault("kill", 1, "update", 2), Fault("stop", 2, "gasp_write", None)
+    resumed(Case(faults=faults, gasp=True, hang=(3.0, 8.0)), tmp_path).assert_same(untouched)
+    assert (tmp_path / "fired1").exists()
+
+
+class LosesItsDirectory(Callback):
+    """Something else takes the directory's place while the run goes on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero and not self.directory.is_file():
+            self.directory.rmdir()
+            self.directory.write_text("not a directory")
+
+
+def loses_its_directory(case: Case, out: Path) -> None:
+    job.run(case, out, (LosesItsDirectory(out / "gasp"),))
+
+
+def test_nothing_can_be_written(tmp_path: Path) -> None:
+    case = Case(faults=(Fault("kill", 1, "update", 2),), gasp=True)
+    ended = world.run(case, tmp_path, max_restarts=0, target=loses_its_directory)
+    assert ended.code == NOTHING_SAVED
+    assert "the last checkpoint could not be written: rank 0: FileExistsError" in ended.logs
 
 
 def test_every_rank_raises_while_its_shard_changes(tmp_path: Path) -> None:

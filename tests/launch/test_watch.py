@@ -1,0 +1,9 @@
+from typing import get_args
+
+from lightning_replica.launch import watch
+from lightning_replica.points import Point, Stretch
+
+
+def test_there_are_words_for_every_place() -> None:
+    """Seen to fail: a rank hung at a new point, and the supervisor died of it."""
+    assert {*get_args(Point), *get_args(Stretch), "start"} == set(watch._WHERE)
