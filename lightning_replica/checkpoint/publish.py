@@ -36,9 +36,10 @@ def staged(path: Path) -> Iterator[Path]:
     """
     for name in (path, aside(path)):
         refuse_foreign(name)
-    make_directory(path.parent)
     directory = _temporary(path, "tmp")
-    directory.mkdir()
+    with _naming(directory):
+        make_directory(path.parent)
+        directory.mkdir()
     try:
         yield directory
     except Exception:
