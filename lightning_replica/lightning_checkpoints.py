@@ -82,11 +82,10 @@ class LightningCheckpoints(LightningCollectives):
 
     def save_periodic(self, path: Path) -> None:
         """Writes a sharded checkpoint, whatever form the others have. Collective."""
-        begin("checkpoint")
         trainer, training = self._fitting()
         self._checkpoints.save_periodic(trainer, training, path)
 
-    def publishes_to(self, directory: CheckpointDirectory, keep_last: int | None = None) -> None:
+    def publishes_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
         """Has the tracker of ``directory`` name every checkpoint that appears there. See `CheckpointPublisher`."""
         self._checkpoints.publish_to(directory, keep_last)
 

@@ -74,8 +74,9 @@ class WhichCheckpoint:
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
-    found = {each.directory.path: each.directory for each in callbacks if hasattr(each, "directory")}
-    return found.values()
+    """Of our callbacks; others may have a ``directory`` of another kind."""
+    given = (getattr(callback, "directory", None) for callback in callbacks)
+    return {each.path: each for each in given if isinstance(each, CheckpointDirectory)}.values()
 
 
 def _age(latest: Latest) -> Any:

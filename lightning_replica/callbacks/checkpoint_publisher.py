@@ -29,17 +29,14 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
     def __init__(
         self, dirpath: str | Path, every_n_train_steps: int | None = None, keep_last: int | None = None
     ) -> None:
-        super().__init__(dirpath)
+        super().__init__(dirpath, keep_last)
         given = {"every_n_train_steps": every_n_train_steps, "keep_last": keep_last}
         checks.whole(1, **{name: value for name, value in given.items() if value is not None})
-        self._every, self._keep = every_n_train_steps, keep_last
-        self._saved = 0
+        self._every, self._saved = every_n_train_steps, 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Has the strategy tell of every checkpoint."""
+        """What is saved counts from here."""
         super().on_fit_start(trainer, pl_module)
-        strategy: Any = trainer.strategy
-        strategy.publishes_to(self.directory, self._keep)
         self._saved = trainer.global_step
 
     def on_train_batch_end(

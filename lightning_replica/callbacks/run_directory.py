@@ -15,6 +15,7 @@ class RunDirectory(Callback):
 
     Args:
         dirpath: The directory; see docs/checkpoints.md for what is in it.
+        keep_last: How many checkpoints stay there; None says nothing.
 
     Attributes:
         directory: The same, as `CheckpointDirectory`.
@@ -24,8 +25,9 @@ class RunDirectory(Callback):
             strategy is another.
     """
 
-    def __init__(self, dirpath: str | Path) -> None:
+    def __init__(self, dirpath: str | Path, keep_last: int | None = None) -> None:
         self.directory = CheckpointDirectory(Path(dirpath).absolute())
+        self._keep_last = keep_last
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuses other strategies, which would never call it."""
@@ -47,4 +49,4 @@ class RunDirectory(Callback):
         problem = strategy.broadcast(problem)
         if problem is not None:
             raise ConfigurationError(problem)
-        strategy.publishes_to(self.directory)
+        strategy.publishes_to(self.directory, self._keep_last)

@@ -1,11 +1,11 @@
 """The command line's entry."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import lightning_replica
 from lightning_replica.cli import chaos, doctor, export, inspect, plan, timeline
+from lightning_replica.cli.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
 _DESCRIPTION = (
@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except ConfigurationError as error:
-        sys.stderr.write(f"lightning-replica: {error}\n")
+        warn(str(error))
         return 2
     except CheckpointError as error:
-        sys.stderr.write(f"lightning-replica: {error}\n")
+        warn(str(error))
         return 1
     return code

@@ -2,16 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN
-from tests.launch.test_external import slurm
-from tests.launch.test_script import SCRIPT, finish, results, start, wait_for
+from tests.launch.test_external import slurm, torchrun
+from tests.launch.test_script import finish, results, start, wait_for
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
 from tests.support.job import Case, Fault
@@ -44,15 +42,7 @@ def test_sigterm_and_the_same_command_again(untouched: dict[str, str], tmp_path:
 
 def test_torchrun_restarts_all_ranks(untouched: dict[str, str], tmp_path: Path) -> None:
     """Rank 1 is killed; the other saves within torchrun's grace, and all go on from there."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    process = subprocess.Popen(
-        [*launcher, str(SCRIPT), "raise and kill", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GASP": str(tmp_path)},
-        start_new_session=True,
-    )
+    process = torchrun("raise and kill", "1", GASP=str(tmp_path))
     output = finish(process)
     assert process.returncode == 0, output
     assert f"goes on from {tmp_path}/step_00000003." in output

@@ -132,17 +132,22 @@ def test_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         ExternalEnvironment.enter(LightningEnvironment(), 0, num_nodes=2)
 
 
-def test_torchrun(tmp_path: Path) -> None:
-    """First a rank raises, which is recovered from; then it is killed, and torchrun starts all ranks again."""
+def torchrun(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    """Two ranks of the script, all of which are started again once."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    process = subprocess.Popen(
-        [*launcher, str(SCRIPT), "raise and kill", "1"],
+    return subprocess.Popen(
+        [*launcher, str(SCRIPT), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
         start_new_session=True,
     )
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """First a rank raises, which is recovered from; then it is killed, and torchrun starts all ranks again."""
+    process = torchrun("raise and kill", "1")
     output = finish(process)
     assert process.returncode == 0, output
     assert "recovered at step 2" in output
