@@ -220,8 +220,9 @@ class Supervisor:
     def _look(self) -> None:
         """Kills whoever hangs; that it has died is noticed in the usual way."""
         self._keep_time()
-        # Who has been killed is still here until its end is seen.
-        send = {c.rank: c.process.send_signal for c in self._children.values() if c.rank not in self._hung}
+        if self._hung:
+            return  # killed, its end not yet seen: whoever waits for it would seem to wait in vain
+        send = {child.rank: child.process.send_signal for child in self._children.values()}
         hang = self._watch.look(send, self._in_fit)
         over = self._code or self._generations.verdict() is not None
         if hang is None or (over and not self._gasps):

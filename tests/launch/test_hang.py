@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import job, world
+from tests.support.forked import ForkedProcess
 from tests.support.job import Case, Fault
 
 WATCHED = Case(hang=(1.0, 5.0))
@@ -73,6 +74,21 @@ def test_a_hook_that_never_returns(untouched: world.Outcome, tmp_path: Path) -> 
         assert re.match(rf"rank {rank}, process \d+: .* s, waits for others\n", files[f"rank{rank}.txt"])
         assert "works.py" in files[f"rank{rank}.txt"]
         assert "monitor.py" in files[f"rank{rank}.txt"]  # all threads
+
+
+class EndsSlowly(ForkedProcess):
+    """A process whose end is seen late, as on a machine that is busy, or while it gives back a lot of memory."""
+
+    def wait(self) -> int:
+        code = super().wait()
+        time.sleep(2 * WATCHED.hang[0])
+        return code
+
+
+def test_nobody_else_is_blamed_while_a_killed_rank_ends(untouched: world.Outcome, tmp_path: Path) -> None:
+    fault = Fault("stop", 1, "forward", 4)
+    outcome = world.run(replace(WATCHED, faults=(fault,)), tmp_path, process=EndsSlowly)
+    assert_killed(outcome, untouched, 1, "in forward")
 
 
 def at(step: int, act: Any, case: Case, out: Path) -> None:

@@ -1,5 +1,6 @@
 """Rank processes forked from one that has imported torch and lightning: tens of milliseconds instead of seconds."""
 
+import atexit
 import multiprocessing
 import os
 import sys
@@ -26,7 +27,10 @@ def _enter(environment: dict[str, str], log: str, target: Callable[..., None], a
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    target(*args)
+    try:
+        target(*args)
+    finally:
+        atexit._run_exitfuncs()  # where ranks say goodbye; multiprocessing ends with os._exit (before Python 3.14)
 
 
 class ForkedProcess:

@@ -39,6 +39,7 @@ def run(
     max_restarts: int = 3,
     target: Callable[[Any, Path], None] = job.run,
     recovery: bool = True,
+    process: type[ForkedProcess] = ForkedProcess,
 ) -> Outcome:
     """Has forked ranks run ``target`` under a supervisor."""
     out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def run(
 
     def start(rank: int, environment: dict[str, str]) -> Process:
         environment = {**environment, "TESTED_BY": str(os.getpid())}
-        return ForkedProcess(environment, out / f"log{rank}", target, case, out)
+        return process(environment, out / f"log{rank}", target, case, out)
 
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
