@@ -69,8 +69,11 @@ class WhichCheckpoint:
         newest = max(whole, key=_age, default=None)
         if newest is None:
             return ""
-        say(f"goes on from {newest.path}.")
-        return str(newest.path)
+        path = str(newest.path)
+        if not os.path.lexists(path.removesuffix(".old")):
+            path = path.removesuffix(".old")  # the name that it gets back when the run begins; readers know both
+        say(f"goes on from {path}.")
+        return path
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:

@@ -142,6 +142,9 @@ class Faults(Callback):
         listen(lambda point: self.reach(point, self.state.step if self.state else -1))
         self.reach("setup", -1)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.reach("train_start", -1)
+
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         digest = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:12]
         with (self.out / f"batches{trainer.global_rank}").open("a") as file:
