@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
-from lightning_replica.checkpoint.publish import sync
+from lightning_replica.checkpoint.publish import naming, sync
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.errors import CheckpointError
 
@@ -74,8 +74,14 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], together: Together) -
         try:
             dcp.save({}, storage_writer=_Writer(directory), planner=_SavePlanner(chunks), process_group=together.group)
         except dcp.CheckpointException as error:  # not an Exception
-            texts = [f"rank {rank}: {type(raised).__name__}: {raised}" for rank, (raised, _) in error.failures.items()]
-            raise CheckpointError(f"{directory} could not be written: {'; '.join(texts)}") from error
+            texts = [f"rank {rank}: {_said(directory, raised)}" for rank, (raised, _) in error.failures.items()]
+            raise CheckpointError("; ".join(texts)) from error
+
+
+def _said(directory: Path, raised: BaseException) -> str:
+    if isinstance(raised, CheckpointError):
+        return str(raised)
+    return f"{directory} could not be written: {type(raised).__name__}: {raised}"
 
 
 def written_by(directory: Path, rank: int) -> list[Path]:
@@ -108,9 +114,14 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path, which is about to change
 
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        with naming(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
+            return super().write_data(plan, planner)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
+        with naming(Path(self.path) / METADATA):
+            super().finish(metadata, results)
+            sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
 
 
 class _Reader(dcp.FileSystemReader):
