@@ -109,6 +109,7 @@ class Case:
     hang: tuple[float, float] = HANG
     guard: Literal["sampled", "full", "off"] = "full"
     gasp: bool = False
+    grace_s: float = 25.0
     load: str = ""
 
 
@@ -282,7 +283,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         callbacks=[
             faults,
             *callbacks,
-            *([DyingGaspCheckpoint(out / "gasp")] if case.gasp else ()),
+            *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
             ModelCheckpoint(out / "checkpoints", every_n_train_steps=2),
         ],
         logger=Lines(faults) if logger is None else logger,
