@@ -99,6 +99,8 @@ class Checkpoints:
         """
         with self._sharded():
             checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
+            if own["host"]["place"] == "tail":
+                resume.count_tail(checkpoint)
             self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces, step, "gasp")
 
     def save_periodic(self, trainer: pl.Trainer, training: Training, path: Path) -> None:

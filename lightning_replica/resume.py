@@ -39,6 +39,7 @@ from lightning_replica.snapshot import Place, Snapshot
 from lightning_replica.training import Training
 
 _BATCHES = "epoch_loop.batch_progress"
+_STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 
 def place_of(loops: dict[str, Any]) -> Place | None:
@@ -109,6 +110,20 @@ def record_last(
     }
 
 
+def count_tail(checkpoint: dict[str, Any]) -> None:
+    """Has Lightning's part of a checkpoint say what its weights hold, where that was written in a tail.
+
+    Other strategies then take it for one that was written in `on_train_batch_end`. Only schedulers lag behind: their
+    step was still to come, and without their optimizer nobody can make it.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    steps = loops[_STEPS]["optimizer"]["step"]["total"]
+    checkpoint["global_step"] += steps["ready"] - steps["completed"]
+    _count_update(loops)
+    for counters in (loops[_BATCHES]["total"], loops[_BATCHES]["current"]):
+        counters["processed"] = counters["ready"]
+
+
 def _private(taken: Snapshot) -> dict[str, Any]:
     return {
         "rng": taken.rng,
@@ -139,7 +154,7 @@ def read(
         taken = Snapshot("tail", 0, host, private["rng"], private["results"], loaders, private["loss"], fresh=True)
         taken.metric_states = private["metric_states"]
     else:
-        taken = _elsewhere(trainer, world_size, loops, own)
+        taken = _elsewhere(trainer, world_size, own["host"]["loops"] if own else loops, own)
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
     return taken
 
@@ -174,7 +189,7 @@ def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own:
 
 def _count_update(loops: dict[str, Any]) -> None:
     """Counts the update whose tail was still to come."""
-    for counters in loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"].values():
+    for counters in loops[_STEPS]["optimizer"]["step"].values():
         counters["completed"] = counters["ready"]
 
 
