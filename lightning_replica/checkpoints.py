@@ -91,12 +91,12 @@ class Checkpoints:
             checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
             self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces, step, "gasp")
 
-    def save_periodic(self, trainer: pl.Trainer, training: Training, path: Path) -> None:
+    def save_periodic(self, trainer: pl.Trainer, training: Training, path: Path, written_for: str = "periodic") -> None:
         """A sharded checkpoint, whatever form the others have. Collective."""
         with self._sharded():
             checkpoint = dump_checkpoint(trainer)
             self.complete(trainer, training, checkpoint)
-            self.save_sharded(training, trainer.lightning_module, checkpoint, path)
+            self.save_sharded(training, trainer.lightning_module, checkpoint, path, written_for=written_for)
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:

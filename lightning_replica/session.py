@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_replica import agreement, points
+from lightning_replica import agreement, planned_save, points
 from lightning_replica.devices import cpu
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.grid import Grid
@@ -25,6 +25,7 @@ from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.planned_save import LISTENS
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
@@ -71,6 +72,7 @@ class Session:
         options: RecoveryOptions,
     ) -> None:
         self.grid, self.rank = grid, rank
+        planned_save.ignore()
         self._show_progress(options)
         self.newborn = surroundings.generation > 0
         self._timeout_s, self.options = timeout_s, options
@@ -223,6 +225,10 @@ class Session:
     def leave(self) -> None:
         """All ranks have agreed to end; who goes is not replaced."""
         self.generations.store.set(PHASE, "done")
+
+    def listens(self) -> None:
+        """This rank can be asked to save (`planned_save`)."""
+        self.generations.store.set(LISTENS.format(self.rank), str(self.born))
 
     def gasp(self) -> Gasp:
         """This rank's part in a last checkpoint; the run has been given up."""
