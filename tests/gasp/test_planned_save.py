@@ -58,7 +58,7 @@ def test_all_ranks_save_and_go_on(faults: tuple[Fault, ...], untouched: world.Ou
 def test_a_rank_that_is_lost_meanwhile(
     rank: int, point: str, step: int, untouched: world.Outcome, tmp_path: Path
 ) -> None:
-    """Whoever was asked and is still there asks again, with the next commit; in a tail the same commit says it again."""
+    """Whoever was asked and is still there asks again, with the next commit; in a tail, with the same."""
     asked = tuple(Fault(f"hear {USR2}", each, "backward", 2) for each in range(2))
     outcome = world.run(Case(devices=2, gasp=True, faults=(*asked, Fault("kill", rank, point, 3))), tmp_path)
     outcome.assert_same(untouched)
