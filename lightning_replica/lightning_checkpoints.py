@@ -10,10 +10,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.directory import CheckpointDirectory, examine
 from lightning_replica.checkpoints import Checkpoints, absent
 from lightning_replica.dying_gasp import DyingGasp
-from lightning_replica.errors import ReplicaError
+from lightning_replica.errors import CheckpointError, ReplicaError
 from lightning_replica.lightning_collectives import LightningCollectives
 from lightning_replica.messages import say
 from lightning_replica.planned_save import PlannedSave
@@ -87,6 +87,31 @@ class LightningCheckpoints(LightningCollectives):
         """Writes a sharded checkpoint, whatever form the others have. Collective."""
         trainer, training = self._fitting()
         self._checkpoints.save_periodic(trainer, training, path)
+
+    def save_beside(self, path: Path) -> None:
+        """Likewise, but returns once what is to be written has been copied. Collective. See `settle_save`."""
+        trainer, training = self._fitting()
+        self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
+
+    def settle_save(self, path: Path) -> bool:
+        """Waits for what `save_beside` has begun. Collective.
+
+        Returns:
+            Whether there is a whole checkpoint at ``path``; not if a rank was lost meanwhile.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write.
+        """
+        _, training = self._fitting()
+        begin("checkpoint")
+        failed = self._checkpoints.settle(training.check)
+        found = None
+        if self.is_global_zero:  # it may be a replacement, who knows what is on the disk
+            found = str(failed) if isinstance(failed, CheckpointError) else "", examine(path).problem is None
+        raised, whole = self.broadcast(found)
+        if raised:
+            raise CheckpointError(raised)
+        return bool(whole)
 
     def publishes_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
         """Has the tracker of ``directory`` name every checkpoint that appears there. See `CheckpointPublisher`.

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replica import agreement, planned_save, points
+from lightning_replica.checkpoint.together import TogetherBeside
 from lightning_replica.devices import cpu
-from lightning_replica.errors import CollectiveError, ConfigurationError
+from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
@@ -91,6 +92,7 @@ class Session:
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
         self._fits = 0
+        self._beside = (-1, 0)  # generation, and how often `beside` was called in it
         self._deadline: threading.Timer | None = None
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
@@ -229,6 +231,19 @@ class Session:
     def listens(self) -> None:
         """This rank can be asked to save (`planned_save`)."""
         self.generations.store.set(LISTENS.format(self.rank), str(self.born))
+
+    def beside(self) -> TogetherBeside:
+        """For something that all ranks do beside training, until the next generation begins. Called on each of them."""
+        generation, store = self.recovery.generation, self._surroundings.connect()
+        number = self._beside[1] + 1 if self._beside[0] == generation else 0
+        self._beside = generation, number
+        generations = Generations(store)
+
+        def check() -> None:
+            if generations.begun(generation + 1):
+                raise Interrupted(f"generation {generation} is over")
+
+        return TogetherBeside(store, f"beside/{generation}/{number}", self.rank, self.grid.world_size, check)
 
     def gasp(self) -> Gasp:
         """This rank's part in a last checkpoint; the run has been given up."""

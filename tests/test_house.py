@@ -28,6 +28,7 @@ LAYERS = [
         "hooks",
         "logger_runs",
         "objects",
+        "save_beside",
         "metrics",
         "module_buffers",
         "overrides",
