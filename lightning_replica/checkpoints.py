@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_replica import resume
 from lightning_replica._compat.lightning import dump_checkpoint
+from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
 from lightning_replica.checkpoint.together import Together, TogetherBeside
@@ -39,6 +40,7 @@ class Checkpoints:
         self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
         self._directories: dict[Path, tuple[CheckpointDirectory, int | None]] = {}  # of callbacks
+        self._stand_in: dict[str, Any] = {}
         self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._beside: SaveBeside | None = None
@@ -48,6 +50,14 @@ class Checkpoints:
         return self._form == "sharded" and training is not None
 
     # Saving, in the order of calls
+
+    def stand_in(self) -> dict[str, Any]:
+        """What a checkpoint has in place of the weights, which go to shards.
+
+        Hooks may move it and put other weights there: weight averaging does, for whoever only wants to predict.
+        """
+        self._stand_in = {}
+        return self._stand_in
 
     def optimizer_state(self, training: Training, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer on rank 0, nothing on other ranks. Collective."""
@@ -156,7 +166,8 @@ class Checkpoints:
         extras, aliases = sharded.beside_trained(module, training.state)
         names = [name for name, _ in module.named_parameters()]
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
-        plain = {**checkpoint, "state_dict": others, "optimizer_states": []}
+        place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
+        plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}
         together = Together(None)
         staged = sharded.stage(
             path,
@@ -209,7 +220,10 @@ class Checkpoints:
         if not fitting:
             return read_whole(path)
         self._directory = path
-        return read_plain(path)
+        plain = read_plain(path)
+        if plain.pop(WEIGHTS_AT, "state_dict") == "state_dict":
+            return plain
+        return read_whole(path, optimizers=False)  # the hook that has moved the weights wants to see them again
 
     @property
     def is_open(self) -> bool:

@@ -67,7 +67,7 @@ class LightningCheckpoints(LightningCollectives):
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
         begin("checkpoint")  # the first that Lightning asks for when it saves one; hooks of the user's follow
         if self._checkpoints.is_sharded(self._training):
-            return {}
+            return self._checkpoints.stand_in()
         state = super().lightning_module_state_dict()
         if not self.is_global_zero:
             return state

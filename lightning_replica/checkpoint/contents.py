@@ -13,6 +13,7 @@ from lightning_replica.checkpoint import publish
 from lightning_replica.errors import CheckpointError
 
 CONTENTS = "contents.pt"
+WEIGHTS_AT = "weights_at"  # in plain data: the key of a checkpoint that its weights belong to, if not "state_dict"
 _NAMED_AT_MOST = 3
 
 

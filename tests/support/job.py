@@ -301,7 +301,7 @@ def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
     return {
         "weights": _digest(*model.parameters(), *model.buffers()),
         "main": _digest(*[buffers.main for buffers in state.buffers]),
-        "optimizer": _digest(*[t for sharded in state.optimizers for t in sharded.state()[0].values()]),
+        "optimizer": _digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),
         "groups": [[group["lr"], group["weight_decay"]] for group in optimizer.param_groups],
         "schedulers": repr([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
