@@ -153,8 +153,9 @@ def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own:
     place, batch = place_of(loops), host["loops"][_BATCHES]
     in_tail = bool(own) and own["host"]["place"] == "tail"
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
+    host["schedulers_due"] = in_tail or bool(own and own["host"].get("schedulers_due"))
     if in_tail:
-        host["commit"] = own["host"]["commit"]
+        host["commit"] = own["host"]["commit"]  # none if a run has gone on from it, and ended in the tail again
         _count_update(host["loops"])
     if place in ("batch", "batch_end", "validation_end"):
         window = trainer.accumulate_grad_batches

@@ -73,9 +73,12 @@ class WhichCheckpoint:
         newest = max(whole, key=_age, default=None)
         if newest is None:
             return ""
+        path = str(newest.path)
+        if not os.path.lexists(path.removesuffix(".old")):
+            path = path.removesuffix(".old")  # the name that it gets back when the run begins; readers know both
         if tells:
-            say(f"goes on from {newest.path}.")
-        return str(newest.path)
+            say(f"goes on from {path}.")
+        return path
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:

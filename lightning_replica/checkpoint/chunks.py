@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
-from lightning_replica.checkpoint.publish import sync
+from lightning_replica.checkpoint.publish import naming, sync
 from lightning_replica.errors import CheckpointError
 
 
@@ -79,6 +79,8 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int) -> bytes:
     plan = writer.prepare_global_plan([planner.create_local_plan()] * (rank + 1))[rank]
     try:
         written = writer.write_data(plan, planner).wait()
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever DCP raises
         raise CheckpointError(f"{directory} could not be written: {type(error).__name__}: {error}") from error
     tensors: dict[str, Any] = {}
@@ -136,9 +138,14 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path, which is about to change
 
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        with naming(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
+            return super().write_data(plan, planner)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
+        with naming(Path(self.path) / METADATA):
+            super().finish(metadata, results)
+            sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
 
 
 class _Reader(dcp.FileSystemReader):

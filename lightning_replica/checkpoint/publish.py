@@ -37,7 +37,7 @@ def staged(path: Path) -> Iterator[Path]:
     for name in (path, aside(path)):
         refuse_foreign(name)
     directory = _temporary(path, "tmp")
-    with _naming(directory):
+    with naming(directory):
         make_directory(path.parent)
         directory.mkdir()
     try:
@@ -160,7 +160,7 @@ def write_file(file: Path, content: bytes) -> None:
     Raises:
         CheckpointError: If that fails; it names the file.
     """
-    with _naming(file), file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -174,7 +174,7 @@ def replace_file(file: Path, content: bytes) -> None:
     """
     unfinished = file.with_name(file.name + ".tmp")
     write_file(unfinished, content)
-    with _naming(file):
+    with naming(file):
         unfinished.replace(file)
         sync(file.parent)
 
@@ -249,7 +249,12 @@ def damaged(directory: Path, what: str) -> CheckpointError:
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
+    """Has an error of the disk's name the file.
+
+    Raises:
+        CheckpointError: In place of an `OSError`.
+    """
     try:
         yield
     except OSError as error:

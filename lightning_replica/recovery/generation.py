@@ -158,6 +158,9 @@ class Generations:
             self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
         except RecoveryError as error:
             raise RecoveryError(f"{error} Missing: ranks {missing()}.") from error
+        verdict = None if given_up else self.verdict()
+        if verdict is not None:  # others may have left their part before they saw it, and will not come any further
+            raise RecoveryError(verdict)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def meet(self, name: str, generation: int, world_size: int, timeout_s: float, given_up: bool = False) -> None:

@@ -40,7 +40,10 @@ def train(case: Trained, out: Path) -> None:
     given = {"bucket_bytes": 512, "guard": "full", "hang_min_s": least, "hang_max_s": most, **case.options}
     strategy = ReplicaZeroStrategy(**given)
 
-    callbacks = (Reaches(case, strategy, out), *([DyingGaspCheckpoint(out / "gasp")] if case.gasp else ()))
+    callbacks = (
+        Reaches(case, strategy, out),
+        *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
+    )
     result = fit(case.name, strategy, case.devices, callbacks, load=case.load or None)
     for number, sharded in enumerate(strategy.state.optimizers):
         result["tensors"].update({f"{number}/{key}": value for key, value in sharded.state()[0].items()})

@@ -32,7 +32,10 @@ def trains(case: Ended, out: Path) -> None:
     torch.set_num_threads(1)
     least, most = case.hang
     strategy = ReplicaZeroStrategy(bucket_bytes=128, guard="full", hang_min_s=least, hang_max_s=most)
-    callbacks = (Reaches(case, strategy, out), *([DyingGaspCheckpoint(out / "gasp")] if case.gasp else ()))
+    callbacks = (
+        Reaches(case, strategy, out),
+        *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
+    )
     load = Path(case.load) if case.load else None
     result = train(case.plan, ckpt=load, devices=case.devices, strategy=strategy, callbacks=callbacks)
     (out / f"result{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(result))

@@ -112,6 +112,7 @@ class Case:
     hang: tuple[float, float] = HANG
     guard: Literal["sampled", "full", "off"] = "full"
     gasp: bool = False
+    grace_s: float = 25.0
     load: str = ""
 
 
@@ -144,6 +145,9 @@ class Faults(Callback):
         assert isinstance(self.strategy, Strategy)
         listen(lambda point: self.reach(point, self.state.step if self.state else -1))
         self.reach("setup", -1)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.reach("train_start", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         digest = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:12]
@@ -282,7 +286,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         callbacks=[
             faults,
             *callbacks,
-            *([DyingGaspCheckpoint(out / "gasp")] if case.gasp else ()),
+            *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
             ModelCheckpoint(out / "checkpoints", every_n_train_steps=2),
         ],
         logger=Lines(faults) if logger is None else logger,
