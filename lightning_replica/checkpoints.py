@@ -1,7 +1,8 @@
 """What a Lightning checkpoint holds under this strategy, and how a fit takes it back."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +15,9 @@ from lightning_replica._compat.lightning import dump_checkpoint
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
+from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.save_beside import SaveBeside
 from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
@@ -40,6 +43,7 @@ class Checkpoints:
         self._stand_in: dict[str, Any] = {}
         self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._beside: SaveBeside | None = None
 
     def is_sharded(self, training: Training | None) -> bool:
         """Whether what is saved now goes to shards; without a fit there are none."""
@@ -103,12 +107,41 @@ class Checkpoints:
                 resume.count_tail(checkpoint)
             self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces, step, "gasp")
 
-    def save_periodic(self, trainer: pl.Trainer, training: Training, path: Path) -> None:
-        """A sharded checkpoint, whatever form the others have. Collective."""
+    def save_periodic(
+        self,
+        trainer: pl.Trainer,
+        training: Training,
+        path: Path,
+        written_for: str = "periodic",
+        beside: TogetherBeside | None = None,
+    ) -> None:
+        """A sharded checkpoint, whatever form the others have. Collective.
+
+        Args:
+            trainer: The trainer.
+            training: The fit.
+            path: The directory to write.
+            written_for: Why.
+            beside: Writes in a thread of its own, from a copy; see `settle`. None writes now.
+        """
         with self._sharded():
             checkpoint = dump_checkpoint(trainer)
             self.complete(trainer, training, checkpoint)
-            self.save_sharded(training, trainer.lightning_module, checkpoint, path)
+            self.save_sharded(
+                training, trainer.lightning_module, checkpoint, path, written_for=written_for, beside=beside
+            )
+
+    def settle(self, check: Callable[[], None]) -> Exception | None:
+        """Waits for a checkpoint that is written beside training; returns what went wrong, once.
+
+        Args:
+            check: Called again and again; may raise.
+        """
+        if self._beside is None:
+            return None
+        failed = self._beside.wait(check)
+        self._beside = None
+        return failed
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:
@@ -127,6 +160,7 @@ class Checkpoints:
         pieces: Collection[int] | None = None,
         step: int | None = None,
         written_for: str = "periodic",
+        beside: TogetherBeside | None = None,
     ) -> None:
         """Every rank writes its part, or that of the ranks ``pieces``. Collective."""
         from lightning_replica.checkpoint import sharded
@@ -136,18 +170,30 @@ class Checkpoints:
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
         plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}
-        sharded.save_sharded(
+        together = Together(None)
+        staged = sharded.stage(
             path,
             training.state,
             names,
             extras,
             plain,
+            together,
             aliases=aliases,
             ranks=pieces,
             step=checkpoint["global_step"] if step is None else step,
             written_for=written_for,
         )
-        self._published(path, first=pieces is None and training.groups.rank == 0)
+        first = pieces is None and training.groups.rank == 0
+
+        def write(staged: sharded.Staged, together: Together) -> None:
+            sharded.write(staged, together)
+            self._published(path, first)
+
+        if beside is None:
+            write(staged, together)
+            return
+        self.settle(training.check)  # one that was given up may still be at its last file
+        self._beside = SaveBeside(partial(write, staged.copied(), beside))
 
     def publish_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
         """Has the tracker of ``directory`` name what is published there, and only the newest stay."""

@@ -1,6 +1,7 @@
 """What Lightning asks a strategy for about checkpoints, and what this one has beside."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.directory import CheckpointDirectory, examine
 from lightning_replica.checkpoints import Checkpoints, absent
 from lightning_replica.dying_gasp import DyingGasp
-from lightning_replica.errors import ReplicaError
+from lightning_replica.errors import CheckpointError, ReplicaError
 from lightning_replica.lightning_collectives import LightningCollectives
+from lightning_replica.messages import say
+from lightning_replica.planned_save import PlannedSave
 from lightning_replica.points import begin
 from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
@@ -85,9 +88,47 @@ class LightningCheckpoints(LightningCollectives):
         trainer, training = self._fitting()
         self._checkpoints.save_periodic(trainer, training, path)
 
+    def save_beside(self, path: Path) -> None:
+        """Likewise, but returns once what is to be written has been copied. Collective. See `settle_save`."""
+        trainer, training = self._fitting()
+        self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
+
+    def settle_save(self, path: Path) -> bool:
+        """Waits for what `save_beside` has begun. Collective.
+
+        Returns:
+            Whether there is a whole checkpoint at ``path``; not if a rank was lost meanwhile.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write.
+        """
+        _, training = self._fitting()
+        begin("checkpoint")
+        failed = self._checkpoints.settle(training.check)
+        found = None
+        if self.is_global_zero:  # it may be a replacement, who knows what is on the disk
+            found = str(failed) if isinstance(failed, CheckpointError) else "", examine(path).problem is None
+        raised, whole = self.broadcast(found)
+        if raised:
+            raise CheckpointError(raised)
+        return bool(whole)
+
     def publishes_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
-        """Has the tracker of ``directory`` name every checkpoint that appears there. See `CheckpointPublisher`."""
+        """Has the tracker of ``directory`` name every checkpoint that appears there. See `CheckpointPublisher`.
+
+        It is also where one goes that someone asks for; of several directories, the first.
+        """
+        trainer, training = self._fitting()
         self._checkpoints.publish_to(directory, keep_last)
+        if training.planned is None and training.recoverable:
+            training.planned = PlannedSave(partial(self._save_planned, trainer, training, directory))
+            self.session.listens()
+
+    def _save_planned(self, trainer: pl.Trainer, training: Training, directory: CheckpointDirectory) -> None:
+        path = directory.path_of(trainer.global_step)
+        self._checkpoints.save_periodic(trainer, training, path, "planned")
+        if trainer.is_global_zero:
+            say(f"{path} is written, as asked.")
 
     def gasps_to(self, directory: CheckpointDirectory) -> None:
         """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""

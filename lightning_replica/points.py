@@ -8,7 +8,9 @@ Whoever watches progress must know more than points: which long stretches of cod
 a validation, and whether the rank only waits for others.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, Protocol, TypeAlias, get_args
 
 PhaseName: TypeAlias = Literal["stop", "clean", "regroup", "repair", "rollback", "resume"]
@@ -61,11 +63,12 @@ class Watcher(Protocol):
 Listener: TypeAlias = Callable[[Point], None]
 _listeners: tuple[Listener, ...] = ()
 _watcher: Watcher | None = None
+_thread = threading.local()
 
 
 def reach(point: Point) -> None:
     """Tells the watcher and every listener that this rank has come to ``point``."""
-    if _watcher is not None:
+    if _watcher is not None and not hasattr(_thread, "beside"):
         _watcher.begins(point)
     for listener in _listeners:
         listener(point)
@@ -87,6 +90,16 @@ def goes_on() -> None:
     """Tells the watcher that the wait is over."""
     if _watcher is not None:
         _watcher.goes_on()
+
+
+@contextmanager
+def beside_training() -> Iterator[None]:
+    """What this thread does is no part of the rank's way through a step: its points are not told to the watcher."""
+    _thread.beside = True
+    try:
+        yield
+    finally:
+        del _thread.beside
 
 
 def watch(watcher: Watcher | None) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_replica import agreement, points
+from lightning_replica import agreement, planned_save, points
+from lightning_replica.checkpoint.together import TogetherBeside
 from lightning_replica.devices import cpu
-from lightning_replica.errors import CollectiveError, ConfigurationError
+from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
@@ -25,6 +26,7 @@ from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.planned_save import LISTENS
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
@@ -71,6 +73,7 @@ class Session:
         options: RecoveryOptions,
     ) -> None:
         self.grid, self.rank = grid, rank
+        planned_save.ignore()
         self._show_progress(options)
         self.newborn = surroundings.generation > 0
         self._timeout_s, self.options = timeout_s, options
@@ -89,6 +92,7 @@ class Session:
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
         self._fits = 0
+        self._beside = (-1, 0)  # generation, and how often `beside` was called in it
         self._deadline: threading.Timer | None = None
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
@@ -223,6 +227,23 @@ class Session:
     def leave(self) -> None:
         """All ranks have agreed to end; who goes is not replaced."""
         self.generations.store.set(PHASE, "done")
+
+    def listens(self) -> None:
+        """This rank can be asked to save (`planned_save`)."""
+        self.generations.store.set(LISTENS.format(self.rank), str(self.born))
+
+    def beside(self) -> TogetherBeside:
+        """For something that all ranks do beside training, until the next generation begins. Called on each of them."""
+        generation, store = self.recovery.generation, self._surroundings.connect()
+        number = self._beside[1] + 1 if self._beside[0] == generation else 0
+        self._beside = generation, number
+        generations = Generations(store)
+
+        def check() -> None:
+            if generations.begun(generation + 1):
+                raise Interrupted(f"generation {generation} is over")
+
+        return TogetherBeside(store, f"beside/{generation}/{number}", self.rank, self.grid.world_size, check)
 
     def gasp(self) -> Gasp:
         """This rank's part in a last checkpoint; the run has been given up."""

@@ -21,6 +21,7 @@ from lightning_replica.host import LightningHost
 from lightning_replica.messages import say
 from lightning_replica.module_buffers import BufferSync
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.planned_save import PlannedSave
 from lightning_replica.points import reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.account import Account
@@ -55,6 +56,7 @@ class Training:
 
     Attributes:
         write_last: Writes the last checkpoint of a run that cannot go on; set by `DyingGaspCheckpoint`.
+        planned: A checkpoint that someone may ask for; None where nobody has said where it would go.
         recoverable: Whether a fault is recovered from; without it, nothing is kept for that.
     """
 
@@ -92,6 +94,7 @@ class Training:
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.told_to_end)
         self._told_to_end = False
         self.write_last: Callable[[GaspPlan], str] | None = None
+        self.planned: PlannedSave | None = None
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
@@ -130,6 +133,9 @@ class Training:
             self._session.mirrors.settle()
             self._session.generations.give_up("All ranks have agreed to save and end.")
             self._end_with_gasp()
+        if self.planned is not None and self.planned.agreed:
+            self._session.mirrors.settle()
+            self.planned.write()
 
     def before_backward(self, accumulating: bool) -> None:
         """Makes ready for reductions that overlap backward."""
@@ -187,7 +193,8 @@ class Training:
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
-        part = state.part_of_commit(self._sigterm.noted)  # meanwhile the mirror is under way
+        save = self.planned is not None and self.planned.noted
+        part = state.part_of_commit(self._sigterm.noted, save)  # meanwhile the mirror is under way
         if self.recoverable:
             session.mirrors.settle()
             if found is not None:
@@ -203,6 +210,8 @@ class Training:
         """What follows from the commit alone; in a tail that is done again, it is done again too."""
         if not self.manual:
             self._precision.after_commit(commit)
+        if self.planned is not None:
+            self.planned.agreed = commit.save > 0
         if commit.stop and self._session.options.gasp:
             self._told_to_end = True  # at the start of the next batch
         elif commit.stop:
@@ -227,7 +236,7 @@ class Training:
         if loaded is not None:
             self.host.load(loaded)
             if loaded.replicated.get("commit"):
-                self._after_commit(replace(Commit.of(loaded.replicated["commit"]), stop=0.0))
+                self._after_commit(replace(Commit.of(loaded.replicated["commit"]), stop=0.0, save=0.0))
         taken = self.host.begin(loaded)
         if self.recoverable:
             self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
@@ -294,6 +303,8 @@ class Training:
             session.call_standbys()
         self._window_is_open, self.weights_touched = False, True
         self._module_buffers.forget()
+        if self.planned is not None:
+            self.planned.agreed = False  # a replacement would not know; who was asked says so again
         if outcome.plan.kind == "tail" and outcome.plan.commit:
             self._after_commit(Commit.of(outcome.plan.commit))
         self._window = (0, time.monotonic())
@@ -307,6 +318,7 @@ class Training:
             SystemExit: With a code of `exit_codes`.
         """
         session = self._session
+        self._released = True  # the process ends: copying parameters out of their buffers would take from its grace
         if self.write_last is None:
             raise ReplicaError("Nobody has said where the last checkpoint goes.")
         try:

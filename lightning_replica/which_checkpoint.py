@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
 from lightning_replica.checkpoint.directory import CheckpointDirectory, Latest
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.messages import say
@@ -63,7 +65,9 @@ class WhichCheckpoint:
 
     def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
         found = [directory.latest() for directory in directories]
-        for problem in (problem for latest in found for problem in latest.problems):
+        # Where another launcher has started the ranks, each of them chooses.
+        tells = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        for problem in (problem for latest in found for problem in latest.problems if tells):
             log.warning("%s", problem)
         whole = [latest for latest in found if latest.path is not None]
         newest = max(whole, key=_age, default=None)
@@ -72,7 +76,8 @@ class WhichCheckpoint:
         path = str(newest.path)
         if not os.path.lexists(path.removesuffix(".old")):
             path = path.removesuffix(".old")  # the name that it gets back when the run begins; readers know both
-        say(f"goes on from {path}.")
+        if tells:
+            say(f"goes on from {path}.")
         return path
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_replica.__file__).parent
 LAYERS = [
     ["errors", "messages", "checks", "_compat"],
     ["plain"],
-    ["points", "grid", "works", "digests", "exit_codes"],
+    ["points", "grid", "works", "digests", "exit_codes", "planned_save"],
     ["sharding"],
     ["recovery"],
     ["checkpoint"],
@@ -28,6 +28,7 @@ LAYERS = [
         "hooks",
         "logger_runs",
         "objects",
+        "save_beside",
         "metrics",
         "module_buffers",
         "overrides",

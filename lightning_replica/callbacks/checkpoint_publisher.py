@@ -20,6 +20,10 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
         dirpath: The directory.
         every_n_train_steps: Write a checkpoint whenever so many optimizer steps are done; None writes none.
         keep_last: How many checkpoints named ``step_...`` stay; None keeps all. The tracked one always stays.
+        async_save: Whether training goes on while a checkpoint goes to the disk. It waits for a copy of what is
+            written, which takes memory for the shard and its part of the weights, and for a checkpoint that is still
+            under way when the next is due, or at the end. One that loses a rank before it is whole is written anew
+            after the recovery.
 
     Raises:
         ConfigurationError: If a value makes no sense; at the start of ``fit``, if the directory cannot be written to
@@ -27,12 +31,19 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
     """
 
     def __init__(
-        self, dirpath: str | Path, every_n_train_steps: int | None = None, keep_last: int | None = None
+        self,
+        dirpath: str | Path,
+        every_n_train_steps: int | None = None,
+        keep_last: int | None = None,
+        async_save: bool = False,
     ) -> None:
         super().__init__(dirpath, keep_last)
         given = {"every_n_train_steps": every_n_train_steps, "keep_last": keep_last}
         checks.whole(1, **{name: value for name, value in given.items() if value is not None})
-        self._every, self._saved = every_n_train_steps, 0
+        checks.choice("async_save", async_save, (True, False))
+        self._every, self._saved, self._async = every_n_train_steps, 0, async_save
+        self._under_way: int | None = None  # the step of a checkpoint that may not be whole yet
+        self._look = False  # at what has become of it: the world has gone back meanwhile
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What is saved counts from here."""
@@ -44,16 +55,38 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
     ) -> None:
         """Writes where a step's end is due."""
         step = trainer.global_step
-        if self._every is None or step == self._saved or step % self._every:
-            return
-        self._saved = step
+        due = self._every is not None and step != self._saved and step % self._every == 0
+        missing = (due or self._look) and not self._settle(trainer)
+        self._look = False
+        if due or missing:
+            self._saved = step
+            self._save(trainer, beside=self._async and not missing)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Waits for what is under way."""
+        if not self._settle(trainer):
+            self._save(trainer, beside=False)
+
+    def _save(self, trainer: pl.Trainer, beside: bool) -> None:
         strategy: Any = trainer.strategy
-        strategy.save_periodic(self.directory.path_of(step))
+        step = trainer.global_step
+        (strategy.save_beside if beside else strategy.save_periodic)(self.directory.path_of(step))
+        self._under_way = step if beside else None
+
+    def _settle(self, trainer: pl.Trainer) -> bool:
+        """Whether nothing is missing, once nothing is under way any more."""
+        if self._under_way is None:
+            return True
+        strategy: Any = trainer.strategy
+        whole: bool = strategy.settle_save(self.directory.path_of(self._under_way))
+        self._under_way = None
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
-        """When it has saved last."""
-        return {"saved": self._saved}
+        """When it has saved last, and what may not be whole yet."""
+        return {"saved": self._saved, "under_way": self._under_way}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self._saved = state_dict["saved"]
+        self._saved, self._under_way = state_dict["saved"], state_dict["under_way"]
+        self._look = self._under_way is not None

@@ -6,11 +6,11 @@ memory. A piece of the sharding is a run of them, which a piece of the parameter
 strides are kept beside (`contents`).
 """
 
-import warnings
-from collections.abc import Collection, Sequence
+import pickle
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.publish import naming, sync
-from lightning_replica.checkpoint.together import Together
 from lightning_replica.errors import CheckpointError
 
 
@@ -61,27 +60,52 @@ class Chunk:
         return MetadataIndex(self.name, [self.start])
 
 
-def write_chunks(directory: Path, chunks: Sequence[Chunk], together: Together) -> None:
-    """Writes this rank's chunks into files of its own, and brings them to the disk. Collective.
+def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int) -> bytes:
+    """Writes this rank's chunks into files of its own, and brings them to the disk. Needs no other rank.
 
-    Together the ranks' chunks must tile every tensor that they name.
+    Args:
+        directory: Where to.
+        chunks: What to write.
+        rank: Names the files (`written_by`).
+
+    Returns:
+        Which elements lie where, for `write_metadata`.
 
     Raises:
-        CheckpointError: On every rank, if any could not write, or the chunks leave holes or overlap.
+        CheckpointError: If it could not write.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.save({}, storage_writer=_Writer(directory), planner=_SavePlanner(chunks), process_group=together.group)
-        except dcp.CheckpointException as error:  # not an Exception
-            texts = [f"rank {rank}: {_said(directory, raised)}" for rank, (raised, _) in error.failures.items()]
-            raise CheckpointError("; ".join(texts)) from error
+    writer, planner = _Writer(directory), _SavePlanner(chunks)
+    # The writer names files by a plan's place among those of all ranks.
+    plan = writer.prepare_global_plan([planner.create_local_plan()] * (rank + 1))[rank]
+    try:
+        written = writer.write_data(plan, planner).wait()
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever DCP raises
+        raise CheckpointError(f"{directory} could not be written: {type(error).__name__}: {error}") from error
+    tensors: dict[str, Any] = {}
+    for chunk in chunks:
+        new = TensorStorageMetadata(TensorProperties(dtype=chunk.data.dtype), torch.Size([chunk.numel]), [])
+        tensors.setdefault(chunk.name, new).chunks.append(chunk.place)
+    return pickle.dumps(Metadata(tensors, storage_data={each.index: each.storage_data for each in written}))
 
 
-def _said(directory: Path, raised: BaseException) -> str:
-    if isinstance(raised, CheckpointError):
-        return str(raised)
-    return f"{directory} could not be written: {type(raised).__name__}: {raised}"
+def write_metadata(directory: Path, parts: Iterable[bytes]) -> Metadata:
+    """Brings to the disk which elements lie where, as DCP's readers want it.
+
+    Args:
+        directory: Where the chunks are.
+        parts: What `write_chunks` has returned on each rank.
+    """
+    whole, results = Metadata({}), []
+    for part in map(read_dcp_metadata, parts):
+        for name, tensor in part.state_dict_metadata.items():
+            known: Any = whole.state_dict_metadata.setdefault(name, tensor)
+            if known is not tensor:
+                known.chunks.extend(cast("TensorStorageMetadata", tensor).chunks)
+        results.append([WriteResult(index, info.length, info) for index, info in part.storage_data.items()])
+    _Writer(directory).finish(whole, results)
+    return whole
 
 
 def written_by(directory: Path, rank: int) -> list[Path]:

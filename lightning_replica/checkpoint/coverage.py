@@ -9,7 +9,7 @@ from lightning_replica.checkpoint.contents import CONTENTS, Contents, dtype_name
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:  # costs a quarter of a second, which only those who look into a checkpoint shall pay
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 METADATA = ".metadata"
 
@@ -26,12 +26,18 @@ def check(directory: Path, manifest: Manifest, contents: Contents) -> None:
         CheckpointError: If a tensor is missing, has holes or overlaps, or lies beyond the end of a file; it names the
             tensor.
     """
-    metadata = read_dcp_metadata(publish.read_file(directory, METADATA))
+    problem = problem_of(read_dcp_metadata(publish.read_file(directory, METADATA)), manifest, contents)
+    if problem is not None:
+        raise publish.damaged(directory, problem)
+
+
+def problem_of(metadata: "Metadata", manifest: Manifest, contents: Contents) -> str | None:
+    """The same for what is not published yet: what is wrong, or None."""
     expected = {name: what for name, what in contents.tensors().items() if what[0]}
     strange = sorted(expected.keys() ^ metadata.state_dict_metadata.keys())
     if strange:
         where = METADATA if strange[0] in expected else CONTENTS
-        raise publish.damaged(directory, f"{where} does not list the tensor {strange[0]!r}")
+        return f"{where} does not list the tensor {strange[0]!r}"
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
     for name, (numel, dtype) in expected.items():
         tensor = cast("TensorStorageMetadata", metadata.state_dict_metadata[name])
@@ -41,7 +47,8 @@ def check(directory: Path, manifest: Manifest, contents: Contents) -> None:
             if info is None or not _lies_in(manifest, info.relative_path, info.offset + info.length):
                 problem = f"is not whole in the files that the {MANIFEST} lists"
         if problem:
-            raise publish.damaged(directory, f"the tensor {name!r} {problem}")
+            return f"the tensor {name!r} {problem}"
+    return None
 
 
 def _tiling(tensor: "TensorStorageMetadata", numel: int, dtype: str) -> str | None:

@@ -15,6 +15,7 @@ import io
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
-from lightning_replica.checkpoint.chunks import write_chunks, written_by
+from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata, written_by
 from lightning_replica.checkpoint.contents import CONTENTS, Contents, StateInfo, check_model, read_contents
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest
@@ -36,6 +37,31 @@ from lightning_replica.points import reach
 from lightning_replica.sharding.state import ShardedState
 
 _PLAIN = "plain.pt"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """All that one rank writes of a checkpoint, as `stage` makes it and `write` takes it.
+
+    Attributes:
+        path: The directory to write.
+        chunks: The tensors.
+        files: Content of other files, by name; rank 0's.
+        contents: What the checkpoint shall hold; rank 0's.
+        rank: This rank in the world.
+        described: The checkpoint's manifest, but for what is only known once it is written.
+    """
+
+    path: Path
+    chunks: tuple[Chunk, ...]
+    files: Mapping[str, bytes]
+    contents: Contents | None
+    rank: int
+    described: Manifest
+
+    def copied(self) -> "Staged":
+        """The same in memory of its own, which training does not change."""
+        return replace(self, chunks=tuple(replace(each, data=each.data.cpu().clone()) for each in self.chunks))
 
 
 def save_sharded(
@@ -54,7 +80,33 @@ def save_sharded(
     """Writes a checkpoint, every element once, all ranks in parallel. Collective.
 
     At every instant ``path`` is what it was before or the whole new checkpoint; see `publish` for what a crash leaves.
-    On return, on any rank, it is published.
+    On return, on any rank, it is published. The arguments are those of `stage`.
+
+    Raises:
+        CheckpointError: On every rank of the group, if any could not do its part. What was published stays.
+    """
+    together = Together(group)
+    staged = stage(
+        path, state, names, extra_tensors, plain, together, aliases=aliases, ranks=ranks, step=step,
+        written_for=written_for,
+    )  # fmt: skip
+    write(staged, together)
+
+
+def stage(
+    path: str | Path,
+    state: ShardedState,
+    names: Sequence[str],
+    extra_tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+    together: Together,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    ranks: Collection[int] | None = None,
+    step: int | None = None,
+    written_for: str = "periodic",
+) -> Staged:
+    """Finds out what this rank writes. Collective. Nothing is written yet, nor are tensors copied.
 
     Args:
         path: The directory to write.
@@ -62,51 +114,77 @@ def save_sharded(
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks.
         plain: What else to keep: tensors and plain data. Rank 0 of the group writes it.
+        together: Who saves.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
-        group: Who saves; None is the default group.
         ranks: Whose pieces this rank writes; None is its own. Where only survivors save, one writes those of a peer
             that is gone. Over the group, the pieces of all ranks, each once.
         step: Optimizer steps in the state, by which a reader knows which of two checkpoints is the newer.
         written_for: Why it is written, for whoever looks at it later: "periodic", "gasp", "planned".
 
     Raises:
-        CheckpointError: On every rank of the group, if any could not do its part. What was published stays.
+        CheckpointError: On every rank of the group, if what shall be saved cannot be.
     """
-    path, together, writes, staged = Path(path), Together(group), Writes(), ExitStack()
+    writes = Writes()
 
-    def prepare() -> tuple[str, list[dict[str, StateInfo]]]:
-        directory = ""
-        if together.rank == 0:
-            directory = str(staged.enter_context(publish.staged(path)))
-            publish.write_file(Path(directory) / _PLAIN, _as_bytes(plain, "what is kept beside the weights"))
+    def prepare() -> list[dict[str, StateInfo]]:
         weights_of(state, names, extra_tensors)
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
         writes.add_extras(extra_tensors, together.rank, together.size)
-        return directory, writes.state
+        return writes.state
 
-    def finish() -> tuple[int, str, dict[str, FileInfo]]:
-        files = written_by(directory, together.rank)
-        if together.rank == 0:
-            weights = weights_of(state, names, extra_tensors)
-            contents = describe(state, weights, aliases or {}, names, [described for _, described in prepared])
-            publish.write_file(directory / CONTENTS, _as_bytes(contents.as_plain(), "the optimizers' state"))
-            files += [directory / name for name in (_PLAIN, CONTENTS, METADATA)]
+    prepared = together.all(prepare)
+
+    def pack() -> tuple[dict[str, bytes], Contents | None]:
+        if together.rank != 0:
+            return {}, None
+        contents = describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, prepared)
+        files = {
+            _PLAIN: _as_bytes(plain, "what is kept beside the weights"),
+            CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
+        }
+        return files, contents
+
+    files, found = together.run(pack)
+    grid, partition = state.grid, state.buffers[0].partition
+    described = Manifest({}, grid.world_size, grid.replicas, partition, step, written_for, {})
+    return Staged(Path(path), tuple(writes.chunks), files, found, state.rank, described)
+
+
+def write(staged: Staged, together: Together) -> None:
+    """Writes and publishes. Collective over those who have staged it.
+
+    Raises:
+        CheckpointError: On every rank, if any could not do its part. What was published stays.
+    """
+    first, temporary = together.rank == 0, ExitStack()
+
+    def begin() -> str:
+        return str(temporary.enter_context(publish.staged(staged.path))) if first else ""
+
+    def write_part() -> tuple[int, str, dict[str, FileInfo], bytes]:
+        for name, content in staged.files.items():
+            publish.write_file(directory / name, content)
+        part = write_chunks(directory, staged.chunks, together.rank)
+        files = [*written_by(directory, together.rank), *(directory / name for name in staged.files)]
         reach("save")
-        return state.rank, socket.gethostname(), {file.name: FileInfo.of(file) for file in files}
+        return staged.rank, socket.gethostname(), {file.name: FileInfo.of(file) for file in files}, part
 
     def publish_it() -> None:
-        if together.rank == 0:
-            files = {name: info for _, _, each in everyone for name, info in each.items()}
-            writers = {rank: host for rank, host, _ in everyone}
-            grid, partition = state.grid, state.buffers[0].partition
-            manifest = Manifest(files, grid.world_size, grid.replicas, partition, step, written_for, writers)
-            publish.publish(directory, path, manifest)
+        if staged.contents is None:
+            return
+        metadata = write_metadata(directory, [part for *_, part in everyone])
+        files = {name: info for _, _, each, _ in everyone for name, info in each.items()}
+        files[METADATA] = FileInfo.of(directory / METADATA)
+        writers = {rank: host for rank, host, _, _ in everyone}
+        manifest = replace(staged.described, files=files, writers=writers)
+        problem = coverage.problem_of(metadata, manifest, staged.contents)
+        if problem is not None:
+            raise CheckpointError(f"{staged.path} is not written, as it would not be whole: {problem}.")
+        publish.publish(directory, staged.path, manifest)
 
-    with staged:
-        prepared = together.all(prepare)
-        directory = Path(prepared[0][0])
-        write_chunks(directory, writes.chunks, together)
-        everyone = together.all(finish)
+    with temporary:
+        directory = Path(together.all(begin)[0])
+        everyone = together.all(write_part)
         together.run(publish_it)
 
 

@@ -1,5 +1,6 @@
 """Ranks that do something together, and fail together."""
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from lightning_replica.sharding.collectives import all_gather_bytes
 
 T = TypeVar("T")
 _SENT = (FileInfo, StateInfo, TensorInfo)
+_POLL_S = 0.01
 
 
 class Together:
@@ -28,9 +30,9 @@ class Together:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self._alone else dist.get_rank(group)
-        self.size = 1 if self._alone else dist.get_world_size(group)
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
 
     def all(self, work: Callable[[], T]) -> list[T]:
         """Calls ``work`` on every rank and gives every rank all results. Collective; also a barrier.
@@ -42,16 +44,12 @@ class Together:
         mine: tuple[T | None, str | None]
         try:
             mine = (work(), None)
-            payload = b"" if self._alone else plain.save(mine, _SENT)
+            payload = plain.save(mine, _SENT)
         except Exception as error:
             raised = error
             mine = (None, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
-            payload = b"" if self._alone else plain.save(mine)
-        everyone = [mine]
-        if not self._alone:
-            group: Any = self.group or dist.group.WORLD
-            payloads = all_gather_bytes(payload, group, lambda: None)
-            everyone = [plain.load(each, _SENT) for each in payloads]
+            payload = plain.save(mine)
+        everyone = [plain.load(each, _SENT) for each in self._exchange(payload)] if self.size > 1 else [mine]
         failures = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
         if failures:
             same = len(set(failures.values())) == 1 and len(failures) == self.size
@@ -59,8 +57,42 @@ class Together:
             raise CheckpointError("; ".join(texts)) from raised
         return [result for result, _ in everyone]  # type: ignore[misc]
 
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        """What each rank has given."""
+        group: Any = self.group or dist.group.WORLD
+        return all_gather_bytes(payload, group, lambda: None)
+
     def run(self, work: Callable[[], T]) -> T:
         """Like `all`, for a result that is nobody else's business."""
         mine: list[T] = []
         self.all(lambda: mine.append(work()))
         return mine[0]
+
+
+class TogetherBeside(Together):
+    """The same over a store, for a thread beside the one that uses the process groups.
+
+    Args:
+        store: A connection of its own: a store client serves one thread at a time.
+        topic: Begins the keys; used once.
+        rank: This process's rank.
+        size: Ranks.
+        check: Called while it waits; raises if the others will not come any more.
+    """
+
+    def __init__(self, store: dist.Store, topic: str, rank: int, size: int, check: Callable[[], None]) -> None:
+        self.group = None
+        self.rank, self.size = rank, size
+        self._store, self._topic, self._check = store, topic, check
+        self._given: list[str] = []
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        keys = [f"{self._topic}/{len(self._given)}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes, as `get` returns them
+        while not self._store.check(keys):
+            self._check()
+            time.sleep(_POLL_S)
+        if self._given:
+            self._store.delete_key(self._given[-1])  # everyone is in this round, and has read the one before
+        self._given.append(keys[self.rank])
+        return [self._store.get(key) for key in keys]

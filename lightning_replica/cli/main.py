@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import lightning_replica
-from lightning_replica.cli import chaos, doctor, export, inspect, plan, timeline
+from lightning_replica.cli import chaos, doctor, export, inspect, plan, save, timeline
 from lightning_replica.cli.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_parser(commands)
     inspect.add_parser(commands)
     export.add_parser(commands)
+    save.add_parser(commands)
     chaos.add_parser(commands)
     timeline.add_parser(commands)
     return top

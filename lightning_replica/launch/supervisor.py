@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from lightning_replica import planned_save
 from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
@@ -64,6 +65,7 @@ def start_script(command: Callable[[int], tuple[Sequence[str], str | None]]) -> 
 class _Child:
     rank: int
     process: Process
+    generation: int
 
 
 class Supervisor:
@@ -108,7 +110,7 @@ class Supervisor:
         """
         self._store = serve(LOOPBACK)
         self._generations = Generations(self._store)
-        heard = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if self._options.gasp else ()))
+        heard = [signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL, *([signal.SIGUSR1] if self._options.gasp else [])]
         previous = {s: signal.signal(s, self._on_signal) for s in heard}
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
@@ -144,7 +146,7 @@ class Supervisor:
         variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
-        child = _Child(rank, standby or self._start_process(rank, variables))
+        child = _Child(rank, standby or self._start_process(rank, variables), generation)
         self._children[rank] = child
         # One thread a child, blocked in waitpid: a death is known at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
@@ -165,6 +167,9 @@ class Supervisor:
     def _on_end(self, event: "_Child | signal.Signals | Standbys") -> None:
         if isinstance(event, Standbys):
             event.fill(self._options.max_restarts - self._restarts)
+            return
+        if event == planned_save.SIGNAL:
+            self._on_asked_to_save()
             return
         if isinstance(event, signal.Signals):
             self._on_told(event)
@@ -188,6 +193,22 @@ class Supervisor:
             self._fail(f"{how}, and no replacement can be had: {used}.", GAVE_UP, (event.rank,))
         else:
             self._replace(event.rank, Fault("hang" if hung else "death", (event.rank,), how))
+
+    def _on_asked_to_save(self) -> None:
+        """Passes it on to whoever listens: one rank that hears it is enough."""
+        listening = [child for child in self._children.values() if self._listens(child)] if self._in_fit() else []
+        for child in listening:
+            child.process.send_signal(planned_save.SIGNAL)
+        if not listening:
+            self._say(
+                f"{planned_save.SIGNAL.name}: nothing is saved, as training is not under way, or has neither a"
+                " CheckpointPublisher nor a DyingGaspCheckpoint to say where."
+            )
+
+    def _listens(self, child: _Child) -> bool:
+        """Whether this very process does, and not the one before it that had its rank."""
+        key = planned_save.LISTENS.format(child.rank)
+        return self._store.check([key]) and int(self._store.get(key)) == child.generation
 
     def _on_told(self, told: signal.Signals) -> None:
         """A signal to this process: ranks agree to save and end. After a second one they end at once."""

@@ -78,6 +78,17 @@ class Generations:
         """What ended the generation before ``generation``."""
         return Fault.from_json(self.store.get(_key(generation)).decode())
 
+    def taint(self, generation: int) -> None:
+        """Says that wrong bits were found in the generation before ``generation``, whoever else begins that.
+
+        Not part of the fault that ends a generation: of several faults at a time only one is written down.
+        """
+        self.store.set(f"tainted/{generation}", "")
+
+    def is_tainted(self, generation: int) -> bool:
+        """See `taint`."""
+        return self.store.check([f"tainted/{generation}"])
+
     def give_up(self, why: str) -> None:
         """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
         self.store.compare_set("verdict", "", why)

@@ -26,23 +26,25 @@ class Commit:
             multiplied by the loss scale.
         non_finite: Ranks whose gradient holds an infinity or a NaN. Counted only under a loss scaler.
         stop: Ranks that were asked to stop (SIGTERM).
+        save: Ranks that were asked to save (SIGUSR2).
         used: Which parameters any rank has a gradient for, as `usage.pack` packs it.
     """
 
     grad_norm_sq: float
     non_finite: float = 0.0
     stop: float = 0.0
+    save: float = 0.0
     used: tuple[float, ...] = ()
 
     @property
     def vector(self) -> tuple[float, ...]:
         """The plain numbers, as they travel."""
-        return (self.grad_norm_sq, self.non_finite, self.stop, *self.used)
+        return (self.grad_norm_sq, self.non_finite, self.stop, self.save, *self.used)
 
     @classmethod
     def of(cls, vector: Sequence[float]) -> "Commit":
         """The inverse of `vector`."""
-        return cls(vector[0], vector[1], vector[2], tuple(vector[3:]))
+        return cls(vector[0], vector[1], vector[2], vector[3], tuple(vector[4:]))
 
 
 @dataclass(frozen=True)

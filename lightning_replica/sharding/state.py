@@ -181,7 +181,7 @@ class ShardedState:
 
         The norm has the bits of the one in the commit: it must make no difference whether somebody looks at gradients.
         """
-        vector = self._vector([optimizer], False)
+        vector = self._vector([optimizer])
         collectives.all_reduce(vector, self._groups, self._check)
         coefficient = clip_coefficient(limit, math.sqrt(float(vector[0])))
         for buffers in optimizer.buffers:
@@ -200,13 +200,14 @@ class ShardedState:
         """
         self._guard.hear(self.step, digests)
 
-    def part_of_commit(self, stop: bool = False) -> Tensor:
+    def part_of_commit(self, stop: bool = False, save: bool = False) -> Tensor:
         """What this rank has to say in the commit. It takes a look at the whole gradient of the shard.
 
         Args:
             stop: Whether this rank was asked to stop.
+            save: Whether it was asked to save.
         """
-        return self._vector([] if self.manual else self.optimizers, stop)
+        return self._vector([] if self.manual else self.optimizers, stop, save)
 
     def commit(self, part: Tensor | None = None) -> Commit:
         """Agrees with all ranks that step t -> t+1 happens.
@@ -248,7 +249,7 @@ class ShardedState:
         Returns:
             What the ranks agreed on; where gradients are whole they need not ask each other.
         """
-        vector = self._vector([optimizer], False)
+        vector = self._vector([optimizer])
         if not self.whole_gradients:
             collectives.all_reduce(vector, self._groups, self._check)
         commit = Commit.of(vector.tolist())
@@ -402,7 +403,7 @@ class ShardedState:
             buffers.show(used[: len(buffers.parameters)])
             used = used[len(buffers.parameters) :]
 
-    def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool) -> Tensor:
+    def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool = False, save: bool = False) -> Tensor:
         """This rank's part of the commit: its own pieces, so that R holders count once."""
         buffers = self._buffers_of(optimizers) if optimizers else []
         own = [part for each in buffers for part in each.own_gradients()]
@@ -411,7 +412,7 @@ class ShardedState:
         non_finite = scaled and not all(bool(torch.isfinite(part).all()) for part in own)
         present = [flag for each in buffers for flag in each.present()]
         commit = Commit(
-            0.0 if non_finite else norm_sq, non_finite, stop, tuple(usage.pack(present, self.grid.world_size))
+            0.0 if non_finite else norm_sq, non_finite, stop, save, tuple(usage.pack(present, self.grid.world_size))
         )
         return torch.tensor(commit.vector, dtype=torch.float64)
 

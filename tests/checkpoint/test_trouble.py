@@ -217,4 +217,5 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     )
     assert texts["missing"] == "frozen: neither trained nor among the extra tensors."
     assert texts["twice"].startswith("scale is trained, and so already part of the checkpoint")
-    assert "Failed to validate global plan" in texts["hole"]
+    hole = "is not written, as it would not be whole: the tensor 'model.conv.weight' has elements 70 to 135 nowhere."
+    assert texts["hole"] == f"rank 0: {tmp_path / 'step'} {hole}"

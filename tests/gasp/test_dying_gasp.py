@@ -59,7 +59,7 @@ def sampled(every: int, *choices: Iterable[str | int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", sampled(2, MOMENTS))
 def test_a_rank_is_killed_and_not_replaced(moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
     point, step = MOMENTS[moment]
     resumed(Case(faults=(Fault("kill", 1, point, step),), gasp=True), tmp_path).assert_same(untouched)

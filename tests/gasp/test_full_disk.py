@@ -82,7 +82,7 @@ def check(case: Full, out: Path, rank: int, file: str, reason: str, untouched: w
 
 CASES = {
     "__1_0.distcp": Full(rank=1),
-    "manifest.json": Full(limit_bytes=0, point="save"),
+    ".metadata": Full(limit_bytes=0, point="save"),
 }
 
 

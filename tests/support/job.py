@@ -54,8 +54,8 @@ class Injected(Exception):
 class Fault:
     """One process's fault: ``step`` is the updates applied when ``point`` is reached; None for whenever that is first.
 
-    Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "tell <n>" (signal n to the supervisor), "kill", "exit"
-    (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
+    Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "hear <n>" (signal n), "tell <n>" (signal n to the supervisor),
+    "kill", "exit" (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
     (a bit of the shard, with a seed of its own for every place).
     """
 
@@ -80,6 +80,9 @@ class Fault:
                 return
             if self.kind == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
+                return
+            if self.kind.startswith("hear "):
+                os.kill(os.getpid(), int(self.kind.split()[1]))
                 return
             if self.kind.startswith("tell "):  # the supervisor, which runs in the process of the test itself
                 os.kill(int(os.environ["TESTED_BY"]), int(self.kind.split()[1]))

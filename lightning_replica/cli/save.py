@@ -1,0 +1,75 @@
+"""``lightning-replica save``: asks a run for a checkpoint, and it goes on."""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_replica import checks
+from lightning_replica.cli.output import write
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.planned_save import SIGNAL
+
+if TYPE_CHECKING:
+    from lightning_replica.checkpoint.directory import Latest
+
+_LOOK_S = 0.2
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "save",
+        help="asks a run for a checkpoint; it goes on",
+        description="Asks a run for a checkpoint, which all ranks write before their next batch; the run goes on. Its"
+        " place is that of its CheckpointPublisher or DyingGaspCheckpoint.",
+    )
+    parser.add_argument("pid", type=int, help="the process that was started as `python train.py`, or any rank")
+    parser.add_argument("--dirpath", type=Path, help="wait until there is a newer whole checkpoint in this directory")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="how long to wait (default: %(default)g)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Sends the signal; 1 if nothing came of it in time."""
+    from lightning_replica.checkpoint.directory import CheckpointDirectory  # DCP takes a quarter of a second to import
+
+    checks.seconds(timeout_s=options.timeout_s)
+    _refuse_who_does_not_listen(options.pid)
+    directory = None if options.dirpath is None else CheckpointDirectory(options.dirpath)
+    before = None if directory is None else _age(directory.latest())
+    os.kill(options.pid, SIGNAL)
+    if directory is None:
+        write(f"Process {options.pid} was asked, and says so when the checkpoint is written.")
+        return 0
+    deadline = time.monotonic() + options.timeout_s
+    while time.monotonic() < deadline:
+        latest = directory.latest()
+        if _age(latest) != before:
+            write(f"{latest.path} is written.")
+            return 0
+        time.sleep(_LOOK_S)
+    write(f"No newer checkpoint has come to {options.dirpath} in {options.timeout_s:g} s.")
+    return 1
+
+
+def _age(latest: "Latest") -> tuple[int, int] | None:
+    return None if latest.manifest is None else latest.manifest.age
+
+
+def _refuse_who_does_not_listen(pid: int) -> None:
+    """`SIGNAL` ends a process that does not handle it."""
+    status = Path(f"/proc/{pid}/status")
+    try:
+        caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    except (OSError, StopIteration) as error:
+        raise ConfigurationError(
+            f"There is no process {pid} here that can be looked at (/proc, which only Linux has). Where you know that a"
+            f" run listens, `kill -{SIGNAL.name.removeprefix('SIG')} PID` asks it too."
+        ) from error
+    if not int(caught.split()[1], 16) >> (SIGNAL - 1) & 1:
+        raise ConfigurationError(
+            f"Process {pid} does not listen for {SIGNAL.name}, which would end it. Name the process that was started as"
+            " `python train.py`, with strategy='replica_zero', or a rank of it that is training."
+        )
