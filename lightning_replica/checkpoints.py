@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -13,8 +12,9 @@ from torch.optim import Optimizer
 from lightning_replica import resume
 from lightning_replica._compat.lightning import dump_checkpoint
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
-from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_sharded
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
+from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.save_beside import SaveBeside
@@ -39,9 +39,9 @@ class Checkpoints:
     def __init__(self, form: StateDictType) -> None:
         self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
-        self._directories: dict[Path, tuple[CheckpointDirectory, int | None]] = {}  # of callbacks
+        self._directories: dict[Location, tuple[CheckpointDirectory, int | None]] = {}  # of callbacks
         self._stand_in: dict[str, Any] = {}
-        self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
+        self._directory: Location | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._beside: SaveBeside | None = None
 
@@ -87,7 +87,7 @@ class Checkpoints:
         trainer: pl.Trainer,
         training: Training,
         own: dict[str, Any],
-        path: Path,
+        path: Location,
         step: int,
         pieces: Collection[int],
     ) -> None:
@@ -111,7 +111,7 @@ class Checkpoints:
         self,
         trainer: pl.Trainer,
         training: Training,
-        path: Path,
+        path: Location,
         written_for: str = "periodic",
         beside: TogetherBeside | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class Checkpoints:
         training: Training,
         module: pl.LightningModule,
         checkpoint: dict[str, Any],
-        path: Path,
+        path: Location,
         pieces: Collection[int] | None = None,
         step: int | None = None,
         written_for: str = "periodic",
@@ -200,7 +200,7 @@ class Checkpoints:
         kept = self._directories.get(directory.path, (directory, None))[1]
         self._directories[directory.path] = directory, keep_last or kept
 
-    def _published(self, path: Path, first: bool) -> None:
+    def _published(self, path: Location, first: bool) -> None:
         """A checkpoint is whole on the disk."""
         found = self._directories.get(path.parent)
         if found is None or not first:
@@ -212,9 +212,9 @@ class Checkpoints:
 
     # Loading, in the order of calls
 
-    def open(self, path: Path, fitting: bool) -> dict[str, Any] | None:
+    def open(self, path: Location, fitting: bool) -> dict[str, Any] | None:
         """What a sharded checkpoint holds beside shards, if ``path`` is one; outside of a fit, all of it."""
-        if not (path.is_dir() or path.with_name(path.name + ".old").is_dir()):
+        if not may_be_sharded(path):
             return None
         from lightning_replica.checkpoint.export import read_whole
         from lightning_replica.checkpoint.sharded import read_plain
@@ -256,7 +256,7 @@ class Checkpoints:
             load_optimizer(sharded, state, main.get(number))
 
 
-def _load_shards(training: Training, module: pl.LightningModule, directory: Path) -> None:
+def _load_shards(training: Training, module: pl.LightningModule, directory: Location) -> None:
     from lightning_replica.checkpoint import sharded
 
     extras, _ = sharded.beside_trained(module, training.state)
@@ -264,6 +264,6 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Path
     sharded.load_sharded(directory, training.state, names, extras)
 
 
-def absent(path: Path) -> dict[str, Any]:
+def absent(path: Location) -> dict[str, Any]:
     """What a replacement takes for a checkpoint that is gone by now; its state comes from a peer."""
     return {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}, "path": str(path)}

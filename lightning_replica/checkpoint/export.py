@@ -8,18 +8,19 @@ import torch
 
 from lightning_replica.checkpoint import coverage, publish
 from lightning_replica.checkpoint.contents import WEIGHTS_AT, Contents, TensorInfo, read_contents, state_key, weight_key
+from lightning_replica.checkpoint.location import Given, locate
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.sharded import read_plain
 
 
-def export(path: str | Path, file: str | Path) -> None:
+def export(path: Given, file: str | Path) -> None:
     """Writes what is in the sharded checkpoint ``path`` to ``file``, in the form of an ordinary ``.ckpt``.
 
     In this process alone, without process groups; all of the checkpoint must fit into memory. Main parameters, which
     plain Lightning does not have, are left out.
 
     Args:
-        path: The directory.
+        path: The directory, or its URL.
         file: What to write; replaced as a whole, if it is there.
 
     Raises:
@@ -28,17 +29,17 @@ def export(path: str | Path, file: str | Path) -> None:
     _replace(Path(file), read_whole(path))
 
 
-def read_whole(path: str | Path, optimizers: bool = True) -> dict[str, Any]:
+def read_whole(path: Given, optimizers: bool = True) -> dict[str, Any]:
     """What `export` writes, in memory.
 
     Args:
-        path: The directory.
+        path: The directory, or its URL.
         optimizers: Whether with their state. Without it checksums of tensors are left to `load_sharded`.
 
     Raises:
         CheckpointError: If the checkpoint is damaged.
     """
-    directory = publish.published(Path(path))
+    directory = publish.published(locate(path))
     manifest = publish.verify(directory) if optimizers else publish.check(directory)
     contents, plain = read_contents(directory), read_plain(directory)
     coverage.check(directory, manifest, contents)
