@@ -193,7 +193,7 @@ class Saves(Callback):
         mesh = init_device_mesh("cpu", (RANKS,))
         found: dict[str, Any] = {}
         for name, parameter in trainer.lightning_module.named_parameters():
-            part = parameter.detach().chunk(RANKS)[trainer.global_rank]
+            part = parameter.detach().chunk(RANKS)[trainer.global_rank].clone()  # memory of its own, as FSDP has
             for kind in ("weight", "exp_avg", "exp_avg_sq"):
                 local = part if kind == "weight" else torch.zeros_like(part) + 1
                 found[f"{kind}.{name}"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -274,8 +274,8 @@ def show_periodic(rounds: int) -> None:
         ["", "training stands still", "on the disk after"],
         [[name, *(spread([each[i] for each in took[way]]) for i in range(2))] for way, name in names.items()],
         f"Seconds, median (middle half) of {rounds} rounds, in turn in one job of `benchmarks/saving.py`. Ours to DCP's,"
-        f" round by round: {ratios['']} without, {ratios['_async']} with async_save. Ours also takes checksums (it reads"
-        " what was written), keeps where training stands, and is there as a whole or not at all; DCP's is the bare state.",
+        f" round by round: {ratios['']} without, {ratios['_async']} with async_save. Ours also takes"
+        " checksums, keeps where training stands, and is there as a whole or not at all; DCP's is the bare state.",
         took,
     )
 

@@ -8,11 +8,12 @@ strides are kept beside (`contents`).
 
 import os
 import pickle
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.files import Files, Readable, files_of
+from lightning_replica.checkpoint.manifest import FileInfo
 from lightning_replica.checkpoint.publish import naming, sync
 from lightning_replica.errors import CheckpointError
 
@@ -64,17 +66,27 @@ class Chunk:
         return MetadataIndex(self.name, [self.start])
 
 
-def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: bool = True) -> bytes:
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        part: Which elements lie where, for `write_metadata`.
+        files: Size and checksum of each file, as they were given to the disk.
+    """
+
+    part: bytes
+    files: Mapping[str, FileInfo]
+
+
+def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: bool = True) -> Written:
     """Writes this rank's chunks into files of its own. Needs no other rank.
 
     Args:
         directory: Where to.
         chunks: What to write.
-        rank: Names the files (`written_by`).
+        rank: Names the files.
         durable: Whether to bring them to the disk.
-
-    Returns:
-        Which elements lie where, for `write_metadata`.
 
     Raises:
         CheckpointError: If it could not write.
@@ -92,7 +104,8 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: b
     for chunk in chunks:
         new = TensorStorageMetadata(TensorProperties(dtype=chunk.data.dtype), torch.Size([chunk.numel]), [])
         tensors.setdefault(chunk.name, new).chunks.append(chunk.place)
-    return pickle.dumps(Metadata(tensors, storage_data={each.index: each.storage_data for each in written}))
+    part = pickle.dumps(Metadata(tensors, storage_data={each.index: each.storage_data for each in written}))
+    return Written(part, writer.files)
 
 
 def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True) -> Metadata:
@@ -100,7 +113,7 @@ def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True
 
     Args:
         directory: Where the chunks are.
-        parts: What `write_chunks` has returned on each rank.
+        parts: `Written.part` of each rank.
         durable: Whether to bring it to the disk.
     """
     whole, results = Metadata({}), []
@@ -112,11 +125,6 @@ def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True
         results.append([WriteResult(index, info.length, info) for index, info in part.storage_data.items()])
     _Writer(directory, durable).finish(whole, results)
     return whole
-
-
-def written_by(directory: Path, rank: int) -> list[Path]:
-    """The files that rank ``rank`` of the group has written its chunks to."""
-    return sorted(directory.glob(f"__{rank}_*.distcp"))
 
 
 def read_chunks(directory: Readable, chunks: Sequence[Chunk], files: Collection[str]) -> None:
@@ -140,6 +148,8 @@ def read_chunks(directory: Readable, chunks: Sequence[Chunk], files: Collection[
 class _Writer(dcp.FileSystemWriter):
     def __init__(self, directory: Path, durable: bool) -> None:
         super().__init__(directory, sync_files=durable)
+        self.files: dict[str, FileInfo] = {}
+        self.fs = _Checked(self.files)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path, which is about to change
@@ -153,6 +163,33 @@ class _Writer(dcp.FileSystemWriter):
             super().finish(metadata, results)
             if self.sync_files:
                 sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
+
+
+class _Checked(FileSystem):
+    """What DCP writes with. Checksums are of what it writes; a disk that gives other bytes back shows."""
+
+    def __init__(self, files: dict[str, FileInfo]) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with Path(path).open(mode) as stream:
+            checked = _CheckedStream(stream)
+            yield checked
+        self._files[Path(path).name] = FileInfo(checked.size_bytes, checked.crc32)
+
+
+class _CheckedStream:
+    def __init__(self, stream: IO[Any]) -> None:
+        self._stream, self.size_bytes, self.crc32 = stream, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.size_bytes += memoryview(data).nbytes
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -209,7 +246,14 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._chunks[index].data
+        return _alone(self._chunks[index].data)
+
+
+def _alone(data: Tensor) -> Tensor:
+    """The same memory as a tensor that is not a view. DCP copies views, and keeps the copies until the file is done."""
+    if not data.is_cpu or not data.is_contiguous() or not data.numel():
+        return data
+    return torch.frombuffer(data.detach().view(torch.uint8).numpy(), dtype=data.dtype)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):

@@ -32,6 +32,11 @@ class FileInfo:
             return cls.of_stream(stream)
 
     @classmethod
+    def of_bytes(cls, content: bytes) -> "FileInfo":
+        """What a file of ``content`` must look like."""
+        return cls(len(content), zlib.crc32(content))
+
+    @classmethod
     def of_stream(cls, stream: IO[bytes]) -> "FileInfo":
         """Likewise, to the end of what is open."""
         size, crc = 0, 0

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,7 +138,7 @@ def read_file(directory: Readable, name: str) -> bytes:
     if expected is None:
         raise damaged(files, f"its {MANIFEST} does not list {name}")
     content = files.read(name)
-    if FileInfo(len(content), zlib.crc32(content)) != expected:
+    if FileInfo.of_bytes(content) != expected:
         raise damaged(files, f"size or checksum of {name} differs from what was written")
     return content
 

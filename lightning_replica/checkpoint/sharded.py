@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
-from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata, written_by
+from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata
 from lightning_replica.checkpoint.contents import CONTENTS, Contents, StateInfo, check_model, read_contents
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.destination import destination
@@ -163,12 +163,11 @@ def write(staged: Staged, together: Together) -> None:
     def write_part() -> tuple[int, str, dict[str, FileInfo], bytes]:
         for name, content in staged.files.items():
             publish.write_file(to.directory / name, content)
-        part = write_chunks(to.directory, staged.chunks, together.rank, to.durable)
-        files = [*written_by(to.directory, together.rank), *(to.directory / name for name in staged.files)]
-        written = {file.name: FileInfo.of(file) for file in files}
-        to.deliver(files)
+        written = write_chunks(to.directory, staged.chunks, together.rank, to.durable)
+        files = {**written.files, **{name: FileInfo.of_bytes(content) for name, content in staged.files.items()}}
+        to.deliver([to.directory / name for name in files])
         reach("save")
-        return staged.rank, socket.gethostname(), written, part
+        return staged.rank, socket.gethostname(), files, written.part
 
     def publish_it() -> None:
         if staged.contents is None:

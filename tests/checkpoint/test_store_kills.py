@@ -26,11 +26,13 @@ def unfinished(directory: CheckpointDirectory) -> bool:
     return any(attempt.given_up for step in (1, 2) for attempt in attempts_at(directory.path_of(step)))
 
 
-def ever_after(rank: int, store: Any, url: str, what: Trouble, environment: dict[str, str]) -> dict[str, Any]:
-    """Tells the story with trouble at the first request, then at the second, and so on, until it comes to its end."""
+def ever_after(
+    rank: int, store: Any, url: str, what: Trouble, every: int, environment: dict[str, str]
+) -> dict[str, Any]:
+    """Tells the story with trouble at the first request, then ``every`` requests later, until it comes to its end."""
     os.environ.update(environment)
     found, expected = [], -signal.SIGKILL if what == "killed" else 1
-    for number in itertools.count(1):
+    for number in itertools.count(1, every):
         directory = directory_of(f"{url}/{number}", 1)
         ended = in_child(lambda number=number, directory=directory: (trouble(what, number), story(directory)))
         told = changes()
@@ -51,11 +53,21 @@ def ever_after(rank: int, store: Any, url: str, what: Trouble, environment: dict
     raise AssertionError
 
 
-@pytest.mark.parametrize("what", ["killed", "full"])
-def test_trouble_at_every_request_that_changes_the_store(what: Trouble, bucket: str) -> None:
-    (result,) = run_ranks(1, ever_after, bucket, what, settings(), timeout_s=220)
+def assert_nothing_wrong(bucket: str, what: Trouble, every: int) -> None:
+    (result,) = run_ranks(1, ever_after, bucket, what, every, settings(), timeout_s=220)
     assert "found" in result, result.get("raised", result)
     assert result["found"] == sorted(result["found"]), "what was published stays"
     assert sorted(set(result["found"])) == VALUES
     if what == "killed":
-        assert len(result["found"]) == len(result["changes"]) + 1
+        assert len(result["found"]) == -(-len(result["changes"]) // every) + 1
+
+
+@pytest.mark.parametrize("what", ["killed", "full"])
+def test_trouble_at_every_fourth_request_that_changes_the_store(what: Trouble, bucket: str) -> None:
+    assert_nothing_wrong(bucket, what, 4)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("what", ["killed", "full"])
+def test_trouble_at_every_request_that_changes_the_store(what: Trouble, bucket: str) -> None:
+    assert_nothing_wrong(bucket, what, 1)
