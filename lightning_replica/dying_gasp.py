@@ -54,7 +54,7 @@ class DyingGasp:
         try:
             return self._write(plan)
         except Exception as error:
-            if is_from_outside(error):
+            if is_from_outside(error, self._training.device):
                 raise CollectiveError(str(error)) from error
             raise
 

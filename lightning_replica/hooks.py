@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_replica.devices import cpu
+from lightning_replica.devices.interface import Device
 from lightning_replica.errors import (
     CollectiveError,
     ConfigurationError,
@@ -73,11 +73,12 @@ def explain(error: BaseException) -> str:
     return f"{_CLOSED_GROUP} ({said})" if uses_closed_group(error) else said
 
 
-def is_from_outside(error: BaseException) -> bool:
-    """Whether another rank's fault made this rank's collective fail."""
-    return not uses_closed_group(error) and (
-        isinstance(error, (CollectiveError, Interrupted)) or cpu.is_collective_failure(error)
-    )
+def is_from_outside(error: BaseException, device: Device) -> bool:
+    """Whether another rank's fault made this rank, which trains on ``device``, fail."""
+    if uses_closed_group(error):
+        return False
+    fault = device.classify(error)
+    return isinstance(error, (CollectiveError, Interrupted)) if fault is None else fault.level == "outside"
 
 
 class Hooks:
@@ -85,10 +86,11 @@ class Hooks:
 
     Args:
         trainer: The trainer that fits.
+        device: What this rank trains on.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: pl.Trainer, device: Device) -> None:
+        self._trainer, self._device = trainer, device
         self._shown: set[str] = set()
 
     @property
@@ -106,26 +108,26 @@ class Hooks:
             CollectiveError: If a collective in a hook fails because a rank is lost.
         """
         for name, hook in self._named(f"on_recovery_{context.phase}"):
-            random = cpu.rng_state()
+            random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, context)
             except (RecoveryError, TransferError):
                 raise
             except Exception as error:
-                if is_from_outside(error):
+                if is_from_outside(error, self._device):
                     raise CollectiveError(f"{name}: {error}") from None
                 raise self._failed(context.rank, name, error) from None
             finally:
-                cpu.set_rng_state(random)
+                self._device.set_rng_state(random)
 
     def incident(self, incident: Incident) -> None:
         """Calls ``on_incident`` of every callback that has one."""
         for _, hook in self._named("on_incident"):
-            random = cpu.rng_state()
+            random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, incident)
             finally:
-                cpu.set_rng_state(random)
+                self._device.set_rng_state(random)
 
     def _named(self, method: str) -> list[tuple[str, Callable[..., None]]]:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]

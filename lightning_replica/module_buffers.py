@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_replica._compat.torch import data_version, same_bits
+from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
+from lightning_replica.devices.host import same_bits
 from lightning_replica.works import Work
 
 # Up to this many elements a buffer is compared by content: BatchNorm's kernels write to its statistics without

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_replica import agreement, planned_save, points
 from lightning_replica.checkpoint.together import TogetherBeside
-from lightning_replica.devices import cpu
+from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
@@ -53,7 +53,7 @@ class Session:
         grid: The table of ranks.
         rank: This rank.
         surroundings: How this process reaches the others.
-        backend: torch.distributed backend.
+        device: What this rank trains on.
         timeout_s: After which a collective fails on its own.
         options: What the user has chosen about recovery.
 
@@ -68,11 +68,11 @@ class Session:
         grid: Grid,
         rank: int,
         surroundings: Surroundings,
-        backend: str,
+        device: Device,
         timeout_s: float,
         options: RecoveryOptions,
     ) -> None:
-        self.grid, self.rank = grid, rank
+        self.grid, self.rank, self.device = grid, rank, device
         planned_save.ignore()
         self._show_progress(options)
         self.newborn = surroundings.generation > 0
@@ -83,9 +83,7 @@ class Session:
         self.journal = Journal(store, rank, reading=self.newborn)
         if not options.recovery:
             self.journal.close()
-        self._process_groups = ProcessGroups(
-            store, rank, grid.world_size, backend, timeout_s, cpu.abort_group, self.look
-        )
+        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look)
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
         self._monitor = Monitor(watched, self._process_groups.abort, self.end_as_orphan, interval_s)
@@ -320,7 +318,7 @@ def join(
     grid: Grid,
     rank: int,
     enter: Callable[[], Surroundings],
-    backend: str,
+    device: Device,
     timeout_s: float,
     options: RecoveryOptions,
 ) -> Session:
@@ -331,7 +329,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, enter(), backend, timeout_s, options)
+        _current = Session(grid, rank, enter(), device, timeout_s, options)
     verdict = _current.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(

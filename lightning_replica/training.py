@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
+from lightning_replica.devices.interface import Device
 from lightning_replica.digests import Digest
 from lightning_replica.errors import CheckpointError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
@@ -85,11 +86,11 @@ class Training:
             partition,
             self.whole_gradients,
             self.manual,
-            shared_memory,
+            shared_memory and self.device.is_host,
             session.options.guard,
             self.recoverable,
         )
-        self.host = LightningHost(trainer, self.state)
+        self.host = LightningHost(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.told_to_end)
         self._told_to_end = False
@@ -98,7 +99,7 @@ class Training:
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
-        self._trainer, self._hooks = trainer, Hooks(trainer)
+        self._trainer, self._hooks = trainer, Hooks(trainer, self.device)
         self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
         self._untold: list[Incident] = []
         self._shown = ""  # the newest exception whose traceback has been printed
@@ -269,7 +270,7 @@ class Training:
         """
         batches, since = self._window
         self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
-        raised = "" if is_from_outside(error) else explain(error)
+        raised = "" if is_from_outside(error, self.device) else explain(error)
         if self.state.corrupted:
             log.warning("%s", self.state.corrupted)
             raised = ""
@@ -362,6 +363,11 @@ class Training:
     def check(self) -> None:
         """Raises `Interrupted` if the world has moved on; for collectives to call while they wait."""
         self._session.look()
+
+    @property
+    def device(self) -> Device:
+        """What this rank trains on."""
+        return self._session.device
 
     @property
     def groups(self) -> Groups:

@@ -1,1 +1,36 @@
 """What differs from device to device, behind one interface."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_replica.devices.cpu import Cpu
+from lightning_replica.devices.interface import Device
+from lightning_replica.errors import ConfigurationError
+
+_DEVICES: dict[str, Callable[[int], Device]] = {Cpu.kind: lambda _: Cpu()}
+
+
+def device_for(root_device: torch.device, accelerator: Any) -> Device:
+    """The device that a rank trains on.
+
+    Args:
+        root_device: Where Lightning puts the rank's tensors.
+        accelerator: Lightning's accelerator. Where it has a method ``recovery_device(root_device)``, that decides:
+            so can an accelerator of a third party bring a device that is not known here.
+
+    Raises:
+        ConfigurationError: If nobody knows how to recover on it.
+    """
+    own = getattr(accelerator, "recovery_device", None)
+    if own is not None:
+        device: Device = own(root_device)
+        return device
+    if root_device.type in _DEVICES:
+        return _DEVICES[root_device.type](root_device.index or 0)
+    raise ConfigurationError(
+        f"accelerator={type(accelerator).__name__} trains on {root_device.type!r}; `replica_zero` runs on"
+        f" {', '.join(_DEVICES)}. Set `Trainer(accelerator='cpu')`, or give the accelerator a method"
+        " `recovery_device(root_device)` that returns a `lightning_replica.devices.interface.Device`."
+    )

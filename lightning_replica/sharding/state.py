@@ -39,7 +39,7 @@ class ShardedState:
         whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
             costs a gather; otherwise it is so for the own shard only.
         manual: Whether one step of this state is a batch with any number of optimizer steps.
-        shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+        shared_memory: Whether ranks of one machine read each other's memory instead of sending; only the host's.
         guard: How much of the shard is watched for bits that change by themselves.
         recoverable: Whether a step may have to be undone; otherwise nothing is kept or watched that only this needs.
 
@@ -70,7 +70,8 @@ class ShardedState:
         self.whole_gradients, self.manual = whole_gradients, manual
         _check_disjoint(optimizers)
         self.optimizers = [
-            ShardedOptimizer(optimizer, parameters, grid, rank, bucket_bytes, partition) for optimizer in optimizers
+            ShardedOptimizer(optimizer, parameters, grid, rank, bucket_bytes, partition, self._shared_memory)
+            for optimizer in optimizers
         ]
         if not self.buffers:
             raise ConfigurationError(

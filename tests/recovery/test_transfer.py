@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_replica import works
-from lightning_replica.devices.cpu import abort_group
+from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery import transfer
@@ -29,7 +29,7 @@ def wait(work: Any) -> None:
 
 
 def groups(rank: int, store: Any, world_size: int) -> ProcessGroups:
-    opened = ProcessGroups(store, rank, world_size, "gloo", 60, abort_group)
+    opened = ProcessGroups(store, rank, world_size, Cpu(), 60)
     opened.open(0, lambda _: ())
     return opened
 
@@ -231,6 +231,6 @@ def test_groups_open_and_close_again_and_again() -> None:
 
 def test_a_group_that_cannot_be_opened() -> None:
     with pytest.raises(CollectiveError, match="Could not open the process groups of generation 0"):
-        ProcessGroups(torch.distributed.HashStore(), 0, 2, "gloo", 0.2, abort_group).open(0, lambda _: ())
+        ProcessGroups(torch.distributed.HashStore(), 0, 2, Cpu(), 0.2).open(0, lambda _: ())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
