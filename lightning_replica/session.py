@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_replica import agreement, planned_save, points
 from lightning_replica.checkpoint.together import TogetherBeside
-from lightning_replica.devices.interface import Device
+from lightning_replica.devices.interface import Device, is_apart
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
@@ -38,7 +38,7 @@ from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
-from lightning_replica.works import Work, wait
+from lightning_replica.works import Ordered, Work, finish, wait
 
 log = logging.getLogger(__name__)
 
@@ -184,9 +184,18 @@ class Session:
         """The same for whoever waits, again and again."""
         self._monitor.look()
 
-    def wait(self, work: Work) -> None:
-        """Waits for a collective, in slices."""
-        wait(work, self.look)
+    def wait(self, work: Work, tensor: Tensor | None = None) -> None:
+        """Waits for a collective to end.
+
+        Args:
+            work: What an ``async_op=True`` collective returned.
+            tensor: What it is done on; None for one of the host's own.
+        """
+        if isinstance(work, dist.Work) and tensor is not None and is_apart(self.device, tensor):
+            wait(Ordered(work), self.look)
+            finish(self.look)
+        else:
+            wait(work, self.look)
 
     @property
     def groups(self) -> Groups:
@@ -304,7 +313,7 @@ class Session:
             os._exit(ORPHANED)
 
     def _make_groups(self, timeout: timedelta) -> Iterable[dist.ProcessGroup]:
-        self._groups = make_groups(self.grid, self.rank, timeout)
+        self._groups = make_groups(self.grid, self.rank, timeout, self.device.is_host)
         self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
         if self._state is not None:
             self._state.connect(self._groups, self.look)

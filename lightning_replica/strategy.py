@@ -292,7 +292,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             return
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self.session.wait(dist.broadcast(tensor.data, 0, group=self.session.groups.world, async_op=True))
+                work = dist.broadcast(tensor.data, 0, group=self.session.groups.world, async_op=True)
+                self.session.wait(work, tensor)
 
     def model_to_device(self) -> None:
         """Moves the model."""

@@ -63,6 +63,15 @@ def _backends(names: str) -> set[str]:
     return {name.rpartition(":")[2] for name in names.split(",")}
 
 
+def failure_of(work: torch.distributed.Work) -> BaseException | None:
+    """What a collective that has ended has failed with.
+
+    torch calls this deprecated and has nothing else where ``wait`` only orders, as NCCL's does (pytorch issue 46291).
+    """
+    failure: BaseException | None = work.exception()
+    return failure
+
+
 def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
     """How long collectives of ``group``, of gloo or NCCL, may take from now on."""
     distributed_c10d._set_pg_timeout(timeout, group)

@@ -17,7 +17,7 @@ from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.optimizer import ELEMENT_WISE, Piece, ShardedOptimizer, is_like
-from lightning_replica.works import Check, wait
+from lightning_replica.works import Check, finish, wait
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ def _collect(flat: Tensor, groups: Groups, buffers: Buffers, check: Check) -> No
     works = [work for bucket in buffers.layout.buckets for work in collectives.gather(bucket, flat, groups)]
     for work in works:
         wait(work, check)
+    finish(check)  # before it is written to a file
 
 
 def _own_copy(view: Tensor) -> Tensor:

@@ -48,6 +48,11 @@ class Survived:
             raise ValueError(f"{self.hit=} does not go with {self.level=}: tensors are named where they are lost.")
 
 
+def is_apart(device: "Device", tensor: Tensor) -> bool:
+    """Whether ``tensor`` lies in the memory of ``device``, and that is not the host's."""
+    return not device.is_host and tensor.device.type == device.kind
+
+
 class Device(Protocol):
     """One rank's device. `cpu.Cpu` is one; an accelerator may bring its own (`device_for`).
 

@@ -15,7 +15,7 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.layout import Bucket
 from lightning_replica.sharding.shared import SharedMemory
-from lightning_replica.works import Check, Work, wait
+from lightning_replica.works import Check, Ordered, Work, wait
 
 # Exchanges under way at a time; each has a receive buffer of a bucket's size.
 _IN_FLIGHT = 4
@@ -202,4 +202,5 @@ class Reducer:
 
 
 def _is_done(work: Work) -> bool:
-    return work is None or work.is_completed()
+    """Whether what follows ``work`` can be launched without waiting for it."""
+    return work is None or isinstance(work, Ordered) or work.is_completed()

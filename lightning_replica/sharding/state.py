@@ -23,7 +23,7 @@ from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.reducer import Reducer
-from lightning_replica.works import Check
+from lightning_replica.works import Check, finish
 
 
 class ShardedState:
@@ -405,7 +405,12 @@ class ShardedState:
             used = used[len(buffers.parameters) :]
 
     def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool = False, save: bool = False) -> Tensor:
-        """This rank's part of the commit: its own pieces, so that R holders count once."""
+        """This rank's part of the commit: its own pieces, so that R holders count once.
+
+        Raises:
+            CollectiveError: If what has made the gradient did not come about.
+        """
+        finish(self._check)
         buffers = self._buffers_of(optimizers) if optimizers else []
         own = [part for each in buffers for part in each.own_gradients()]
         norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
