@@ -25,6 +25,7 @@ from lightning_replica.points import listen
 from lightning_replica.sharding.guard import flip_bit
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
+from tests.support.accelerators import accelerator
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
 INSIDE = ("batch_start", "reduction", "before_commit", "after_commit", "update", "gather", "batch_end")
@@ -113,6 +114,7 @@ class Case:
     guard: Literal["sampled", "full", "off"] = "full"
     gasp: bool = False
     load: str = ""
+    accelerator: str = "cpu"  # or one of support.accelerators
 
 
 def watch_closely(rank: int, limit_s: float) -> None:
@@ -146,7 +148,7 @@ class Faults(Callback):
         self.reach("setup", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        digest = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(batch[0].cpu().numpy().tobytes()).hexdigest()[:12]
         with (self.out / f"batches{trainer.global_rank}").open("a") as file:
             file.write(f"{trainer.current_epoch} {batch_idx} {digest}\n")
 
@@ -272,7 +274,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
             guard=case.guard,
             **options,
         ),
-        accelerator="cpu",
+        accelerator=accelerator(case.accelerator),
         devices=case.devices,
         max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulate,
@@ -312,7 +314,7 @@ def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
 
 
 def _digest(*tensors: Tensor) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
 __all__ = ["INSIDE", "OUTSIDE", "Case", "Fault", "asdict", "run"]
