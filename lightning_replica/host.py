@@ -201,7 +201,8 @@ class LightningHost:
             batch, _, _ = item if isinstance(item, tuple) else next(item)  # `training_step(dataloader_iter)`
             if taken.batch is None:
                 taken.batch = self._transfer(batch)
-                taken.output = {} if taken.loss is None else {"loss": from_plain(taken.loss)}
+                loss = from_plain(taken.loss, self._trainer.lightning_module.device)
+                taken.output = {} if loss is None else {"loss": loss}
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
 

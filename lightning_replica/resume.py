@@ -30,6 +30,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_replica import plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.tree import Tree
 from lightning_replica.data.position import LoaderState
@@ -81,7 +82,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         return {}
     return {
         "host": {"place": "batch", **taken.replicated},
-        "ranks": [torch.load(io.BytesIO(each), weights_only=True) for each in everyone],
+        "ranks": [plain.load(each) for each in everyone],
         "world_size": len(everyone),
         "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
     }

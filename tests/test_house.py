@@ -14,9 +14,9 @@ PACKAGE = Path(lightning_replica.__file__).parent
 # From the ground up. A file may import from its own row and from those above it in this list.
 LAYERS = [
     ["errors", "messages", "checks", "_compat"],
-    ["plain"],
     ["points", "grid", "works", "digests", "exit_codes", "planned_save"],
     ["devices"],
+    ["plain"],
     ["sharding"],
     ["recovery"],
     ["checkpoint"],
