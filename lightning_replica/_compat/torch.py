@@ -72,6 +72,12 @@ def failure_of(work: torch.distributed.Work) -> BaseException | None:
     return failure
 
 
+def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any | None:
+    """What carries tensors of ``device`` in ``group``; None if nothing does."""
+    kinds = [other.type for other in group._device_types]
+    return group._get_backend(device) if device.type in kinds else None
+
+
 def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
     """How long collectives of ``group``, of gloo or NCCL, may take from now on."""
     distributed_c10d._set_pg_timeout(timeout, group)

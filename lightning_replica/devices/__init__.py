@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from lightning_replica.devices.cpu import Cpu
+from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError
 
-_DEVICES: dict[str, Callable[[int], Device]] = {Cpu.kind: lambda _: Cpu()}
+_DEVICES: dict[str, Callable[[int], Device]] = {Cpu.kind: lambda _: Cpu(), Cuda.kind: Cuda}
 
 
 def device_for(root_device: torch.device, accelerator: Any) -> Device:

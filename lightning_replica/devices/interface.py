@@ -54,7 +54,7 @@ def is_apart(device: "Device", tensor: Tensor) -> bool:
 
 
 class Device(Protocol):
-    """One rank's device. `cpu.Cpu` is one; an accelerator may bring its own (`device_for`).
+    """One rank's device. `cpu.Cpu` and `cuda.Cuda` are some; an accelerator may bring its own (`device_for`).
 
     Attributes:
         kind: ``torch.device.type`` of its tensors.
