@@ -11,6 +11,7 @@ time until the world is whole again stands beside it.
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -306,9 +307,23 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             run(system, args.kills, Path(place))
             raw[system] = read(Path(place), args.kills)
-    rows = [[name, spread(f["recovery"]), spread(f["whole"]), spread(f["step"])] for name, f in raw.items()]
+        show(raw, args.kills)
+
+
+def show(raw: dict[str, Any], kills: int) -> None:
+    rows = [[name, spread(f["recovery"]), in_again(f["whole"]), spread(f["step"])] for name, f in raw.items()]
     header = ["system", "until the next good step", "until all ranks are in again", "a normal step"]
-    write("recovery_peers", "What a killed rank costs", header, rows, notes(args.kills), raw)
+    write("recovery_peers", "What a killed rank costs", header, rows, notes(kills), raw)
+
+
+def in_again(whole: list[float]) -> str:
+    """Of those kills after which all ranks were in again before the next."""
+    seen = [each for each in whole if not math.isnan(each)]
+    return (
+        spread(seen)
+        if len(seen) == len(whole)
+        else f"{spread(seen) if seen else 'not seen'} ({len(seen)} of {len(whole)})"
+    )
 
 
 def notes(kills: int) -> str:
@@ -320,7 +335,7 @@ median step, by clocks of the training itself. torchrun: DDP, rank 0 writes a ch
 normal step), torchrun starts all ranks again. torchft: four replica groups, the lost one is started again at once;
 survivors go on with three, so the next good step is one of a smaller batch, and the run is not the untouched one any
 more; "tuned" is join_timeout 0.2 s, heartbeat_timeout 0.5 s, timeout 10 s. After replica_zero the run is the untouched one,
-to the last bit.
+to the last bit. "All ranks are in again": before the next kill; where that was not so each time, how often it was.
 """
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -12,8 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_replica import resume
 from lightning_replica._compat.lightning import dump_checkpoint
-from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.contents import WEIGHTS_AT
+from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_sharded
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
+from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.save_beside import SaveBeside
@@ -39,8 +40,9 @@ class Checkpoints:
     def __init__(self, form: StateDictType) -> None:
         self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
-        self._directories: dict[Path, tuple[CheckpointDirectory, int | None]] = {}  # of callbacks
-        self._directory: Path | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
+        self._directories: dict[Location, tuple[CheckpointDirectory, int | None]] = {}  # of callbacks
+        self._stand_in: dict[str, Any] = {}
+        self._directory: Location | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._beside: SaveBeside | None = None
 
@@ -49,6 +51,14 @@ class Checkpoints:
         return self._form == "sharded" and training is not None
 
     # Saving, in the order of calls
+
+    def stand_in(self) -> dict[str, Any]:
+        """What a checkpoint has in place of the weights, which go to shards.
+
+        Hooks may move it and put other weights there: weight averaging does, for whoever only wants to predict.
+        """
+        self._stand_in = {}
+        return self._stand_in
 
     def optimizer_state(self, training: Training, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer on rank 0, nothing on other ranks. Collective."""
@@ -78,7 +88,7 @@ class Checkpoints:
         trainer: pl.Trainer,
         training: Training,
         own: dict[str, Any],
-        path: Path,
+        path: Location,
         step: int,
         pieces: Collection[int],
     ) -> None:
@@ -94,13 +104,15 @@ class Checkpoints:
         """
         with self._sharded():
             checkpoint = {**dump_checkpoint(trainer), OWN_KEY: {"main": {}, "resume": own}}
+            if own["host"]["place"] == "tail":
+                resume.count_tail(checkpoint)
             self.save_sharded(training, trainer.lightning_module, checkpoint, path, pieces, step, "gasp")
 
     def save_periodic(
         self,
         trainer: pl.Trainer,
         training: Training,
-        path: Path,
+        path: Location,
         written_for: str = "periodic",
         beside: TogetherBeside | None = None,
     ) -> None:
@@ -145,7 +157,7 @@ class Checkpoints:
         training: Training,
         module: pl.LightningModule,
         checkpoint: dict[str, Any],
-        path: Path,
+        path: Location,
         pieces: Collection[int] | None = None,
         step: int | None = None,
         written_for: str = "periodic",
@@ -157,7 +169,8 @@ class Checkpoints:
         extras, aliases = sharded.beside_trained(module, training.state)
         names = [name for name, _ in module.named_parameters()]
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
-        plain = {**checkpoint, "state_dict": others, "optimizer_states": []}
+        place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
+        plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}
         together = Together(None)
         staged = sharded.stage(
             path,
@@ -188,7 +201,7 @@ class Checkpoints:
         kept = self._directories.get(directory.path, (directory, None))[1]
         self._directories[directory.path] = directory, keep_last or kept
 
-    def _published(self, path: Path, first: bool) -> None:
+    def _published(self, path: Location, first: bool) -> None:
         """A checkpoint is whole on the disk."""
         found = self._directories.get(path.parent)
         if found is None or not first:
@@ -200,9 +213,9 @@ class Checkpoints:
 
     # Loading, in the order of calls
 
-    def open(self, path: Path, fitting: bool) -> dict[str, Any] | None:
+    def open(self, path: Location, fitting: bool) -> dict[str, Any] | None:
         """What a sharded checkpoint holds beside shards, if ``path`` is one; outside of a fit, all of it."""
-        if not (path.is_dir() or path.with_name(path.name + ".old").is_dir()):
+        if not may_be_sharded(path):
             return None
         from lightning_replica.checkpoint.export import read_whole
         from lightning_replica.checkpoint.sharded import read_plain
@@ -210,7 +223,10 @@ class Checkpoints:
         if not fitting:
             return read_whole(path)
         self._directory = path
-        return read_plain(path)
+        plain = read_plain(path)
+        if plain.pop(WEIGHTS_AT, "state_dict") == "state_dict":
+            return plain
+        return read_whole(path, optimizers=False)  # the hook that has moved the weights wants to see them again
 
     @property
     def is_open(self) -> bool:
@@ -241,7 +257,7 @@ class Checkpoints:
             load_optimizer(sharded, state, main.get(number))
 
 
-def _load_shards(training: Training, module: pl.LightningModule, directory: Path) -> None:
+def _load_shards(training: Training, module: pl.LightningModule, directory: Location) -> None:
     from lightning_replica.checkpoint import sharded
 
     extras, _ = sharded.beside_trained(module, training.state)
@@ -249,6 +265,6 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Path
     sharded.load_sharded(directory, training.state, names, extras)
 
 
-def absent(path: Path) -> dict[str, Any]:
+def absent(path: Location) -> dict[str, Any]:
     """What a replacement takes for a checkpoint that is gone by now; its state comes from a peer."""
     return {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}, "path": str(path)}

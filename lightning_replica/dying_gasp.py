@@ -84,5 +84,5 @@ class DyingGasp:
 
     def _step(self, taken: Snapshot) -> int:
         """Updates so far, as Lightning counts them; it has not counted the one whose tail is still to come."""
-        pending = taken.kind == "tail" and not taken.fresh and not self._training.manual
-        return self._trainer.global_step + pending
+        in_tail = taken.place == "tail" if taken.fresh else taken.kind == "tail"
+        return self._trainer.global_step + (in_tail and not self._training.manual)

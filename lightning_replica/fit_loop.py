@@ -228,7 +228,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         self.metrics_known = resume.replicated["metrics_known"]
         if resume.place == "tail":
             return partial(self._tail, resume)
-        if resume.replicated.get("commit"):
+        if resume.replicated.get("schedulers_due"):
             return self._step_schedulers
         if resume.place == "batch_end":
             return partial(self._end_loaded_batch, resume)

@@ -45,7 +45,7 @@ class LightningHost:
         taken = self._take("tail", 0)
         taken.fresh = True
         if loaded is not None:
-            for key in ("place", "metrics_known", "commit"):
+            for key in ("place", "metrics_known", "commit", "schedulers_due"):
                 taken.replicated[key] = loaded.replicated.get(key)
             taken.loaders, taken.loss = loaded.loaders, loaded.loss
             taken.batch, taken.output = loaded.batch, loaded.output

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica.checkpoint.directory import CheckpointDirectory, examine
+from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
+from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoints import Checkpoints, absent
 from lightning_replica.dying_gasp import DyingGasp
 from lightning_replica.errors import CheckpointError, ReplicaError
@@ -46,8 +46,8 @@ class LightningCheckpoints(LightningCollectives):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint of either form."""
-        path = Path(str(checkpoint_path))
-        if self.session.newborn and not path.exists():
+        path = locate(checkpoint_path)
+        if self.session.newborn and not exists(path):
             return absent(path)
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
@@ -67,7 +67,7 @@ class LightningCheckpoints(LightningCollectives):
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""
         begin("checkpoint")  # the first that Lightning asks for when it saves one; hooks of the user's follow
         if self._checkpoints.is_sharded(self._training):
-            return {}
+            return self._checkpoints.stand_in()
         state = super().lightning_module_state_dict()
         if not self.is_global_zero:
             return state
@@ -78,22 +78,21 @@ class LightningCheckpoints(LightningCollectives):
         if self._training is not None and self.lightning_module is not None:
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):
-                path = Path(str(filepath))
-                self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, path)
+                self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, locate(filepath))
                 return
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def save_periodic(self, path: Path) -> None:
+    def save_periodic(self, path: Location) -> None:
         """Writes a sharded checkpoint, whatever form the others have. Collective."""
         trainer, training = self._fitting()
         self._checkpoints.save_periodic(trainer, training, path)
 
-    def save_beside(self, path: Path) -> None:
+    def save_beside(self, path: Location) -> None:
         """Likewise, but returns once what is to be written has been copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
         self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
 
-    def settle_save(self, path: Path) -> bool:
+    def settle_save(self, path: Location) -> bool:
         """Waits for what `save_beside` has begun. Collective.
 
         Returns:

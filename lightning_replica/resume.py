@@ -40,6 +40,7 @@ from lightning_replica.snapshot import Place, Snapshot
 from lightning_replica.training import Training
 
 _BATCHES = "epoch_loop.batch_progress"
+_STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 
 def place_of(loops: dict[str, Any]) -> Place | None:
@@ -111,6 +112,20 @@ def record_last(
     }
 
 
+def count_tail(checkpoint: dict[str, Any]) -> None:
+    """Has Lightning's part of a checkpoint say what its weights hold, where that was written in a tail.
+
+    Other strategies then take it for one that was written in `on_train_batch_end`. Only schedulers lag behind: their
+    step was still to come, and without their optimizer nobody can make it.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    steps = loops[_STEPS]["optimizer"]["step"]["total"]
+    checkpoint["global_step"] += steps["ready"] - steps["completed"]
+    _count_update(loops)
+    for counters in (loops[_BATCHES]["total"], loops[_BATCHES]["current"]):
+        counters["processed"] = counters["ready"]
+
+
 def _private(taken: Snapshot) -> dict[str, Any]:
     return {
         "rng": taken.rng,
@@ -138,7 +153,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         taken = Snapshot("tail", 0, host, private["rng"], private["results"], loaders, private["loss"], fresh=True)
         taken.metric_states = private["metric_states"]
     else:
-        taken = _elsewhere(trainer, session, loops, own)
+        taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
     return taken
 
@@ -152,8 +167,9 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
     place, batch = place_of(loops), host["loops"][_BATCHES]
     in_tail = bool(own) and own["host"]["place"] == "tail"
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
+    host["schedulers_due"] = in_tail or bool(own and own["host"].get("schedulers_due"))
     if in_tail:
-        host["commit"] = own["host"]["commit"]
+        host["commit"] = own["host"]["commit"]  # none if a run has gone on from it, and ended in the tail again
         _count_update(host["loops"])
     if place in ("batch", "batch_end", "validation_end"):
         window = trainer.accumulate_grad_batches
@@ -172,7 +188,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
 
 def _count_update(loops: dict[str, Any]) -> None:
     """Counts the update whose tail was still to come."""
-    for counters in loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"].values():
+    for counters in loops[_STEPS]["optimizer"]["step"].values():
         counters["completed"] = counters["ready"]
 
 

@@ -319,6 +319,7 @@ class Training:
             SystemExit: With a code of `exit_codes`.
         """
         session = self._session
+        self._released = True  # the process ends: copying parameters out of their buffers would take from its grace
         if self.write_last is None:
             raise ReplicaError("Nobody has said where the last checkpoint goes.")
         try:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory, Latest
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.messages import say
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class WhichCheckpoint:
         """The arguments of ``Trainer.fit`` and its like, with the checkpoint's path in place of "last" or nothing.
 
         Raises:
-            ConfigurationError: If no callback says where checkpoints are.
+            ConfigurationError: If that cannot be told, or no callback says where checkpoints are.
         """
         bound = inspect.signature(function).bind(*args, **kwargs)
         asked = bound.arguments.get("ckpt_path")
@@ -64,7 +64,10 @@ class WhichCheckpoint:
         return asked == "last" or (asked is None and auto)
 
     def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
-        found = [directory.latest() for directory in directories]
+        try:
+            found = [directory.latest() for directory in directories]
+        except CheckpointError as error:
+            raise ConfigurationError(f"Which checkpoint is the newest cannot be told: {error}") from error
         # Where another launcher has started the ranks, each of them chooses.
         tells = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         for problem in (problem for latest in found for problem in latest.problems if tells):
@@ -73,9 +76,12 @@ class WhichCheckpoint:
         newest = max(whole, key=_age, default=None)
         if newest is None:
             return ""
+        path = str(newest.path)
+        if not os.path.lexists(path.removesuffix(".old")):
+            path = path.removesuffix(".old")  # the name that it gets back when the run begins; readers know both
         if tells:
-            say(f"goes on from {newest.path}.")
-        return str(newest.path)
+            say(f"goes on from {path}.")
+        return path
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:

@@ -1,11 +1,17 @@
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 
 from lightning_replica import ConfigurationError, DyingGaspCheckpoint
-from lightning_replica.which_checkpoint import WhichCheckpoint
+from lightning_replica.checkpoint import store
+from lightning_replica.checkpoint.attempts import attempts_at
+from lightning_replica.which_checkpoint import VARIABLE, WhichCheckpoint
+from tests.checkpoint.small import directory_of, save
+from tests.support.ranks import free_port
 
 
 class Recorder:
@@ -18,12 +24,42 @@ def _fit_impl(model: str, ckpt_path: str | None = None) -> None:
     """As the trainer's."""
 
 
-def fill_in(callbacks: list[Any]) -> dict[str, Any]:
-    which = WhichCheckpoint("auto", is_rank=lambda: True)
-    return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), {}).arguments
+def fill_in(callbacks: list[Any], is_rank: bool = True, **given: str) -> dict[str, Any]:
+    which = WhichCheckpoint("auto", is_rank=lambda: is_rank)
+    return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), given).arguments
 
 
 def test_only_our_callbacks_say_where_checkpoints_are(tmp_path: Path) -> None:
     assert fill_in([Recorder(), DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
     with pytest.raises(ConfigurationError, match="no callback says where those are"):
         fill_in([Recorder()])
+
+
+def test_the_process_that_starts_the_ranks_chooses_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement runs the script again, and must not find what was saved meanwhile; a second fit shall."""
+    monkeypatch.setenv(VARIABLE, "")  # put back in the end
+    callbacks = [DyingGaspCheckpoint(tmp_path)]
+    directory = directory_of(tmp_path, 1)
+    assert fill_in(callbacks, is_rank=False, ckpt_path="last")["ckpt_path"] == str(directory.path_of(1))
+    inherited = os.environ[VARIABLE]
+    save(directory.path_of(2), 2, 2.0)
+    for _ in ("a rank", "its replacement"):
+        os.environ[VARIABLE] = inherited
+        assert fill_in(callbacks, ckpt_path="last")["ckpt_path"] == str(directory.path_of(1))
+    assert fill_in(callbacks, ckpt_path="last")["ckpt_path"] == str(directory.path_of(2))
+
+
+def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that began anew then would cost what the last one has done."""
+    callbacks = [DyingGaspCheckpoint(bucket)]
+    assert fill_in(callbacks) == {"model": "model"}
+    directory = directory_of(bucket, 1)
+    assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
+    damaged = save(directory.path_of(2), 2, 2.0)
+    store.remove([attempt.url / "plain.pt" for attempt in attempts_at(damaged)])
+    assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(ConfigurationError, match=rf"newest cannot be told: {bucket} could not be listed: .*connect"):
+        fill_in(callbacks)
+    fsspec.filesystem("s3").clear_instance_cache()

@@ -17,7 +17,7 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
     the tracker ``latest`` as soon as it is whole.
 
     Args:
-        dirpath: The directory.
+        dirpath: The directory, or its URL ("s3://bucket/run").
         every_n_train_steps: Write a checkpoint whenever so many optimizer steps are done; None writes none.
         keep_last: How many checkpoints named ``step_...`` stay; None keeps all. The tracked one always stays.
         async_save: Whether training goes on while a checkpoint goes to the disk. It waits for a copy of what is

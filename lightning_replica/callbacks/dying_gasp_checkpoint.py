@@ -18,7 +18,8 @@ class DyingGaspCheckpoint(RunDirectory):
     ``trainer.fit(model, ckpt_path="last")``, or ``ReplicaZeroStrategy(resume="auto")`` and the same command.
 
     Args:
-        dirpath: Directory of the run's checkpoints; this one is ``step_<global step>`` there, in the sharded form.
+        dirpath: Directory of the run's checkpoints, or its URL ("s3://bucket/run"); this one is
+            ``step_<global step>`` there, in the sharded form.
         grace_s: How long ranks have from a signal until they are killed, in seconds: half of it to come to the end of
             their step, the rest to write. Choose a little less than your scheduler grants.
 

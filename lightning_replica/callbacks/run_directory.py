@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.location import absolute
 from lightning_replica.errors import ConfigurationError
 
 
@@ -14,7 +15,8 @@ class RunDirectory(Callback):
     """Makes sure, when a fit begins, that the directory can be written to.
 
     Args:
-        dirpath: The directory; see docs/checkpoints.md for what is in it.
+        dirpath: The directory, or its URL in a store that fsspec reaches ("s3://bucket/run"); see
+            docs/checkpoints.md for what is in it.
         keep_last: How many checkpoints stay there; None says nothing.
 
     Attributes:
@@ -22,11 +24,11 @@ class RunDirectory(Callback):
 
     Raises:
         ConfigurationError: At the start of ``fit``, on every rank, if the directory cannot be written to, or the
-            strategy is another.
+            strategy is another; at once, if it is a URL that nothing installed here reaches.
     """
 
     def __init__(self, dirpath: str | Path, keep_last: int | None = None) -> None:
-        self.directory = CheckpointDirectory(Path(dirpath).absolute())
+        self.directory = CheckpointDirectory(absolute(dirpath))
         self._keep_last = keep_last
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -6,15 +6,18 @@ memory. A piece of the sharding is a run of them, which a piece of the parameter
 strides are kept beside (`contents`).
 """
 
+import os
 import pickle
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,7 +32,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
-from lightning_replica.checkpoint.publish import sync
+from lightning_replica.checkpoint.files import Files, Readable, files_of
+from lightning_replica.checkpoint.publish import naming, sync
 from lightning_replica.errors import CheckpointError
 
 
@@ -60,13 +64,14 @@ class Chunk:
         return MetadataIndex(self.name, [self.start])
 
 
-def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int) -> bytes:
-    """Writes this rank's chunks into files of its own, and brings them to the disk. Needs no other rank.
+def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: bool = True) -> bytes:
+    """Writes this rank's chunks into files of its own. Needs no other rank.
 
     Args:
         directory: Where to.
         chunks: What to write.
         rank: Names the files (`written_by`).
+        durable: Whether to bring them to the disk.
 
     Returns:
         Which elements lie where, for `write_metadata`.
@@ -74,11 +79,13 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int) -> bytes:
     Raises:
         CheckpointError: If it could not write.
     """
-    writer, planner = _Writer(directory), _SavePlanner(chunks)
+    writer, planner = _Writer(directory, durable), _SavePlanner(chunks)
     # The writer names files by a plan's place among those of all ranks.
     plan = writer.prepare_global_plan([planner.create_local_plan()] * (rank + 1))[rank]
     try:
         written = writer.write_data(plan, planner).wait()
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever DCP raises
         raise CheckpointError(f"{directory} could not be written: {type(error).__name__}: {error}") from error
     tensors: dict[str, Any] = {}
@@ -88,12 +95,13 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int) -> bytes:
     return pickle.dumps(Metadata(tensors, storage_data={each.index: each.storage_data for each in written}))
 
 
-def write_metadata(directory: Path, parts: Iterable[bytes]) -> Metadata:
-    """Brings to the disk which elements lie where, as DCP's readers want it.
+def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True) -> Metadata:
+    """Writes which elements lie where, as DCP's readers want it.
 
     Args:
         directory: Where the chunks are.
         parts: What `write_chunks` has returned on each rank.
+        durable: Whether to bring it to the disk.
     """
     whole, results = Metadata({}), []
     for part in map(read_dcp_metadata, parts):
@@ -102,7 +110,7 @@ def write_metadata(directory: Path, parts: Iterable[bytes]) -> Metadata:
             if known is not tensor:
                 known.chunks.extend(cast("TensorStorageMetadata", tensor).chunks)
         results.append([WriteResult(index, info.length, info) for index, info in part.storage_data.items()])
-    _Writer(directory).finish(whole, results)
+    _Writer(directory, durable).finish(whole, results)
     return whole
 
 
@@ -111,7 +119,7 @@ def written_by(directory: Path, rank: int) -> list[Path]:
     return sorted(directory.glob(f"__{rank}_*.distcp"))
 
 
-def read_chunks(directory: Path, chunks: Sequence[Chunk], files: Collection[str]) -> None:
+def read_chunks(directory: Readable, chunks: Sequence[Chunk], files: Collection[str]) -> None:
     """Reads into ``chunks``, wherever their elements were written. Needs no other rank.
 
     Args:
@@ -126,35 +134,58 @@ def read_chunks(directory: Path, chunks: Sequence[Chunk], files: Collection[str]
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True)
+    def __init__(self, directory: Path, durable: bool) -> None:
+        super().__init__(directory, sync_files=durable)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path, which is about to change
 
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        with naming(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
+            return super().write_data(plan, planner)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
+        with naming(Path(self.path) / METADATA):
+            super().finish(metadata, results)
+            if self.sync_files:
+                sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
 
 
 class _Reader(dcp.FileSystemReader):
-    def __init__(self, directory: Path, files: Collection[str]) -> None:
-        super().__init__(directory)
-        self._directory, self._files = directory, files
+    def __init__(self, directory: Readable, files: Collection[str]) -> None:
+        super().__init__("")
+        self._found, self._files = files_of(directory), files
+        self.fs = _Pieces(self._found)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_dcp_metadata((self._directory / METADATA).read_bytes())
+        metadata = read_dcp_metadata(self._found.read(METADATA))
         foreign = {info.relative_path for info in metadata.storage_data.values()} - set(self._files)
         if foreign:
             raise CheckpointError(
-                f"The checkpoint {self._directory} cannot be used: it refers to {min(foreign)!r}, which its manifest"
+                f"The checkpoint {self._found} cannot be used: it refers to {min(foreign)!r}, which its manifest"
                 " does not list. Use another checkpoint."
             )
         return metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """In the order of the files: from far away, much is read at a time."""
+        return replace(plan, items=sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset))
+
+
+class _Pieces(FileSystem):
+    """What DCP reads with."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with self._files.open(os.fspath(path)) as stream:
+            yield stream
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

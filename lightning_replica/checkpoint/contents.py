@@ -3,17 +3,18 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint.files import Readable
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
 
 CONTENTS = "contents.pt"
+WEIGHTS_AT = "weights_at"  # in plain data: the key of a checkpoint that its weights belong to, if not "state_dict"
 _NAMED_AT_MOST = 3
 
 
@@ -135,7 +136,7 @@ class Contents:
         return found
 
 
-def read_plain(directory: Path, name: str) -> dict[str, Any]:
+def read_plain(directory: Readable, name: str) -> dict[str, Any]:
     """What ``torch.save`` has put into the file ``name`` of a published directory: tensors and plain data.
 
     Raises:
@@ -146,7 +147,7 @@ def read_plain(directory: Path, name: str) -> dict[str, Any]:
     return read
 
 
-def read_contents(directory: Path) -> Contents:
+def read_contents(directory: Readable) -> Contents:
     """What the published ``directory`` holds.
 
     Raises:

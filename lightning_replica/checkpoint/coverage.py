@@ -1,11 +1,11 @@
 """Whether a checkpoint holds every element of every tensor that its contents list, once."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.contents import CONTENTS, Contents, dtype_name
+from lightning_replica.checkpoint.files import Readable, damaged
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:  # costs a quarter of a second, which only those who look into a checkpoint shall pay
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # costs a quarter of a second, which only those who look into
 METADATA = ".metadata"
 
 
-def check(directory: Path, manifest: Manifest, contents: Contents) -> None:
+def check(directory: Readable, manifest: Manifest, contents: Contents) -> None:
     """Compares what was to be written with what DCP says lies where.
 
     Args:
@@ -28,7 +28,7 @@ def check(directory: Path, manifest: Manifest, contents: Contents) -> None:
     """
     problem = problem_of(read_dcp_metadata(publish.read_file(directory, METADATA)), manifest, contents)
     if problem is not None:
-        raise publish.damaged(directory, problem)
+        raise damaged(directory, problem)
 
 
 def problem_of(metadata: "Metadata", manifest: Manifest, contents: Contents) -> str | None:

@@ -8,23 +8,21 @@
       latest                          the tracker: one line, the name of a whole checkpoint
 
 Only these names are ever written or removed. Any other directory with a manifest is a checkpoint too, which is found
-and loaded but never removed.
+and loaded but never removed. In a store of objects there are ``step_...`` and ``latest`` only; see `attempts`.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_replica import checks
-from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint import coverage, publish, store
+from lightning_replica.checkpoint.attempts import may_have
 from lightning_replica.checkpoint.contents import read_contents
+from lightning_replica.checkpoint.files import Readable
+from lightning_replica.checkpoint.location import Given, Location, Url, locate
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
+from lightning_replica.checkpoint.storage import STEP, TRACKER, storage_of
 from lightning_replica.errors import CheckpointError, ConfigurationError
-
-TRACKER = "latest"
-_STEP = re.compile(r"step_\d{8,}")
-_FILE = re.compile(r"plain\.pt|contents\.pt|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")  # see `sharded`
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Entry:
         problem: Why it cannot be used; None if it is whole.
     """
 
-    path: Path
+    path: Location
     manifest: Manifest | None
     problem: str | None
 
@@ -53,7 +51,7 @@ class Latest:
             the tracker; sentences for the user.
     """
 
-    path: Path | None
+    path: Location | None
     manifest: Manifest | None
     problems: tuple[str, ...]
 
@@ -62,13 +60,22 @@ class CheckpointDirectory:
     """The checkpoints of a run. One process writes to it; any number may read.
 
     Args:
-        path: The directory. It need not be there yet.
+        path: The directory, or its URL. It need not be there yet.
+
+    Attributes:
+        path: The same.
+
+    Raises:
+        ConfigurationError: If it is a URL that nothing installed here reaches.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Given) -> None:
+        self.path = locate(path)
+        if isinstance(self.path, Url):
+            store.look_for_package(self.path)
+        self._storage = storage_of(self.path)
 
-    def path_of(self, step: int) -> Path:
+    def path_of(self, step: int) -> Location:
         """Where the checkpoint of ``step`` is written."""
         checks.whole(0, step=step)
         return self.path / f"step_{step:08d}"
@@ -82,23 +89,14 @@ class CheckpointDirectory:
         Raises:
             ConfigurationError: If it cannot be written to, or something else has a name that is needed.
         """
-        probe = self.path / f"{TRACKER}.tmp"
         try:
-            publish.make_directory(self.path)
-            entries = list(self.path.iterdir())
-            for entry in entries:
-                self._refuse_foreign(entry)
-            publish.write_file(probe, b"can it be written?\n")
-            probe.unlink()
+            halves = self._storage.prepare()
         except (OSError, CheckpointError) as error:
             raise ConfigurationError(
                 f"dirpath={str(self.path)!r} cannot be written to: {error} Choose another directory."
             ) from error
-        for entry in entries:
-            if publish.temporary_of(entry.name) and _is_ours(entry):
-                publish.discard(entry)
-            elif _STEP.fullmatch(entry.name.removesuffix(".old")) and entry.suffix == ".old":
-                self._settle(entry.with_suffix(""))
+        for name in halves:
+            self._storage.settle(name, whole=examine(self.path / name).problem is None)
 
     def track(self, name: str) -> None:
         """Makes the tracker name the checkpoint ``name``, at once.
@@ -106,14 +104,14 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: If that is not a whole checkpoint of this directory.
         """
-        _check(self._child(name))
-        publish.replace_file(self.path / TRACKER, f"{name}\n".encode())
+        _check(self._storage.child(name))
+        self._storage.write_tracker(f"{name}\n".encode())
 
     @property
     def tracked(self) -> str | None:
         """What the tracker says, whatever that is; None if there is none."""
-        file = self.path / TRACKER
-        return file.read_text(errors="replace").strip() if file.is_file() else None
+        content = self._storage.read_tracker()
+        return None if content is None else content.decode(errors="replace").strip()
 
     def latest(self, verify: bool = False) -> Latest:
         """The newest whole checkpoint: that of the last step, of two of one step the last saved.
@@ -122,6 +120,9 @@ class CheckpointDirectory:
 
         Args:
             verify: Whether to take checksums too, which reads every byte.
+
+        Raises:
+            CheckpointError: If a store does not say what it holds.
         """
         problems: list[str] = []
         for entry in self.entries(verify):
@@ -132,18 +133,18 @@ class CheckpointDirectory:
 
     def entries(self, verify: bool = False) -> Iterator[Entry]:
         """Checks all checkpoints, one at a time: those whose age cannot be told, then from the newest to the oldest."""
-        ages: dict[Path, tuple[int, int]] = {}
-        for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
-            if publish.temporary_of(path.name) or not (_STEP.fullmatch(path.name) or (path / MANIFEST).exists()):
-                continue
+        known: list[tuple[tuple[int, int], Location, Readable]] = []
+        for name in self._storage.names():
+            path = self.path / name
             try:
-                ages[path] = publish.read_manifest(self._child(path.name)).age
+                found = self._storage.child(name)
+                known.append((publish.read_manifest(found).age, path, found))
             except Exception as error:  # whatever it is, others may be whole
                 yield Entry(path, None, _said(path, error))
-        for path in sorted(ages, key=lambda path: ages[path], reverse=True):
-            yield examine(path, verify)
+        for _, path, found in sorted(known, key=lambda each: each[0], reverse=True):
+            yield _examined(path, found, verify)
 
-    def retain(self, keep_last: int) -> list[Path]:
+    def retain(self, keep_last: int) -> list[Location]:
         """Removes all but the newest whole checkpoints.
 
         Those that are damaged, that the tracker names, or that have other names than `path_of` gives, stay.
@@ -155,76 +156,63 @@ class CheckpointDirectory:
             What was removed.
         """
         checks.whole(1, keep_last=keep_last)
-        whole = [each.path for each in self.entries() if each.problem is None and _STEP.fullmatch(each.path.name)]
-        removed = [path for path in whole[keep_last:] if path.name != self.tracked]
+        whole = [each.path for each in self.entries() if each.problem is None and STEP.fullmatch(each.path.name)]
+        tracked = self.tracked
+        removed = [path for path in whole[keep_last:] if path.name != tracked]
         for path in removed:
-            publish.discard(path)
+            self._storage.discard(path.name)
         return removed
 
-    def _child(self, name: str) -> Path:
-        """What ``name`` names, if it lies in the directory itself."""
-        if name != Path(name).name or name in ("", "..") or "\0" in name:
-            raise CheckpointError(f"{name!r} is not the name of a checkpoint in {self.path}.")
-        if (self.path / name).is_symlink():
-            raise CheckpointError(f"{self.path / name} is a symbolic link, and not followed. Name its target instead.")
-        return self.path / name
-
-    def _tracker_problems(self, chosen: Path | None, known: list[str]) -> list[str]:
+    def _tracker_problems(self, chosen: Location | None, known: list[str]) -> list[str]:
         name = self.tracked
         if name is None or (chosen is not None and name == chosen.name):
             return []
         try:
-            _check(self._child(name))
+            _check(self._storage.child(name))
         except Exception as error:
             said = _said(self.path / name, error)
             more = ", which cannot be used." if said in known else f": {said}"
             return [f"The tracker {self.path / TRACKER} names {name!r}{more}"]
         return []
 
-    def _refuse_foreign(self, entry: Path) -> None:
-        """Refuses what has a name that we would replace or remove, and is not ours."""
-        if entry.name in (TRACKER, f"{TRACKER}.tmp"):
-            ours = entry.is_file()
-        elif _STEP.fullmatch(entry.name.removesuffix(".old")):
-            ours = entry.is_dir()
-            publish.refuse_foreign(entry)
-        else:
-            return
-        if entry.is_symlink() or not ours:
-            raise CheckpointError(f"{entry} is not what a run writes under this name. Move it away.")
 
-    def _settle(self, path: Path) -> None:
-        """Ends what a crash interrupted while ``path`` was being replaced."""
-        former = publish.aside(path)
-        if not path.exists():
-            publish.restore(former, path)
-            return
-        if examine(path).problem is None:  # otherwise the former may be the only one
-            publish.discard(former)
-
-
-def examine(path: Path, verify: bool = False) -> Entry:
+def examine(path: Location, verify: bool = False) -> Entry:
     """Checks one checkpoint.
 
     Args:
         path: Its directory.
         verify: Whether to take checksums too, which reads every byte.
     """
-    manifest = None
     try:
-        manifest = publish.read_manifest(path)
-        _check(path, verify)
-    except Exception as error:
-        return Entry(path, manifest, _said(path, error))
-    return Entry(path, manifest, None)
+        found = publish.published(path) if isinstance(path, Url) else path
+    except CheckpointError as error:
+        return Entry(path, None, str(error))
+    return _examined(path, found, verify)
 
 
-def holds_others(path: Path) -> bool:
+def holds_others(path: Location) -> bool:
     """Whether ``path`` is a directory of checkpoints, and none itself."""
+    if isinstance(path, Url):
+        names = store.listed(path)
+        return bool(names) and not may_have(names)
     return path.is_dir() and not (path / MANIFEST).exists()
 
 
-def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
+def exists(path: Location) -> bool:
+    """Whether there is anything at ``path``."""
+    return store.is_object(path) or bool(store.listed(path)) if isinstance(path, Url) else path.exists()
+
+
+def may_be_sharded(path: Location) -> bool:
+    """Whether ``path`` is a directory, and so no ordinary ``.ckpt``."""
+    if isinstance(path, Url):
+        if path.protocol in ("http", "https") or store.is_object(path):  # whoever may read need not be able to list
+            return False
+        return bool(store.listed(path))
+    return path.is_dir() or publish.aside(path).is_dir()
+
+
+def find(path: Given) -> tuple[Location, tuple[str, ...]]:
     """The checkpoint that ``path`` names: itself, or the newest whole one of a directory of checkpoints.
 
     Returns:
@@ -233,9 +221,9 @@ def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     Raises:
         CheckpointError: If there is none.
     """
-    path = Path(path)
+    path = locate(path)
     if not holds_others(path):
-        return publish.published(path), ()
+        return publish.published(path).directory, ()
     latest = CheckpointDirectory(path).latest()
     if latest.path is None:
         others = latest.problems or ("No directory in it has one.",)
@@ -243,18 +231,21 @@ def find(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     return latest.path, latest.problems
 
 
-def _check(path: Path, verify: bool = False) -> None:
+def _examined(path: Location, found: Readable, verify: bool) -> Entry:
+    manifest = None
+    try:
+        manifest = publish.read_manifest(found)
+        _check(found, verify)
+    except Exception as error:
+        return Entry(path, manifest, _said(path, error))
+    return Entry(path, manifest, None)
+
+
+def _check(path: Readable, verify: bool = False) -> None:
     directory = publish.published(path)
     manifest = publish.verify(directory) if verify else publish.check(directory)
     coverage.check(directory, manifest, read_contents(directory))
 
 
-def _is_ours(temporary: Path) -> bool:
-    """Whether it is a directory that holds nothing but what a save writes."""
-    if temporary.is_symlink() or not temporary.is_dir():
-        return False
-    return all(_FILE.fullmatch(entry.name) and not entry.is_dir() for entry in temporary.iterdir())
-
-
-def _said(path: Path, error: Exception) -> str:
+def _said(path: Location, error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{path} cannot be read: {error!r}."

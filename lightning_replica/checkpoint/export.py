@@ -7,19 +7,20 @@ from typing import Any
 import torch
 
 from lightning_replica.checkpoint import coverage, publish
-from lightning_replica.checkpoint.contents import Contents, TensorInfo, read_contents, state_key, weight_key
+from lightning_replica.checkpoint.contents import WEIGHTS_AT, Contents, TensorInfo, read_contents, state_key, weight_key
+from lightning_replica.checkpoint.location import Given, locate
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.sharded import read_plain
 
 
-def export(path: str | Path, file: str | Path) -> None:
+def export(path: Given, file: str | Path) -> None:
     """Writes what is in the sharded checkpoint ``path`` to ``file``, in the form of an ordinary ``.ckpt``.
 
     In this process alone, without process groups; all of the checkpoint must fit into memory. Main parameters, which
     plain Lightning does not have, are left out.
 
     Args:
-        path: The directory.
+        path: The directory, or its URL.
         file: What to write; replaced as a whole, if it is there.
 
     Raises:
@@ -28,23 +29,29 @@ def export(path: str | Path, file: str | Path) -> None:
     _replace(Path(file), read_whole(path))
 
 
-def read_whole(path: str | Path) -> dict[str, Any]:
+def read_whole(path: Given, optimizers: bool = True) -> dict[str, Any]:
     """What `export` writes, in memory.
+
+    Args:
+        path: The directory, or its URL.
+        optimizers: Whether with their state. Without it checksums of tensors are left to `load_sharded`.
 
     Raises:
         CheckpointError: If the checkpoint is damaged.
     """
-    directory = publish.published(Path(path))
-    manifest = publish.verify(directory)
+    directory = publish.published(locate(path))
+    manifest = publish.verify(directory) if optimizers else publish.check(directory)
     contents, plain = read_contents(directory), read_plain(directory)
     coverage.check(directory, manifest, contents)
     reads = Reads(contents)
     weights = {name: reads.whole(weight_key(name), info) for name, info in contents.weights.items()}
     weights |= {alias: weights[name] for alias, name in contents.aliases.items()}
-    optimizers = [_optimizer_state(number, contents, reads) for number in range(len(contents.optimizers))]
+    numbers = range(len(contents.optimizers)) if optimizers else ()
+    states = [_optimizer_state(number, contents, reads) for number in numbers]
     reads.run(directory, manifest.files)
-    others = plain.get("state_dict", {})  # what modules add to their state dict that is no tensor
-    return {**plain, "state_dict": {**others, **weights}, "optimizer_states": optimizers}
+    place = plain.pop(WEIGHTS_AT, "state_dict")
+    others = plain.get(place, {})  # what modules add to their state dict that is no tensor
+    return {**plain, place: {**others, **weights}, "optimizer_states": states}
 
 
 def _optimizer_state(number: int, contents: Contents, reads: Reads) -> dict[str, Any]:

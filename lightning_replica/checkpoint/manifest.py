@@ -1,15 +1,18 @@
 """What a published directory says of itself: its files, and which training wrote it, where, when and why."""
 
 import json
+import re
 import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 MANIFEST = "manifest.json"
+# The names of all files that a save writes; see `sharded`.
+WRITTEN = re.compile(r"plain\.pt|contents\.pt|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 FORMAT = 2
 _PACKAGES = ("lightning-replica", "lightning", "torch")
 _READ_BYTES = 1 << 20
@@ -25,10 +28,15 @@ class FileInfo:
     @classmethod
     def of(cls, file: Path) -> "FileInfo":
         """Reads the file, a little at a time."""
-        size, crc = 0, 0
         with file.open("rb") as stream:
-            while block := stream.read(_READ_BYTES):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+            return cls.of_stream(stream)
+
+    @classmethod
+    def of_stream(cls, stream: IO[bytes]) -> "FileInfo":
+        """Likewise, to the end of what is open."""
+        size, crc = 0, 0
+        while block := stream.read(_READ_BYTES):
+            size, crc = size + len(block), zlib.crc32(block, crc)
         return cls(size, crc)
 
 
@@ -79,6 +87,10 @@ class Manifest:
     def size_bytes(self) -> int:
         """Of all files together."""
         return sum(info.size_bytes for info in self.files.values())
+
+    def as_bytes(self) -> bytes:
+        """What is written."""
+        return json.dumps(self.as_plain(), indent=1).encode()
 
     def as_plain(self) -> dict[str, Any]:
         """For JSON, with a checksum of its own."""

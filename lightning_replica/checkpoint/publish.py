@@ -16,10 +16,13 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_replica.checkpoint.attempts import attempts_at
+from lightning_replica.checkpoint.files import Files, Readable, damaged, files_of, files_of_attempt
+from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import reach
@@ -37,7 +40,7 @@ def staged(path: Path) -> Iterator[Path]:
     for name in (path, aside(path)):
         refuse_foreign(name)
     directory = _temporary(path, "tmp")
-    with _naming(directory):
+    with naming(directory):
         make_directory(path.parent)
         directory.mkdir()
     try:
@@ -52,7 +55,7 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
 
     Every file of ``manifest`` must have been brought to the disk already (`write_file` does).
     """
-    write_file(directory / MANIFEST, json.dumps(manifest.as_plain(), indent=1).encode())
+    write_file(directory / MANIFEST, manifest.as_bytes())
     sync(directory)
     former = aside(path)
     if os.path.lexists(path):
@@ -67,38 +70,44 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
             discard(given_up)
 
 
-def published(path: Path) -> Path:
-    """The directory to read for ``path``: its predecessor, if a crash came while that was being replaced.
+def published(path: Readable) -> Files:
+    """What there is to read for ``path``: its predecessor, if a crash came while that was being replaced.
+
+    In a store, the newest of the attempts that are whole as far as sizes tell. See [Note: attempts] in `attempts`.
 
     Raises:
         CheckpointError: If there is none.
     """
+    if isinstance(path, Files):
+        return path
+    if isinstance(path, Url):
+        return _published_attempt(path)
     for directory in (path, aside(path)):
         if directory.is_dir():
-            return directory
+            return files_of(directory)
     unfinished = [] if not path.parent.is_dir() else [
         entry.name for entry in path.parent.iterdir() if temporary_of(entry.name) == path.name
     ]  # fmt: skip
-    said = f" {min(unfinished)} beside it was never finished; it is not used." if unfinished else ""
-    raise CheckpointError(f"There is no sharded checkpoint at {path}.{said}")
+    raise _nothing_at(path, f"{min(unfinished)} beside it" if unfinished else "")
 
 
-def check(directory: Path) -> Manifest:
+def check(directory: Readable) -> Manifest:
     """Reads the manifest of a published directory, and looks whether its files are there and have their sizes.
 
     Raises:
         CheckpointError: If one is missing, has another size, or is not in the directory; if there is no manifest, or
             one that cannot be read.
     """
-    manifest = read_manifest(directory)
+    files = files_of(directory)
+    manifest = read_manifest(files)
     for name, expected in manifest.files.items():
-        size = _regular_file(directory, name).stat().st_size
+        size = files.size(name)
         if size != expected.size_bytes:
-            raise damaged(directory, f"{name} has {size} bytes, and was written with {expected.size_bytes}")
+            raise damaged(files, f"{name} has {size} bytes, and was written with {expected.size_bytes}")
     return manifest
 
 
-def verify(path: Path, share: tuple[int, int] = (0, 1)) -> Manifest:
+def verify(path: Readable, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Like `check`, and takes the checksums.
 
     Args:
@@ -109,47 +118,50 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> Manifest:
     Raises:
         CheckpointError: Likewise, and if a file has another checksum.
     """
-    directory = published(path)
-    manifest = check(directory)
+    files = published(path)
+    manifest = check(files)
     for name in sorted(manifest.files)[share[0] :: share[1]]:
-        if FileInfo.of(directory / name) != manifest.files[name]:
-            raise damaged(directory, f"the checksum of {name} differs from what was written")
+        with files.open(name) as stream:
+            found = FileInfo.of_stream(stream)
+        if found != manifest.files[name]:
+            raise damaged(files, f"the checksum of {name} differs from what was written")
     return manifest
 
 
-def read_file(directory: Path, name: str) -> bytes:
+def read_file(directory: Readable, name: str) -> bytes:
     """The content of one file of a published directory, checked like all the others in `verify`.
 
     Raises:
         CheckpointError: If it is not what was written.
     """
-    expected = read_manifest(directory).files.get(name)
+    files = files_of(directory)
+    expected = read_manifest(files).files.get(name)
     if expected is None:
-        raise damaged(directory, f"its {MANIFEST} does not list {name}")
-    content = _regular_file(directory, name).read_bytes()
+        raise damaged(files, f"its {MANIFEST} does not list {name}")
+    content = files.read(name)
     if FileInfo(len(content), zlib.crc32(content)) != expected:
-        raise damaged(directory, f"size or checksum of {name} differs from what was written")
+        raise damaged(files, f"size or checksum of {name} differs from what was written")
     return content
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Readable) -> Manifest:
     """What the directory says of itself; files are not looked at.
 
     Raises:
         CheckpointError: If there is no manifest, or one that cannot be read.
     """
-    if not os.path.lexists(directory / MANIFEST):
-        raise damaged(directory, f"it has no {MANIFEST}, so it was not written as a whole, or by something else")
-    text = _regular_file(directory, MANIFEST).read_bytes()
+    files = files_of(directory)
+    if not files.has(MANIFEST):
+        raise damaged(files, f"it has no {MANIFEST}, so it was not written as a whole, or by something else")
     try:
-        read: dict[str, Any] = json.loads(text)
+        read: dict[str, Any] = json.loads(files.manifest)
         written_by = read["format"]
         if written_by == FORMAT:
             return Manifest.of_plain(read)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(directory, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise damaged(files, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     raise CheckpointError(
-        f"The {MANIFEST} of the checkpoint {directory} has format {written_by!r}, and this version of"
+        f"The {MANIFEST} of the checkpoint {files} has format {written_by!r}, and this version of"
         f" lightning_replica reads format {FORMAT}. Load it with the version that wrote it: {read.get('versions')}."
     )
 
@@ -160,7 +172,7 @@ def write_file(file: Path, content: bytes) -> None:
     Raises:
         CheckpointError: If that fails; it names the file.
     """
-    with _naming(file), file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -174,7 +186,7 @@ def replace_file(file: Path, content: bytes) -> None:
     """
     unfinished = file.with_name(file.name + ".tmp")
     write_file(unfinished, content)
-    with _naming(file):
+    with naming(file):
         unfinished.replace(file)
         sync(file.parent)
 
@@ -243,13 +255,13 @@ def aside(path: Path) -> Path:
     return path.with_name(path.name + ".old")
 
 
-def damaged(directory: Path, what: str) -> CheckpointError:
-    """The error for a checkpoint that cannot be used."""
-    return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
-
-
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
+    """Has an error of the disk's name the file.
+
+    Raises:
+        CheckpointError: In place of an `OSError`.
+    """
     try:
         yield
     except OSError as error:
@@ -260,13 +272,19 @@ def _temporary(path: Path, ending: str) -> Path:
     return path.with_name(f"{temporary_of(path.name) or path.name}.{ending}-{secrets.token_hex(4)}")
 
 
-def _regular_file(directory: Path, name: str) -> Path:
-    """The file ``name``, if it is one, and lies in the directory itself."""
-    if name != Path(name).name or "\0" in name:
-        raise damaged(directory, f"its {MANIFEST} lists {name!r}, which is not a file name inside the directory")
-    file = directory / name
-    if file.is_symlink():
-        raise damaged(directory, f"{name} is a symbolic link")
-    if not file.is_file():
-        raise damaged(directory, f"{name} is missing")
-    return file
+def _published_attempt(url: Url) -> Files:
+    found = attempts_at(url)
+    committed = [files_of_attempt(each) for each in found if each.committed]
+    if not committed:
+        given_up = [each.url.name for each in found if each.given_up]
+        raise _nothing_at(url, f"{min(given_up)} in it" if given_up else "")
+    whole: list[tuple[tuple[int, int], Files]] = []
+    for each in committed if len(committed) > 1 else ():  # as there are after a crash
+        with suppress(CheckpointError):
+            whole.append((check(each).age, each))
+    return max(whole, key=lambda each: each[0])[1] if whole else committed[0]
+
+
+def _nothing_at(path: Location, unfinished: str) -> CheckpointError:
+    said = f" {unfinished} was never finished; it is not used." if unfinished else ""
+    return CheckpointError(f"There is no sharded checkpoint at {path}.{said}")

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lightning_replica.checkpoint.contents import (
     state_key,
     weight_key,
 )
+from lightning_replica.checkpoint.files import Readable
 from lightning_replica.sharding.optimizer import Piece, ShardedOptimizer
 from lightning_replica.sharding.state import ShardedState
 
@@ -37,7 +37,7 @@ class Reads:
         self._wholes: dict[str, Tensor] = {}
         self._afterwards: list[Callable[[], object]] = []
 
-    def run(self, directory: Path, files: Collection[str]) -> None:
+    def run(self, directory: Readable, files: Collection[str]) -> None:
         """Reads everything from ``directory``, out of no other than ``files``."""
         read_chunks(directory, self._chunks, files)
         for action in self._afterwards:

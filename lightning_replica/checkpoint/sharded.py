@@ -14,9 +14,7 @@ The tensors are ``model.<name>``, ``main.<name>`` (32-bit main parameters where 
 import io
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,9 @@ from lightning_replica.checkpoint import coverage, publish
 from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata, written_by
 from lightning_replica.checkpoint.contents import CONTENTS, Contents, StateInfo, check_model, read_contents
 from lightning_replica.checkpoint.coverage import METADATA
+from lightning_replica.checkpoint.destination import destination
+from lightning_replica.checkpoint.files import Files
+from lightning_replica.checkpoint.location import Given, Location, locate
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.together import Together
@@ -44,7 +45,7 @@ class Staged:
     """All that one rank writes of a checkpoint, as `stage` makes it and `write` takes it.
 
     Attributes:
-        path: The directory to write.
+        path: The directory to write, or its URL.
         chunks: The tensors.
         files: Content of other files, by name; rank 0's.
         contents: What the checkpoint shall hold; rank 0's.
@@ -52,7 +53,7 @@ class Staged:
         described: The checkpoint's manifest, but for what is only known once it is written.
     """
 
-    path: Path
+    path: Location
     chunks: tuple[Chunk, ...]
     files: Mapping[str, bytes]
     contents: Contents | None
@@ -65,7 +66,7 @@ class Staged:
 
 
 def save_sharded(
-    path: str | Path,
+    path: Given,
     state: ShardedState,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
@@ -79,7 +80,8 @@ def save_sharded(
 ) -> None:
     """Writes a checkpoint, every element once, all ranks in parallel. Collective.
 
-    At every instant ``path`` is what it was before or the whole new checkpoint; see `publish` for what a crash leaves.
+    At every instant ``path`` is what it was before or the whole new checkpoint; see `publish` and, for a URL,
+    `attempts` for what a crash leaves.
     On return, on any rank, it is published. The arguments are those of `stage`.
 
     Raises:
@@ -94,7 +96,7 @@ def save_sharded(
 
 
 def stage(
-    path: str | Path,
+    path: Given,
     state: ShardedState,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
@@ -109,7 +111,7 @@ def stage(
     """Finds out what this rank writes. Collective. Nothing is written yet, nor are tensors copied.
 
     Args:
-        path: The directory to write.
+        path: The directory to write, or its URL.
         state: The sharded state.
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks.
@@ -147,7 +149,7 @@ def stage(
     files, found = together.run(pack)
     grid, partition = state.grid, state.buffers[0].partition
     described = Manifest({}, grid.world_size, grid.replicas, partition, step, written_for, {})
-    return Staged(Path(path), tuple(writes.chunks), files, found, state.rank, described)
+    return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 
 def write(staged: Staged, together: Together) -> None:
@@ -156,40 +158,40 @@ def write(staged: Staged, together: Together) -> None:
     Raises:
         CheckpointError: On every rank, if any could not do its part. What was published stays.
     """
-    first, temporary = together.rank == 0, ExitStack()
-
-    def begin() -> str:
-        return str(temporary.enter_context(publish.staged(staged.path))) if first else ""
+    to = destination(staged.path)
 
     def write_part() -> tuple[int, str, dict[str, FileInfo], bytes]:
         for name, content in staged.files.items():
-            publish.write_file(directory / name, content)
-        part = write_chunks(directory, staged.chunks, together.rank)
-        files = [*written_by(directory, together.rank), *(directory / name for name in staged.files)]
+            publish.write_file(to.directory / name, content)
+        part = write_chunks(to.directory, staged.chunks, together.rank, to.durable)
+        files = [*written_by(to.directory, together.rank), *(to.directory / name for name in staged.files)]
+        written = {file.name: FileInfo.of(file) for file in files}
+        to.deliver(files)
         reach("save")
-        return staged.rank, socket.gethostname(), {file.name: FileInfo.of(file) for file in files}, part
+        return staged.rank, socket.gethostname(), written, part
 
     def publish_it() -> None:
         if staged.contents is None:
             return
-        metadata = write_metadata(directory, [part for *_, part in everyone])
+        metadata = write_metadata(to.directory, [part for *_, part in everyone], to.durable)
         files = {name: info for _, _, each, _ in everyone for name, info in each.items()}
-        files[METADATA] = FileInfo.of(directory / METADATA)
+        files[METADATA] = FileInfo.of(to.directory / METADATA)
         writers = {rank: host for rank, host, _, _ in everyone}
         manifest = replace(staged.described, files=files, writers=writers)
         problem = coverage.problem_of(metadata, manifest, staged.contents)
         if problem is not None:
             raise CheckpointError(f"{staged.path} is not written, as it would not be whole: {problem}.")
-        publish.publish(directory, staged.path, manifest)
+        to.deliver([to.directory / METADATA])
+        to.publish(manifest)
 
-    with temporary:
-        directory = Path(together.all(begin)[0])
+    with to:
+        to.join(together.all(lambda: to.begin(first=together.rank == 0))[0])
         everyone = together.all(write_part)
         together.run(publish_it)
 
 
 def load_sharded(
-    path: str | Path,
+    path: Given,
     state: ShardedState,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
@@ -202,7 +204,7 @@ def load_sharded(
     own ``load_state_dict``. Checksums are taken once, each by one rank.
 
     Args:
-        path: The directory.
+        path: The directory, or its URL.
         state: The sharded state; of any number of ranks, replicas, and partition.
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name.
@@ -212,10 +214,10 @@ def load_sharded(
         CheckpointError: On every rank of the group, if the checkpoint is damaged or of another model, before anything
             has changed; or if one could not read.
     """
-    path, together = Path(path), Together(group)
+    together = Together(group)
 
-    def check() -> tuple[Path, Manifest, Contents]:
-        directory = publish.published(path)
+    def check() -> tuple[Files, Manifest, Contents]:
+        directory = publish.published(locate(path))
         manifest = publish.verify(directory, share=(together.rank, together.size))
         contents = read_contents(directory)
         coverage.check(directory, manifest, contents)
@@ -237,13 +239,13 @@ def load_sharded(
     together.run(read)
 
 
-def read_plain(path: str | Path) -> dict[str, Any]:
+def read_plain(path: Given | Files) -> dict[str, Any]:
     """What was given as ``plain``. Needs no other rank.
 
     Raises:
         CheckpointError: If the checkpoint is damaged. Checksums of tensors are left to `load_sharded`.
     """
-    return stored.read_plain(publish.published(Path(path)), _PLAIN)
+    return stored.read_plain(publish.published(path if isinstance(path, Files) else locate(path)), _PLAIN)
 
 
 def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -29,13 +29,13 @@ class RankPrint:
     Attributes:
         world: Number of ranks.
         batches: Hashes with which each batch was seen: one, unless a batch that was done again was another.
-        steps: Hashes of the state after each step, likewise.
+        steps: Hashes of the state after each step, in the order of writing; several where its tail was done again.
         ends: Those at the end of each fit.
     """
 
     world: int
     batches: dict[Batch, set[str]] = field(default_factory=lambda: defaultdict(set))
-    steps: dict[Step, set[Hashable]] = field(default_factory=lambda: defaultdict(set))
+    steps: dict[Step, list[Hashable]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -72,25 +72,29 @@ def _rank(path: Path) -> RankPrint:
             epoch, number = record["batch"]
             found.batches[(fit, epoch, number)].add(record["data"])
         elif "step" in record:
-            found.steps[(fit, record.pop("step"))].add(tuple(sorted(record.items())))
+            found.steps[(fit, record.pop("step"))].append(tuple(sorted(record.items())))
         elif "end" in record:
             found.ends[fit] = record
     return found
 
 
-def differences(untouched: list[RankPrint], hurt: list[RankPrint], cut_short: bool = False) -> list[str]:
+def differences(
+    untouched: list[RankPrint], hurt: list[RankPrint], cut_short: bool = False, flipped: bool = False
+) -> list[str]:
     """What differs, in words; nothing if the runs are the same.
 
     Args:
         untouched: The run that was left alone.
         hurt: The other.
         cut_short: Whether the other was told to stop early: then it must be the beginning of the first.
+        flipped: Whether bits of the other were flipped. A state that was hashed before that was found does not count
+            then: the tail in which it was is done again, and hashed again.
     """
     if len(untouched) != len(hurt):
         return [f"{len(hurt)} ranks instead of {len(untouched)}"]
     found = []
     for rank, (left, right) in enumerate(zip(untouched, hurt, strict=True)):
-        texts = [*_batches(left, right, cut_short), *_steps(left, right, cut_short)]
+        texts = [*_batches(left, right, cut_short), *_steps(left, right, cut_short, flipped)]
         texts += [] if cut_short else _ends(left, right)
         found += [f"rank {rank}: {text}" for text in texts]
     return found
@@ -113,13 +117,15 @@ def _batches(untouched: RankPrint, hurt: RankPrint, cut_short: bool) -> list[str
     return _few(found, "batches")
 
 
-def _steps(untouched: RankPrint, hurt: RankPrint, cut_short: bool) -> list[str]:
-    wrong = sorted(step for step, states in hurt.steps.items() if states != untouched.steps.get(step))
+def _steps(untouched: RankPrint, hurt: RankPrint, cut_short: bool, flipped: bool) -> list[str]:
+    seen = {step: set(states[-1:] if flipped else states) for step, states in hurt.steps.items()}
+    expected = {step: set(states) for step, states in untouched.steps.items()}
+    wrong = sorted(step for step, states in seen.items() if states != expected.get(step))
     missing = [] if cut_short else sorted(step for step in untouched.steps if step not in hurt.steps)
     found = []
     if wrong:
         fit, step = wrong[0]
-        states = hurt.steps[wrong[0]] | untouched.steps.get(wrong[0], set())
+        states = seen[wrong[0]] | expected.get(wrong[0], set())
         names = _differing([dict(state) for state in states])  # type: ignore[call-overload]
         found.append(f"{names} after step {step}{_of(fit)} ({len(wrong)} of {len(hurt.steps)} states differ)")
     if missing:

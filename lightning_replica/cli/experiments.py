@@ -144,7 +144,8 @@ class Laboratory:
         ended = _came_to_the_end(prints)
         if code not in ((0, 128 + signal.SIGTERM) if stopped else (0,)) or not (ended or stopped):
             return Result(folder, code, struck, missed, failure=f"{_ended(code)}\n{_tail(folder)}")
-        found = differences(self.untouched, prints, cut_short=stopped and not ended)
+        flipped = any(each.fault.kind == "corrupt" for each in struck)
+        found = differences(self.untouched, prints, cut_short=stopped and not ended, flipped=flipped)
         return Result(folder, code, struck, missed, differences=found)
 
     def _new(self, name: str) -> Path:

@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
         " from. It must fit into memory. Main parameters, which other strategies do not have, are left out.",
     )
     parser.add_argument(
-        "directory", type=Path, help="the sharded checkpoint, or a directory of them: the newest whole one"
+        "directory", help="the sharded checkpoint or its URL, or a directory of them: the newest whole one"
     )
     parser.add_argument("file", type=Path, help="the file to write; replaced if it is there")
     parser.set_defaults(run=run)

@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them; or the URL of one")
     parser.add_argument("--verify", action="store_true", help="take the checksum of every file")
     parser.add_argument("--tensors", action="store_true", help="list all tensors")
     parser.add_argument("--json", action="store_true", help="write JSON")
@@ -42,8 +42,9 @@ def run(options: argparse.Namespace) -> int:
         CheckpointError: If there is no checkpoint.
     """
     from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find, holds_others
+    from lightning_replica.checkpoint.location import locate
 
-    path: Path = options.checkpoint
+    path = locate(options.checkpoint)
     directory = CheckpointDirectory(path) if holds_others(path) else None
     found, problems = find(path)
     entries = [examine(found, options.verify)] if directory is None else list(directory.entries(options.verify))
@@ -78,14 +79,15 @@ def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
             "size_bytes": manifest.size_bytes,
             "files": len(manifest.files) + 1,
         }
-    return facts if entry.problem else facts | _inside(entry.path, tensors)
+    return facts if entry.problem else facts | _inside(entry, tensors)
 
 
-def _inside(path: Path, tensors: bool) -> dict[str, Any]:
+def _inside(entry: "Entry", tensors: bool) -> dict[str, Any]:
     """What the contents of a whole checkpoint say."""
     from lightning_replica.checkpoint.contents import read_contents
+    from lightning_replica.checkpoint.publish import published
 
-    contents = read_contents(path)
+    contents = read_contents(published(entry.path))
     trained = {n for each in contents.optimizers for group in each.groups for n in group["params"]}
     facts: dict[str, Any] = {
         "parameters": sum(contents.weights[name].numel for name in trained),

@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         " place is that of its CheckpointPublisher or DyingGaspCheckpoint.",
     )
     parser.add_argument("pid", type=int, help="the process that was started as `python train.py`, or any rank")
-    parser.add_argument("--dirpath", type=Path, help="wait until there is a newer whole checkpoint in this directory")
+    parser.add_argument("--dirpath", help="wait until there is a newer whole checkpoint in this directory")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="how long to wait (default: %(default)g)")
     parser.set_defaults(run=run)
 

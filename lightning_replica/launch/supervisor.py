@@ -1,6 +1,7 @@
 """The process that starts the ranks, sees them die and replaces them. It never trains."""
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -220,8 +221,8 @@ class Supervisor:
         again = self._told is not None
         self._fail(f"The run was stopped by {told.name}.", 128 + told, forward=told)
         if again:
-            self._gasps = False
-            self._terminate(signal.SIGTERM)
+            self._code, self._gasps = 128 + told, False
+            self._terminate(signal.SIGKILL)
 
     def _keep_time(self) -> None:
         """Half of the grace is for coming to a step's end; then those who write get what is left."""
@@ -230,10 +231,21 @@ class Supervisor:
         passed_s = time.monotonic() - self._told_at
         if passed_s > self._options.grace_s:
             self._say(f"{self._options.grace_s:g} s are over (grace_s); what has not ended is killed.")
+            self._told_at = math.inf  # said and done once
             self._code, self._gasps = self._code or 128 + self._told, self._in_fit()
             self._terminate(signal.SIGKILL)
         elif passed_s > self._options.grace_s / 2 and self._generations.verdict() is None:
             self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told)
+        elif passed_s > self._options.grace_s * 2 / 3 and not self._hung:
+            self._end_absent()
+
+    def _end_absent(self) -> None:
+        """Kills whom the others wait for before they can write: those may hold all that is needed."""
+        absent = [rank for rank in self._children if not Gasp.has_come(self._generations, rank)]
+        for rank in absent if len(absent) < len(self._children) else ():
+            self._hung[rank] = f"Rank {rank} was busy and did not come to save; it was killed, and the others go on."
+            self._say(self._hung[rank])
+            self._children[rank].process.send_signal(signal.SIGKILL)
 
     def _in_fit(self) -> bool:
         return in_fit(self._store)

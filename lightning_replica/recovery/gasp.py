@@ -120,6 +120,7 @@ class Gasp:
             RecoveryError: If a shard has no holder left, or others do not come.
             CheckpointError: If it cannot be written.
         """
+        self._generations.store.set(_come(self._rank), "")
         generation = 0
         while True:
             generation = self._generations.newest(generation)
@@ -160,9 +161,18 @@ class Gasp:
         return self._generations.store.get(_DONE).decode()
 
     @staticmethod
+    def has_come(generations: Generations, rank: int) -> bool:
+        """Whether a rank has left its training to write; until then, the others wait for it."""
+        return generations.store.check([_come(rank)])
+
+    @staticmethod
     def written(generations: Generations) -> str | None:
         """Where the checkpoint of a run that was given up is; None if there is none yet."""
         return generations.store.get(_DONE).decode() if generations.store.check([_DONE]) else None
+
+
+def _come(rank: int) -> str:
+    return f"{_DONE}/come/{rank}"
 
 
 def _frozen(lists: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:

@@ -78,6 +78,17 @@ class Generations:
         """What ended the generation before ``generation``."""
         return Fault.from_json(self.store.get(_key(generation)).decode())
 
+    def taint(self, generation: int) -> None:
+        """Says that wrong bits were found in the generation before ``generation``, whoever else begins that.
+
+        Not part of the fault that ends a generation: of several faults at a time only one is written down.
+        """
+        self.store.set(f"tainted/{generation}", "")
+
+    def is_tainted(self, generation: int) -> bool:
+        """See `taint`."""
+        return self.store.check([f"tainted/{generation}"])
+
     def give_up(self, why: str) -> None:
         """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
         self.store.compare_set("verdict", "", why)
@@ -158,6 +169,9 @@ class Generations:
             self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
         except RecoveryError as error:
             raise RecoveryError(f"{error} Missing: ranks {missing()}.") from error
+        verdict = None if given_up else self.verdict()
+        if verdict is not None:  # others may have left their part before they saw it, and will not come any further
+            raise RecoveryError(verdict)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def meet(self, name: str, generation: int, world_size: int, timeout_s: float, given_up: bool = False) -> None:

@@ -39,6 +39,7 @@ class Report:
         hook: The recovery hook that failed last on this rank, and how, in this recovery.
         hook_failures: How often hooks have failed on this rank in this recovery.
         corrupted: How its shard was found to be wrong; empty if it was not. It is not ``intact`` then.
+        tainted: Whether any rank has found wrong bits since this one trained last, one too that is gone by now.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Report:
     hook: str = ""
     hook_failures: int = 0
     corrupted: str = ""
+    tainted: bool = False
 
     @classmethod
     def of_nothing(cls, rank: int) -> "Report":
@@ -222,10 +224,11 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
     A survivor's own snapshot is not enough, a peer must hold its private part too: the survivor may be lost before it
     has mirrored that again, when all others have already left the tail behind. In the tail, peers hold everyone's. But
     where a recovery that was cut short has given the tail up already, the survivor's own snapshot must do. With a
-    corrupted shard the tail comes first, if it can be had: it may have seen parameters made of wrong bits.
+    corrupted shard the tail comes first, if it can be had: the batch may have seen parameters made of wrong bits, and
+    so may whatever hooks keep that were called between the two.
     """
     tail, batch = (_can_start(reports, grid, kind, step) for kind in ("tail", "batch"))
-    if tail and any(report.corrupted for report in reports):
+    if tail and any(report.corrupted or report.tainted for report in reports):
         return "tail"
     if batch and _is_safe(reports, grid, step):
         return "batch"

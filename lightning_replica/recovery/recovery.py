@@ -93,7 +93,7 @@ class Recovery:
         self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
         self._job = generations.job()
         # Of the recovery under way:
-        self._joining, self._left = False, 0
+        self._joining, self._left = False, 0  # `_left`: the generation in which this rank has trained last
         self._hook_failures, self._hook_said = 0, ""
         self._moves: list[Transferred] = []
 
@@ -121,6 +121,7 @@ class Recovery:
         while True:
             try:
                 plan = self._attempt(state, host, fault, timeline)
+                self._left = self.generation
                 return Outcome(plan, self.generation, timeline, tuple(self._moves))
             except HookError as error:
                 # Whatever the phase, the others must come back to the start too.
@@ -162,6 +163,8 @@ class Recovery:
         return Fault("peer gone", (), f"rank {self._rank}: {what}")
 
     def _attempt(self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline) -> Plan:
+        if state.corrupted:  # first of all: should this rank be lost, the others must know
+            self._generations.taint(self.generation + 1)
         timeline.enter(Phase.STOP)
         if fault is not None:
             self._generations.begin(self.generation + 1, fault)
@@ -245,7 +248,12 @@ class Recovery:
             hook=self._hook_said,
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,
+            tainted=self._tainted(),
         )
+
+    def _tainted(self) -> bool:
+        newest = self._generations.newest(self.generation)
+        return any(self._generations.is_tainted(k) for k in range(self._left + 1, newest + 1))
 
     def _exchange_reports(self, own: Report) -> list[Report]:
         topic, timeout_s = f"report/{self.generation}", self._options.rendezvous_timeout_s

@@ -4,12 +4,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoint.sharded import beside_trained, load_sharded, save_sharded
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import make_groups
@@ -110,11 +110,11 @@ class Run:
             for buffer in self.net.buffers():  # as DDP does
                 torch.distributed.broadcast(buffer, 0)
 
-    def save(self, path: Path, **more: Any) -> None:
+    def save(self, path: Location, **more: Any) -> None:
         extras, aliases = beside_trained(self.net, self.state)
         save_sharded(path, self.state, self.names, extras, PLAIN, aliases=aliases, **more)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Location) -> None:
         load_sharded(path, self.state, self.names, beside_trained(self.net, self.state)[0])
 
     def facts(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def save_all(rank: int, store: Any, world_size: int, wanted: list[list[Any]], ro
         run = world.run(case, replicas, partition)
         run.train(2)
         name = f"{case}-{world_size}-{replicas}-{partition}"
-        run.save(Path(root) / name)
+        run.save(locate(root) / name)
         saved = run.facts()
         run.train(1)
         results[name] = {"saved": saved, "after": run.facts()}
@@ -208,7 +208,7 @@ def load_all(rank: int, store: Any, world_size: int, wanted: list[list[Any]], ro
     results = {}
     for name, replicas, partition in wanted:
         run = world.run(name.split("-")[0], replicas, partition, fresh=True)
-        run.load(Path(root) / name)
+        run.load(locate(root) / name)
         run.state.step = 2
         loaded = run.facts()
         run.train(1)

@@ -2,13 +2,13 @@
 
 import functools
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.location import Given, Location
 from lightning_replica.grid import Grid
 from tests.checkpoint.job import Run
 
@@ -37,14 +37,14 @@ def _fill(value: float) -> None:
         state["momentum_buffer"] = torch.full_like(piece.parameter, value, requires_grad=False)
 
 
-def save(path: Path, step: int | None, value: float, **more: Any) -> Path:
+def save(path: Location, step: int | None, value: float, **more: Any) -> Location:
     """Publishes a checkpoint whose every element, of weights and optimizer state, is ``value``."""
     _fill(value)
     _run().save(path, step=step, **more)
     return path
 
 
-def load(path: Path | None) -> float:
+def load(path: Location | None) -> float:
     """The number in a checkpoint; it must be everywhere."""
     assert path is not None
     _fill(-1.0)
@@ -55,7 +55,7 @@ def load(path: Path | None) -> float:
     return float(values.pop())
 
 
-def directory_of(path: Path, *steps: int) -> CheckpointDirectory:
+def directory_of(path: Given, *steps: int) -> CheckpointDirectory:
     """A directory with a checkpoint for each of ``steps``, which holds its number; the tracker names the last."""
     directory = CheckpointDirectory(path)
     directory.prepare()

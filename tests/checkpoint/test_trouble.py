@@ -16,6 +16,7 @@ from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.chunks import Chunk, read_chunks
 from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.location import locate
 from lightning_replica.checkpoint.sharded import save_sharded
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import listen
@@ -143,7 +144,7 @@ def save_one(rank: int, store: Any, root: str) -> dict[str, Any]:
 
 def kill_at(rank: int, store: Any, root: str, victim: int, point: str) -> dict[str, Any]:
     """Saves, trains on, and loses ``victim`` in the middle of saving again."""
-    world, path = World(rank, store, 3), Path(root) / "step"
+    world, path = World(rank, store, 3), locate(root) / "step"
     run = world.run("AdamW", 1, "element")
     run.train(2)
     run.save(path)
@@ -164,11 +165,11 @@ def kill_at(rank: int, store: Any, root: str, victim: int, point: str) -> dict[s
 def load_again(rank: int, store: Any, root: str) -> dict[str, Any]:
     world = World(rank, store, 3)
     run = world.run("AdamW", 1, "element", fresh=True)
-    run.load(Path(root) / "step")
+    run.load(locate(root) / "step")
     loaded = run.facts()
     run.state.step = 2
     run.train(1)
-    run.save(Path(root) / "step")
+    run.save(locate(root) / "step")
     return {"saved": loaded}
 
 

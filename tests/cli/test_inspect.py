@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_replica.checkpoint import store
+from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.cli.main import main
 from tests.checkpoint.small import directory_of, save
 
@@ -96,3 +98,27 @@ def test_export_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.Captur
     assert printed.out == f"{file} holds what {directory.path_of(10)} holds.\n"
     assert re.match(r"lightning-replica: .*step_00000020 cannot be used: __0_0.distcp has 10 bytes", printed.err)
     assert torch.load(file, weights_only=True)["state_dict"]["first.bias"].tolist() == [10.0] * 7
+
+
+def test_a_url(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = directory_of(bucket, 10, 20)
+    (attempt,) = attempts_at(directory.path_of(20))
+    assert main(["inspect", bucket, "--verify"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^  step_00000020 +20 +periodic .* whole, tracked$", text, re.M)
+    assert f"\ncheckpoint   {bucket}/step_00000020\n" in text
+    assert text.splitlines()[-1] == "whole, to the last byte"
+    assert main(["inspect", f"{bucket}/step_00000020"]) == 0
+    assert lines(capsys.readouterr().out)["checkpoint"] == str(attempt.url)
+    store.write(attempt.url / "__0_0.distcp", b"half")
+    assert main(["inspect", bucket]) == 1
+    assert f"The checkpoint {attempt.url} cannot be used: __0_0.distcp has 4 bytes" in capsys.readouterr().out
+    file = tmp_path / "one.ckpt"
+    assert main(["export", bucket, str(file)]) == 0
+    assert capsys.readouterr().out == f"{file} holds what {directory.path_of(10)} holds.\n"
+    assert torch.load(file, weights_only=True)["state_dict"]["first.bias"].tolist() == [10.0] * 7
+    assert main(["inspect", f"{bucket}/nothing"]) == 1
+    assert main(["inspect", "oss://bucket/run"]) == 2
+    said = capsys.readouterr().err
+    assert f"There is no sharded checkpoint at {bucket}/nothing." in said
+    assert "oss://bucket/run needs a package that is not installed: Install ossfs" in said

@@ -39,11 +39,19 @@ def cells() -> Iterator[tuple[str, str, str, int]]:
 
 
 def sample() -> list[tuple[str, str, str, int]]:
-    """Of each kind at each point one cell, another place of the table for each; of hangs none (launch/test_hang.py)."""
+    """Of each kind at each point one cell, another place of the table for each; of hangs none (launch/test_hang.py).
+
+    Of "exit", which is like "kill", and of "memory", which is like "raise", at every other point.
+    """
     by_place: dict[tuple[str, str], list[Any]] = {}
     for cell in cells():
         by_place.setdefault(cell[:2], []).append(cell)
-    kept = [found for (kind, _), found in by_place.items() if kind != "stop"]
+    half = {"exit": 0, "memory": 1}
+    kept = [
+        found
+        for (kind, point), found in by_place.items()
+        if kind != "stop" and half.get(kind, POINTS.index(point) % 2) == POINTS.index(point) % 2
+    ]
     return [found[number * 5 % len(found)] for number, found in enumerate(kept)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_replica import ReplicaZeroStrategy
+from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
 from lightning_replica.points import listen
 from tests.strategy.both import different
 from tests.strategy.scenarios import SCENARIOS, fit
@@ -40,13 +40,11 @@ def train(case: Trained, out: Path) -> None:
     given = {"bucket_bytes": 512, "guard": "full", "hang_min_s": least, "hang_max_s": most, **case.options}
     strategy = ReplicaZeroStrategy(**given)
 
-    def reach(point: str) -> None:
-        step = strategy.state.step if strategy._training else -1
-        for number, fault in enumerate(case.faults):
-            fault.reach(point, step, out / f"fired{number}", strategy._training and strategy.state)
-
-    listen(reach)
-    result = fit(case.name, strategy, case.devices, (Reaches(reach),))
+    callbacks = (
+        Reaches(case, strategy, out),
+        *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
+    )
+    result = fit(case.name, strategy, case.devices, callbacks, load=case.load or None)
     for number, sharded in enumerate(strategy.state.optimizers):
         result["tensors"].update({f"{number}/{key}": value for key, value in sharded.state()[0].items()})
     result["tensors"].update({f"main/{i}": buffers.main for i, buffers in enumerate(strategy.state.buffers)})
@@ -55,10 +53,19 @@ def train(case: Trained, out: Path) -> None:
 
 
 class Reaches(job.Callback):
-    """Points in the user's own code."""
+    """Reaches the points of the package, and points in the user's own code; "batch 4" is the fifth of its epoch."""
 
-    def __init__(self, reach: Any) -> None:
-        self.reach = reach
+    def __init__(self, case: Case, strategy: ReplicaZeroStrategy, out: Path) -> None:
+        self.case, self.strategy, self.out = case, strategy, out
+        listen(self.reach)
+
+    def reach(self, point: str) -> None:
+        state = self.strategy.state if self.strategy._training else None
+        for number, fault in enumerate(self.case.faults):
+            fault.reach(point, state.step if state else -1, self.out / f"fired{number}", state)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.reach(f"batch {batch_idx}")
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.reach("train_batch_end")

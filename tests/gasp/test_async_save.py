@@ -121,6 +121,8 @@ class LosesItsDirectory(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.is_global_zero and trainer.global_step == 5 and self.directory.is_dir():
+            while not (self.directory / "latest").exists():  # the checkpoint before is whole
+                pass
             self.directory.rename(self.directory.with_name("away"))
             self.directory.write_text("not a directory")
 

@@ -10,6 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.publish import temporary_of
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
 from tests.support.job import Case, Fault
@@ -58,7 +59,7 @@ def sampled(every: int, *choices: Iterable[str | int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", sampled(2, MOMENTS))
 def test_a_rank_is_killed_and_not_replaced(moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
     point, step = MOMENTS[moment]
     resumed(Case(faults=(Fault("kill", 1, point, step),), gasp=True), tmp_path).assert_same(untouched)
@@ -137,9 +138,12 @@ def test_every_rank_raises_while_its_shard_changes(tmp_path: Path) -> None:
     assert not list((tmp_path / "gasp").iterdir())
 
 
-def test_no_holder_is_left(tmp_path: Path) -> None:
-    case = Case(faults=(Fault("kill", 1, "update", 2), Fault("kill", 3, "gasp_write", None)), gasp=True)
+@pytest.mark.parametrize("point", ["gasp_write", "save"])
+def test_no_holder_is_left(point: str, tmp_path: Path) -> None:
+    """The second is lost before it has written anything, or behind its part."""
+    case = Case(faults=(Fault("kill", 1, "update", 2), Fault("kill", 3, point, 3)), gasp=True)
     ended = world.run(case, tmp_path, max_restarts=0)
     assert ended.code == NOTHING_SAVED
+    assert (tmp_path / "fired1").exists()
     assert "Every holder of shard 1 is lost (ranks 1, 3)" in ended.logs
-    assert not [path for path in (tmp_path / "gasp").glob("*") if not path.name.endswith(".tmp")]
+    assert not [path for path in (tmp_path / "gasp").iterdir() if temporary_of(path.name) is None]

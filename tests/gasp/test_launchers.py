@@ -23,20 +23,24 @@ def untouched() -> dict[str, str]:
     return results(output)
 
 
-def test_sigterm_and_the_same_command_again(untouched: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fixture", ["tmp_path", "bucket"])
+def test_sigterm_and_the_same_command_again(
+    fixture: str, untouched: dict[str, str], request: pytest.FixtureRequest
+) -> None:
     """Rank 0 waits inside of its step until it has heard; the other is in a collective."""
-    process = start("wait", 0, GASP=str(tmp_path))
+    place = request.getfixturevalue(fixture)
+    process = start("wait", 0, GASP=str(place))
     wait_for(process, "waiting")
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == GASP_WRITTEN, output
     assert "SIGTERM: all ranks save and end, within 25 s." in output
-    assert f"the run has ended before its time, and has left {tmp_path}/step_00000003" in output
+    assert f"the run has ended before its time, and has left {place}/step_00000003" in output
     assert "Traceback" not in output
-    again = start("wait", 0, GASP=str(tmp_path))
+    again = start("wait", 0, GASP=str(place))
     output = finish(again)
     assert again.returncode == 0, output
-    assert output.count(f"goes on from {tmp_path}/step_00000003.") == 1
+    assert output.count(f"goes on from {place}/step_00000003.") == 1
     assert results(output) == untouched
 
 

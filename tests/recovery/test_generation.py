@@ -79,6 +79,16 @@ def test_waiting_ends_with_the_verdict(store: Any) -> None:
         generations.share("report", 0, {}, 0, range(2), 5)
 
 
+def test_what_others_left_before_they_saw_the_verdict_does_not_count(store: Any) -> None:
+    """They are on their way out, and whoever opened a group for all would wait for them."""
+    other, generations = client(store), Generations(store)
+    generations.give_up("told to end")
+    with pytest.raises(RecoveryError, match=r"told to end Missing: ranks \[0\]"):
+        other.share("report", 1, {}, 0, range(2), 5)
+    with pytest.raises(RecoveryError, match="told to end"):
+        generations.share("report", 0, {}, 0, range(2), 5)
+
+
 def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any) -> None:
     generations, other = Generations(store), client(store)
     thread = threading.Thread(target=other.meet, args=("finished", 0, 2, 5))

@@ -65,6 +65,14 @@ def test_a_corrupted_shard_comes_from_the_peer_and_the_tail_is_done_again() -> N
     assert (plan.step, plan.kind, plan.forward, plan.moves) == (5, "tail", (), (Move(3, 1, host=False),))
 
 
+def test_the_tail_is_done_again_though_whoever_found_wrong_bits_is_lost() -> None:
+    """Others know; its peers may have seen parameters made of wrong bits all the same."""
+    others = [at(0, tainted=True), at(2, tainted=True), at(3, tainted=True)]
+    plan = make_plan([others[0], newborn(1), *others[1:]], GRID, 3)
+    assert (plan.step, plan.kind, plan.moves) == (5, "tail", (Move(3, 1, host=True),))
+    assert make_plan([at(0), newborn(1), at(2), at(3)], GRID, 3).kind == "batch"
+
+
 def test_with_a_corrupted_shard_the_batch_is_done_again_where_the_tail_is_forgotten() -> None:
     """As after another recovery that went back to the batch."""
     mirrored = [at(rank, tail=(), mirrors=(Mirror((rank + 2) % 4, "batch", 5),)) for rank in range(4)]

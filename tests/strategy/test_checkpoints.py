@@ -1,14 +1,23 @@
 """Checkpoints: DDP goes on from ours and we from DDP's, across ranks, replicas, partitions and forms."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.cli.main import main
 from tests.strategy.both import different
 from tests.strategy.resumes import Stage, run
+from tests.strategy.scenarios import fit
+from tests.support import world
 from tests.support.bits import same
+from tests.support.job import Case
+from tests.support.ranks import free_port
 
 # With two optimizers, without and with a loss scaler, with buffers, schedulers, state from the start.
 NAMES = ("plain", "adagrad", "schedulers", "gan", "half_mixed_seen", "images_with_batch_norm", "dtypes_and_shapes")
@@ -67,3 +76,41 @@ def test_checkpoints_move_between_worlds(tmp_path: Path) -> None:
                 assert same(first["replica_zero"]["main"], second["replica_zero"]["main"]), (devices, stage, name)
                 for key in ("state_dict", "optimizer_states", "lr_schedulers"):
                     assert same(first[key], second[key]), (devices, stage, name, key)
+
+
+def averages(case: Any, out: Path) -> None:
+    """Under DDP and here, with checkpoints on the way; then from one of ours to the end."""
+    torch.set_num_threads(1)
+    rank = os.environ["LOCAL_RANK"]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case.port), NODE_RANK="0", WORLD_SIZE="2")
+
+    def saving(name: str) -> ModelCheckpoint:
+        return ModelCheckpoint(out / name, "{step}", every_n_train_steps=5, save_top_k=-1)
+
+    def ours() -> ReplicaZeroStrategy:
+        return ReplicaZeroStrategy(bucket_bytes=512, state_dict_type="sharded")
+
+    ended = {"ddp": fit("moving_average", DDPStrategy(), 2, (saving("ddp"),))}
+    dist.destroy_process_group()
+    ended["ours"] = fit("moving_average", ours(), 2, (saving("ours"),))
+    ended["again"] = fit("moving_average", ours(), 2, load=str(out / "ours" / "step=5.ckpt"))
+    torch.save(ended, out / f"ended{rank}.pt")
+
+
+def test_averaged_weights_lie_where_ddp_has_them(tmp_path: Path) -> None:
+    """The callback puts the average where weights are looked for, and the weights elsewhere."""
+    case = Case(devices=2)
+    case.port = free_port()  # type: ignore[attr-defined]
+    outcome = world.run(case, tmp_path, target=averages)
+    assert outcome.code == 0, outcome.logs
+    for rank in range(2):
+        ended = torch.load(tmp_path / f"ended{rank}.pt", weights_only=True)
+        assert different(ended["ours"], ended["ddp"]) == []
+        assert different(ended["again"], ended["ddp"]) == []
+    main(["export", str(tmp_path / "ours" / "step=5.ckpt"), str(tmp_path / "one.ckpt")])
+    one = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    ddp = torch.load(tmp_path / "ddp" / "step=5.ckpt", weights_only=True)
+    assert not same(one["state_dict"], one["current_model_state"])
+    for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states"):
+        assert same(one[key], ddp[key]), key
+    assert one.keys() - ddp.keys() == {"replica_zero"}

@@ -113,6 +113,7 @@ class Case:
     hang: tuple[float, float] = HANG
     guard: Literal["sampled", "full", "off"] = "full"
     gasp: bool = False
+    grace_s: float = 25.0
     load: str = ""
     accelerator: str = "cpu"  # or one of support.accelerators
 
@@ -146,6 +147,9 @@ class Faults(Callback):
         assert isinstance(self.strategy, Strategy)
         listen(lambda point: self.reach(point, self.state.step if self.state else -1))
         self.reach("setup", -1)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.reach("train_start", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         digest = hashlib.sha256(batch[0].cpu().numpy().tobytes()).hexdigest()[:12]
@@ -284,7 +288,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
         callbacks=[
             faults,
             *callbacks,
-            *([DyingGaspCheckpoint(out / "gasp")] if case.gasp else ()),
+            *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
             ModelCheckpoint(out / "checkpoints", every_n_train_steps=2),
         ],
         logger=Lines(faults) if logger is None else logger,
@@ -303,7 +307,7 @@ def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
     return {
         "weights": _digest(*model.parameters(), *model.buffers()),
         "main": _digest(*[buffers.main for buffers in state.buffers]),
-        "optimizer": _digest(*[t for sharded in state.optimizers for t in sharded.state()[0].values()]),
+        "optimizer": _digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),
         "groups": [[group["lr"], group["weight_decay"]] for group in optimizer.param_groups],
         "schedulers": repr([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},

@@ -54,7 +54,7 @@ def run(
         least, most = case.hang if isinstance(case, job.Case) else job.HANG
         options = RecoveryOptions(recovery, max_restarts=max_restarts, hang_min_s=least, hang_max_s=most)
         if isinstance(case, job.Case) and case.gasp:
-            options = replace(options, gasp=True, grace_s=25.0)
+            options = replace(options, gasp=True, grace_s=case.grace_s)
         code = Supervisor(start, case.devices, options, said.append, out).run()
     finally:
         del os.environ["OMP_NUM_THREADS"]

@@ -1,0 +1,132 @@
+"""One look at the files of a directory, on a file system or in a store of objects."""
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import IO, TypeAlias
+
+from lightning_replica.checkpoint import store
+from lightning_replica.checkpoint.attempts import Attempt
+from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.manifest import MANIFEST
+from lightning_replica.errors import CheckpointError
+
+
+class Files:
+    """The files of a directory, by name. What cannot change once it is published is asked for once.
+
+    Attributes:
+        directory: The directory.
+    """
+
+    directory: Location
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of that name."""
+        raise NotImplementedError
+
+    def size(self, name: str) -> int:
+        """Bytes in the file.
+
+        Raises:
+            CheckpointError: If it is missing, no regular file, or not in the directory itself.
+        """
+        raise NotImplementedError
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens it, to read from any place in it.
+
+        Raises:
+            CheckpointError: Likewise.
+        """
+        raise NotImplementedError
+
+    def read(self, name: str) -> bytes:
+        """All of it.
+
+        Raises:
+            CheckpointError: Likewise.
+        """
+        with self.open(name) as stream:
+            return stream.read()
+
+    @cached_property
+    def manifest(self) -> bytes:
+        """What is in the manifest."""
+        return self.read(MANIFEST)
+
+
+Readable: TypeAlias = Location | Files
+
+
+def files_of(directory: Readable) -> Files:
+    """The files in ``directory``, and no directory in it."""
+    if isinstance(directory, Files):
+        return directory
+    return _Stored(directory, store.objects(directory)) if isinstance(directory, Url) else _Local(directory)
+
+
+def files_of_attempt(attempt: Attempt) -> Files:
+    """The same, for what has been listed already."""
+    return _Stored(attempt.url, attempt.sizes)
+
+
+def damaged(directory: Readable, what: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be used."""
+    return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
+
+
+class _Local(Files):
+    def __init__(self, directory: Path) -> None:
+        self.directory: Path = directory
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.directory / name)
+
+    def size(self, name: str) -> int:
+        return self._file(name).stat().st_size
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self._file(name).open("rb")
+
+    def _file(self, name: str) -> Path:
+        if name != Path(name).name or "\0" in name:
+            raise damaged(self, f"its {MANIFEST} lists {name!r}, which is not a file name inside the directory")
+        file = self.directory / name
+        if file.is_symlink():
+            raise damaged(self, f"{name} is a symbolic link")
+        if not file.is_file():
+            raise damaged(self, f"{name} is missing")
+        return file
+
+
+class _Stored(Files):
+    def __init__(self, directory: Url, sizes: Mapping[str, int]) -> None:
+        self.directory: Url = directory
+        self._sizes = sizes
+
+    def has(self, name: str) -> bool:
+        return name in self._sizes
+
+    def size(self, name: str) -> int:
+        return self._sizes[self._listed(name)]
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return store.opened(self.directory / self._listed(name))
+
+    def read(self, name: str) -> bytes:
+        content = store.read(self.directory / self._listed(name))
+        if content is None:
+            raise damaged(self, f"{name} is gone")
+        return content
+
+    def _listed(self, name: str) -> str:
+        """A name that the store has listed leads nowhere else."""
+        if name not in self._sizes or "/" in name:
+            raise damaged(self, f"{name} is missing")
+        return name

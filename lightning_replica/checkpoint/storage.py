@@ -1,0 +1,187 @@
+"""The directory of a run's checkpoints, as far as it matters where it lies: on a file system, or in a store."""
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+from lightning_replica.checkpoint import publish, store
+from lightning_replica.checkpoint.attempts import attempts_at, may_have
+from lightning_replica.checkpoint.files import Files, Readable
+from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.manifest import MANIFEST, WRITTEN
+from lightning_replica.errors import CheckpointError
+
+TRACKER = "latest"
+STEP = re.compile(r"step_\d{8,}")
+_PROBE = f"{TRACKER}.tmp"
+
+
+class Storage(Protocol):
+    """What `directory.CheckpointDirectory` needs. Names are those of entries of the directory itself."""
+
+    def names(self) -> list[str]:
+        """What is a checkpoint, or was to be one, in the order of the alphabet.
+
+        Raises:
+            CheckpointError: If nobody can say.
+        """
+
+    def child(self, name: str) -> Readable:
+        """What there is to read of the checkpoint ``name``.
+
+        Raises:
+            CheckpointError: If there is none, or it lies elsewhere.
+        """
+
+    def prepare(self) -> list[str]:
+        """Makes sure that it can be written to, and removes what our crashes have left.
+
+        Returns:
+            The checkpoints of which a crash has left two.
+
+        Raises:
+            OSError: If it cannot be written to; also CheckpointError.
+        """
+
+    def settle(self, name: str, whole: bool) -> None:
+        """Leaves one of two, if what readers find of them now is ``whole``."""
+
+    def read_tracker(self) -> bytes | None:
+        """What the tracker holds."""
+
+    def write_tracker(self, content: bytes) -> None:
+        """Replaces the tracker, as a whole."""
+
+    def discard(self, name: str) -> None:
+        """Removes a checkpoint."""
+
+
+def storage_of(path: Location) -> Storage:
+    """For the directory ``path``."""
+    return _InStore(path) if isinstance(path, Url) else _OnDisk(path)
+
+
+class _OnDisk:
+    """See `publish`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def names(self) -> list[str]:
+        entries = sorted(self._path.iterdir()) if self._path.is_dir() else ()
+        return [
+            entry.name
+            for entry in entries
+            if not publish.temporary_of(entry.name) and (STEP.fullmatch(entry.name) or (entry / MANIFEST).exists())
+        ]
+
+    def child(self, name: str) -> Path:
+        path = self._path / _plain(self._path, name)
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link, and not followed. Name its target instead.")
+        return path
+
+    def prepare(self) -> list[str]:
+        publish.make_directory(self._path)
+        entries = list(self._path.iterdir())
+        for entry in entries:
+            _refuse_foreign(entry)
+        probe = self._path / _PROBE
+        publish.write_file(probe, b"can it be written?\n")
+        probe.unlink()
+        for entry in entries:
+            if publish.temporary_of(entry.name) and _is_ours(entry):
+                publish.discard(entry)
+        return [entry.stem for entry in entries if entry.suffix == ".old" and STEP.fullmatch(entry.stem)]
+
+    def settle(self, name: str, whole: bool) -> None:
+        path = self._path / name
+        former = publish.aside(path)
+        if not path.exists():
+            publish.restore(former, path)
+        elif whole:  # otherwise the former may be the only one
+            publish.discard(former)
+
+    def read_tracker(self) -> bytes | None:
+        file = self._path / TRACKER
+        return file.read_bytes() if file.is_file() else None
+
+    def write_tracker(self, content: bytes) -> None:
+        publish.replace_file(self._path / TRACKER, content)
+
+    def discard(self, name: str) -> None:
+        publish.discard(self._path / name)
+
+
+class _InStore:
+    """See [Note: attempts] in `attempts`."""
+
+    def __init__(self, url: Url) -> None:
+        self._url = url
+
+    def names(self) -> list[str]:
+        return [name for name in self._names() if any(each.committed for each in attempts_at(self._url / name))]
+
+    def child(self, name: str) -> Files:
+        return publish.published(self._url / _plain(self._url, name))
+
+    def prepare(self) -> list[str]:
+        store.write(self._url / _PROBE, b"can it be written?\n")
+        store.remove([self._url / _PROBE])
+        halves = []
+        for name in self._names():
+            found = attempts_at(self._url / name)
+            for attempt in found:
+                if attempt.given_up:
+                    attempt.remove()
+            if len([attempt for attempt in found if attempt.committed]) > 1:
+                halves.append(name)
+        return halves
+
+    def settle(self, name: str, whole: bool) -> None:
+        newest = publish.published(self._url / name).directory
+        for attempt in attempts_at(self._url / name) if whole else ():
+            if attempt.committed and attempt.url != newest:
+                attempt.remove()
+
+    def read_tracker(self) -> bytes | None:
+        return store.read(self._url / TRACKER)
+
+    def write_tracker(self, content: bytes) -> None:
+        store.write(self._url / TRACKER, content)
+
+    def discard(self, name: str) -> None:
+        for attempt in attempts_at(self._url / name):
+            if attempt.committed:
+                attempt.remove()
+
+    def _names(self) -> list[str]:
+        """What may have attempts; what else lies there may be large."""
+        names = sorted(name for name, size in store.listed(self._url).items() if size is None)
+        return [name for name in names if STEP.fullmatch(name) or may_have(store.listed(self._url / name))]
+
+
+def _plain(directory: Location, name: str) -> str:
+    if name != Path(name).name or name in ("", "..") or "\0" in name:
+        raise CheckpointError(f"{name!r} is not the name of a checkpoint in {directory}.")
+    return name
+
+
+def _refuse_foreign(entry: Path) -> None:
+    """Refuses what has a name that we would replace or remove, and is not ours."""
+    if entry.name in (TRACKER, _PROBE):
+        ours = entry.is_file()
+    elif STEP.fullmatch(entry.name.removesuffix(".old")):
+        ours = entry.is_dir()
+        publish.refuse_foreign(entry)
+    else:
+        return
+    if entry.is_symlink() or not ours:
+        raise CheckpointError(f"{entry} is not what a run writes under this name. Move it away.")
+
+
+def _is_ours(temporary: Path) -> bool:
+    """Whether it is a directory that holds nothing but what a save writes."""
+    if temporary.is_symlink() or not temporary.is_dir():
+        return False
+    return all(WRITTEN.fullmatch(entry.name) and not entry.is_dir() for entry in temporary.iterdir())

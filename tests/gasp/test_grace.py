@@ -1,0 +1,116 @@
+"""Told to end, and the step does not: what becomes of it within `grace_s`, at its end, and on a second signal."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_replica import CheckpointPublisher
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
+from tests.support import job, world
+from tests.support.job import Case
+
+
+@dataclass
+class Stuck(Case):
+    """In the third step rank 0 has the supervisor told to end, and some ranks do not come to the step's end.
+
+    ``waiting`` ones are in a collective that nobody else is in, ``busy`` ones in code that looks at nothing.
+    """
+
+    devices: int = 2
+    hang: tuple[float, float] = (60.0, 120.0)  # longer than the grace, as by default
+    gasp: bool = True
+    load: str = "last"
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
+    waiting: tuple[int, ...] = ()
+    busy: tuple[int, ...] = ()
+
+
+class GetsStuck(Callback):
+    def __init__(self, case: Stuck, out: Path) -> None:
+        self.case, self.out = case, out
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        rank = trainer.global_rank
+        marker = self.out / f"stuck{rank}"
+        if trainer.global_step != 2 or marker.exists():
+            return
+        marker.touch()
+        for told in self.case.signals if rank == 0 else ():
+            os.kill(int(os.environ["TESTED_BY"]), told)
+            while not trainer.strategy.training.asked_to_stop:  # the supervisor has heard, and told all ranks
+                time.sleep(0.01)
+        if rank in self.case.waiting:
+            trainer.strategy.barrier()
+        if rank in self.case.busy:
+            time.sleep(1e6)
+
+
+def trains(case: Stuck, out: Path) -> None:
+    job.run(case, out, (GetsStuck(case, out), CheckpointPublisher(out / "gasp", every_n_train_steps=1)))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, world.Outcome]:
+    """By number of ranks."""
+    return {ranks: world.run(Case(devices=ranks), tmp_path_factory.mktemp("untouched")) for ranks in (2, 4)}
+
+
+def ends(case: Stuck, out: Path, code: int, untouched: dict[int, world.Outcome]) -> tuple[str, list[str]]:
+    """Why the newest checkpoint was written, which is of the second step, and what the supervisor said."""
+    ended = world.run(case, out, max_restarts=0, target=trains)
+    assert ended.code == code, f"{ended.said}\n{ended.logs}"
+    latest = CheckpointDirectory(out / "gasp").latest(verify=True)
+    assert latest.problems == ()
+    assert latest.manifest is not None
+    assert latest.manifest.step == 2
+    again = world.run(replace(case, grace_s=25.0), out, max_restarts=0, target=trains)
+    again.assert_same(untouched[case.devices])
+    return latest.manifest.written_for, ended.said
+
+
+def test_ranks_that_wait_are_called_back(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
+    """Half of the grace is over: the last decided step."""
+    why, said = ends(Stuck(waiting=(1,), grace_s=20.0), tmp_path, GASP_WRITTEN, untouched)
+    assert why == "gasp"
+    assert said[:2] == ["SIGTERM: all ranks save and end, within 20 s.", "The run was stopped by SIGTERM."]
+
+
+def test_others_save_without_one_that_is_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
+    why, said = ends(Stuck(busy=(1,), devices=4, grace_s=24.0), tmp_path, GASP_WRITTEN, untouched)
+    assert why == "gasp"
+    assert said[2] == "Rank 1 was busy and did not come to save; it was killed, and the others go on."
+
+
+def test_all_are_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
+    """They are killed in the end; the periodic checkpoint of the same step is what there is."""
+    why, said = ends(Stuck(busy=(0, 1), grace_s=2.0), tmp_path, NOTHING_SAVED, untouched)
+    assert why == "periodic"
+    assert said.count("2 s are over (grace_s); what has not ended is killed.") == 1
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGTERM, signal.SIGINT),
+        pytest.param((signal.SIGINT, signal.SIGTERM), marks=pytest.mark.combinations),
+        pytest.param((signal.SIGUSR1, signal.SIGUSR1), marks=pytest.mark.combinations),
+    ],
+)
+def test_a_second_signal_ends_all_at_once(
+    signals: tuple[Any, ...], untouched: dict[int, world.Outcome], tmp_path: Path
+) -> None:
+    case = Stuck(signals=signals, busy=(0, 1))
+    why, said = ends(case, tmp_path, 128 + signals[1], untouched)
+    assert why == "periodic"
+    assert said == [
+        f"{signals[0].name}: all ranks save and end, within 25 s.",
+        f"The run was stopped by {signals[1].name}.",
+    ]

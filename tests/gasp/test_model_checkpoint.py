@@ -1,0 +1,101 @@
+"""Lightning's `ModelCheckpoint`, in the sharded form, in the directory of a `CheckpointPublisher`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_replica import CheckpointPublisher
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.exit_codes import GAVE_UP
+from tests.support import job, world
+from tests.support.job import Case, Fault
+
+
+@dataclass
+class Kept(Case):
+    """The callback saves every third step, the publisher every fifth."""
+
+    devices: int = 2
+    top: int = -1
+    last: bool | str = False
+
+
+class Names(Callback):
+    """Writes down what the tracker names when a batch begins, by the steps that are done."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.names = out, {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.names[trainer.global_step] = CheckpointDirectory(self.out / "kept").tracked
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            (self.out / "names.json").write_text(json.dumps(self.names))
+
+
+def trains(case: Kept, out: Path) -> None:
+    kept = out / "kept"
+    theirs = ModelCheckpoint(
+        kept,
+        "theirs-{step}",
+        every_n_train_steps=3,
+        save_top_k=case.top,
+        save_last=case.last,
+        monitor="step",
+        mode="max",
+    )
+    ours: tuple[Callback, ...] = (theirs, CheckpointPublisher(kept, every_n_train_steps=5, keep_last=1))
+    job.run(case, out, (Names(out), *ours), state_dict_type="sharded")
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
+    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
+
+
+def entries(out: Path) -> set[str]:
+    return {entry.name for entry in (out / "kept").iterdir()}
+
+
+def test_the_tracker_follows_and_each_removes_its_own(untouched: world.Outcome, tmp_path: Path) -> None:
+    """A rank is killed in one of the callback's saves, and replaced."""
+    case = Kept((Fault("kill", 1, "save", 9),))
+    world.run(case, tmp_path, target=trains).assert_same(untouched)
+    assert (tmp_path / "fired0").exists()
+    theirs = {step: f"theirs-step={step}.ckpt" for step in (3, 6, 9, 12)}
+    assert json.loads((tmp_path / "names.json").read_text()) == {
+        **dict.fromkeys("012", None),
+        **dict.fromkeys("34", theirs[3]),
+        "5": "step_00000005",
+        **dict.fromkeys("678", theirs[6]),
+        "9": theirs[9],
+        **dict.fromkeys(("10", "11"), "step_00000010"),
+    }
+    directory = CheckpointDirectory(tmp_path / "kept")
+    assert directory.tracked == theirs[12]
+    assert entries(tmp_path) == {"latest", "step_00000010", *theirs.values()}
+    assert [entry.problem for entry in directory.entries(verify=True)] == [None] * 5
+
+
+@pytest.mark.parametrize("last", [False, True, "link"])
+def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_path: Path) -> None:
+    """Theirs is the newest when a rank is lost; what the callback removes is not what the tracker names."""
+    case = Kept((Fault("kill", 1, "backward", 9),), top=1, last=last, load="last")
+    assert world.run(case, tmp_path, max_restarts=0, target=trains).code == GAVE_UP
+    directory, newest = CheckpointDirectory(tmp_path / "kept"), "last.ckpt" if last is True else "theirs-step=9.ckpt"
+    links = {f"{directory.path}/last.ckpt is a symbolic link, and not followed. Name its target instead."}
+    assert entries(tmp_path) == {"latest", "step_00000005", "theirs-step=9.ckpt", *(["last.ckpt"] if last else [])}
+    assert directory.tracked == newest
+    latest = directory.latest(verify=True)
+    assert latest.path == directory.path / newest
+    assert set(latest.problems) == (links if last == "link" else set())
+    again = world.run(case, tmp_path, max_restarts=0, target=trains)
+    again.assert_same(untouched)
+    assert f"goes on from {directory.path / newest}." in again.logs
+    assert directory.tracked == newest.replace("9", "12")
+    assert directory.latest(verify=True).path == directory.path / newest.replace("9", "12")
