@@ -1,10 +1,17 @@
 """What the package assumes of torch_npu: every name it uses, in a form that can be held against torch_npu's sources.
 
 torch_npu runs on Ascend machines only, so nothing here imports it. `tests/devices/test_torch_npu_contract.py` reads the
-sources of the torch_npu that belongs to the torch at hand and fails where they say something else.
+sources of the torch_npu that belongs to the torch at hand and fails where they say something else; `differences` asks
+one that has been imported.
 """
 
+import importlib
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+
+from lightning_replica.devices import npu_settings
 
 
 @dataclass(frozen=True)
@@ -122,14 +129,32 @@ ERROR_CODES = (
 # Other parts of messages that are looked for. The time is the device's, in microseconds; it may be missing.
 TEXTS = ("There is unsafe data in the input tensor.", "time is ")
 
-VARIABLES = (
-    "HCCL_ASYNC_ERROR_HANDLING",  # the old name of the next
-    "TORCH_HCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_HCCL_BLOCKING_WAIT",
-    "TORCH_HCCL_ENABLE_MONITORING",
-    "TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC",
-    "PYTORCH_NO_NPU_MEMORY_CACHING",
-    "TORCH_NPU_COMPACT_ERROR_OUTPUT",
-)
+VARIABLES = npu_settings.NAMES
 
 BACKEND, DEVICE_TYPE = "hccl", "npu"
+BACKEND_CLASS = Call("torch_npu._C._distributed_c10d", "ProcessGroupHCCL")  # which has `METHODS`
+
+
+def differences() -> Iterator[str]:
+    """What the torch_npu that is imported has otherwise, one line each."""
+    for call in CALLS:
+        try:
+            function = attrgetter(call.name)(importlib.import_module(call.module))
+        except (ImportError, AttributeError):
+            yield f"{call} is not there"
+            continue
+        own = ("self",) if "." in call.name else ()
+        words = (*own, *call.positional)
+        try:
+            bound = inspect.signature(function).bind(*words, **dict.fromkeys(call.keywords))
+        except TypeError as error:
+            yield f"{call}: {error}"
+            continue
+        if any(bound.arguments.get(word) != word for word in words):
+            yield f"{call} takes {inspect.signature(function)}, not {', '.join(call.positional)} first"
+    try:
+        backend = attrgetter(BACKEND_CLASS.name)(importlib.import_module(BACKEND_CLASS.module))
+    except (ImportError, AttributeError):
+        yield f"{BACKEND_CLASS} is not there"
+        return
+    yield from (f"{BACKEND_CLASS}.{method} is not there" for method in METHODS if not hasattr(backend, method.name))

@@ -6,123 +6,24 @@ read is the same in all of them.
 """
 
 import ast
-import os
+import importlib
 import re
-import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import lightning_replica
 from lightning_replica.devices import npu_contract as contract
 from lightning_replica.devices.npu_contract import Call, ErrorCode, Method
+from tests.support.npu_wheel import HEADERS, NO_DEVICE, Wheel, at_hand, skeleton
+from tests.support.ranks import run_ranks
 
-# Downloaded once (44 MB, seconds); pip asks the index each time whether there is a newer one of the same minor version.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_replica" / "torch_npu"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-# How pip says that nobody has answered it.
-UNREACHABLE = re.compile("connection broken|Max retries exceeded|name resolution|Could not fetch URL|timed out", re.I)
-HEADERS = "torch_npu/include/torch_npu/csrc/"
-LIBRARY = "torch_npu/lib/libtorch_npu.so"
-
-
-def fetch(minor: str) -> Path:
-    """The newest wheel for torch ``minor`` ("2.13"); the one that is here already where the index cannot be reached."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", f"torch_npu=={minor}.*", "--no-deps", "--only-binary=:all:"]
-    command += ["--python-version=3.11", *(f"--platform={name}" for name in PLATFORMS), f"--dest={CACHE}"]
-    command += ["--retries=1", "--timeout=15", "--progress-bar=off", "--disable-pip-version-check"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = answer.stdout + answer.stderr
-    if answer.returncode == 0:
-        return CACHE / re.findall(r"torch_npu-[\w.]+-[\w.-]+\.whl", said)[-1]
-    assert UNREACHABLE.search(said), f"pip has no torch_npu for torch {minor}:\n{said}"
-    here = list(CACHE.glob(f"torch_npu-{minor}.*.whl"))
-    if not here:
-        pytest.skip(f"the package index cannot be reached, and {CACHE} has no torch_npu {minor}")
-    return max(here, key=lambda path: path.stat().st_mtime)
-
-
-class Wheel:
-    """A wheel that is read, not installed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._zip = zipfile.ZipFile(path)
-        self._names = set(self._zip.namelist())
-        self._trees: dict[str, ast.Module] = {}
-
-    def text(self, name: str) -> str:
-        return self._zip.read(name).decode()
-
-    @cached_property
-    def metadata(self) -> str:
-        return self.text(next(name for name in self._names if name.endswith(".dist-info/METADATA")))
-
-    @cached_property
-    def library(self) -> bytes:
-        return self._zip.read(LIBRARY)
-
-    def holds(self, text: str) -> bool:
-        """Whether the library has ``text`` as a whole string of its own."""
-        return b"\0" + text.encode() + b"\0" in self.library
-
-    def tree(self, module: str) -> tuple[ast.Module, str] | None:
-        """A module's source, and the package that its relative imports count from."""
-        path = module.replace(".", "/")
-        for name, package in ((f"{path}/__init__.py", module), (f"{path}.py", module.rpartition(".")[0])):
-            if name in self._names:
-                if name not in self._trees:
-                    self._trees[name] = ast.parse(self.text(name), name)
-                return self._trees[name], package
-        return None
-
-    def modules(self) -> Iterator[ast.Module]:
-        """Every module's source of the parts that are run when torch_npu is imported."""
-        for name in sorted(self._names):
-            if re.fullmatch(r"torch_npu/(__init__|_init/.*)\.py", name):
-                yield ast.parse(self.text(name), name)
-
-    def find(self, module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
-        """The definition behind ``module.name``, through any number of ``from ... import``."""
-        found = self.tree(module)
-        if found is None:
-            return None
-        tree, package = found
-        head, _, rest = name.partition(".")
-        for node in reversed(tree.body):  # the last one counts
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == head:
-                return _inside(node, rest) if rest else node
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                source = _absolute(node, package)
-                if alias.name == "*" and head in self.public(source):
-                    return self.find(source, name)
-                if (alias.asname or alias.name) == head:
-                    return self.find(source, ".".join(filter(None, (alias.name, rest))))
-        return None
-
-    def public(self, module: str) -> list[str]:
-        """What ``from module import *`` gives."""
-        found = self.tree(module)
-        assignments = [node for node in found[0].body if isinstance(node, ast.Assign)] if found else []
-        lists = [node.value for node in assignments if ast.unparse(node.targets[0]) == "__all__"]
-        return list(ast.literal_eval(lists[-1])) if lists else []
-
-
-def _inside(node: ast.FunctionDef | ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    return next((child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == name), None)
-
-
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    base = package.split(".")[: len(package.split(".")) - node.level + 1]
-    return ".".join([*base, *filter(None, [node.module])])
+PACKAGE = Path(lightning_replica.__file__).parent
 
 
 def broken(wheel: Wheel, call: Call) -> str:
@@ -148,7 +49,7 @@ def broken(wheel: Wheel, call: Call) -> str:
 
 @pytest.fixture(scope="module")
 def wheel() -> Wheel:
-    return Wheel(fetch(".".join(torch.__version__.split(".")[:2])))
+    return at_hand()
 
 
 def test_it_is_made_for_the_torch_at_hand(wheel: Wheel) -> None:
@@ -194,6 +95,11 @@ def test_memory_has_four_answers(wheel: Wheel) -> None:
         assert wheel.holds(f"NPU check_uce_in_memory end, device is %d, mem_type is {answer}.")
 
 
+def test_the_backends_class_is_where_doctor_looks_for_it(wheel: Wheel) -> None:
+    source = wheel.text("torch_npu/_init/registry/distributed.py")
+    assert f"return {contract.BACKEND_CLASS}(" in source
+
+
 def test_it_registers_its_names(wheel: Wheel) -> None:
     calls = [node for tree in wheel.modules() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     made = {ast.unparse(node.func).rpartition(".")[2]: node for node in calls if _constant(node) == contract.BACKEND}
@@ -223,3 +129,57 @@ def _constant(call: ast.Call) -> object:
 )
 def test_what_is_assumed_wrongly_is_found(wheel: Wheel, call: Call, complaint: str) -> None:
     assert complaint in broken(wheel, call)
+
+
+def uses() -> Iterator[tuple[str, ast.Call]]:
+    """Every call of torch_npu's that the package makes, by whichever name it has there."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).removeprefix("self.").removeprefix("_")
+                if name.startswith("torch_npu."):
+                    yield name, node
+
+
+def test_nothing_else_is_called() -> None:
+    """And what is called is called as the contract says, so that no argument goes unchecked."""
+    calls = {str(call): call for call in contract.CALLS}
+    found = list(uses())
+    assert {name for name, _ in found} >= {"torch_npu.npu.set_device", "torch_npu.npu.mem_get_info"}
+    for name, node in found:
+        assert name in calls, f"{name} is not in npu_contract.CALLS"
+        assert len(node.args) <= len(calls[name].positional), ast.unparse(node)
+        known = {*calls[name].keywords, *calls[name].positional}
+        assert {word.arg for word in node.keywords} <= known, ast.unparse(node)
+
+
+def imported_differs(rank: int, store: Any, folder: str) -> list[str]:
+    sys.path.insert(0, folder)
+    importlib.import_module("torch_npu")
+    return list(contract.differences())
+
+
+def test_what_is_imported_is_held_against_the_contract(wheel: Wheel, tmp_path: Path) -> None:
+    folder = skeleton(wheel, tmp_path, NO_DEVICE)
+    assert run_ranks(1, imported_differs, str(folder)) == [[]]
+    changes = {
+        "npu": [("def stop_device(device_id)", "def stop_device(device)"), ("def empty_cache(", "def drop_cache(")],
+        "npu/_recovery": [("def update_npu_tensor_to_safe(tensor_obj)", "def update_npu_tensor_to_safe()")],
+        "distributed": [("rebuild_link", "link")],
+        "_C/_distributed_c10d": [("def abort_hccl_comm", "def abort")],
+    }
+    for module, replaced in changes.items():
+        path = folder / "torch_npu" / module / "__init__.py"
+        text = path.read_text()
+        for old, new in replaced:
+            assert text.count(old) == 1, (module, old)
+            text = text.replace(old, new)
+        path.write_text(text)
+    (differences,) = run_ranks(1, imported_differs, str(folder))
+    assert sorted(differences) == [
+        "torch_npu._C._distributed_c10d.ProcessGroupHCCL.abort_hccl_comm is not there",
+        "torch_npu.distributed.reinit_process_group: got an unexpected keyword argument 'rebuild_link'",
+        "torch_npu.npu._recovery.update_npu_tensor_to_safe: too many positional arguments",
+        "torch_npu.npu.empty_cache is not there",
+        "torch_npu.npu.stop_device takes (device), not device_id first",
+    ]
