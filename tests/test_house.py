@@ -42,7 +42,7 @@ LAYERS = [
     ["resume", "checkpoints"],
     ["dying_gasp"],
     ["lightning_checkpoints"],
-    ["callbacks", "chaos", "fit_loop", "strategy"],
+    ["accelerators", "callbacks", "chaos", "fit_loop", "strategy"],
     [""],
     ["cli", "conf"],
     ["__main__"],
@@ -51,7 +51,8 @@ NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points
 
 
 DEVICES = {"cpu", "cuda", "npu", "gloo", "nccl", "hccl"}
-NAME_DEVICES = ["devices", "_compat", "cli.smoke"]  # the last trains a model on purpose where every machine can
+# The last trains a model on purpose where every machine can.
+NAME_DEVICES = ["devices", "accelerators", "_compat", "cli.smoke"]
 
 
 def files() -> list[Path]:
@@ -169,6 +170,7 @@ def test_public_names() -> None:
         "CheckpointPublisher",
         "ConfigurationError",
         "DyingGaspCheckpoint",
+        "NPUAccelerator",
         "PeerRepair",
         "RankReplacement",
         "RecoveryCallback",
@@ -197,5 +199,8 @@ assert not [name for name in sys.modules if name.startswith(("lightning_replica.
 from lightning.pytorch.strategies import StrategyRegistry
 assert "replica_zero" in StrategyRegistry
 lightning_replica.ReplicaZeroStrategy.register_strategies(StrategyRegistry)  # twice is no error
+from lightning.pytorch.accelerators import AcceleratorRegistry
+assert "npu" in AcceleratorRegistry
+lightning_replica.NPUAccelerator.register_accelerators(AcceleratorRegistry)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

@@ -103,6 +103,12 @@ def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     torch._amp_update_scale_(scale, growth, found, *factors)
 
 
+def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
+    """Type of the device whose gradients it scales."""
+    device: str = scaler._device
+    return device
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _DCP_METADATA.get(module, ()):

@@ -1,16 +1,43 @@
 """What differs from device to device, behind one interface."""
 
+import importlib
+import logging
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
+from lightning_replica.devices import npu_contract, npu_settings
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError
 
-_DEVICES: dict[str, Callable[[int], Device]] = {Cpu.kind: lambda _: Cpu(), Cuda.kind: Cuda}
+log = logging.getLogger(__name__)
+
+
+def _npu(index: int) -> Device:
+    """The rest of the package does without torch_npu, and without the module that knows how to use it."""
+    _prepare_npu()
+    device: Device = importlib.import_module("lightning_replica.devices.npu").Npu(index)
+    return device
+
+
+@cache
+def _prepare_npu() -> None:
+    """Once a process; those that it starts find the variables set."""
+    npu_settings.complete(os.environ)
+    for harm in npu_settings.harms(os.environ):
+        log.warning("%s: %s", harm.given, harm.advice)
+
+
+_DEVICES: dict[str, Callable[[int], Device]] = {
+    Cpu.kind: lambda _: Cpu(),
+    Cuda.kind: Cuda,
+    npu_contract.DEVICE_TYPE: _npu,
+}
 
 
 def device_for(root_device: torch.device, accelerator: Any) -> Device:
