@@ -9,15 +9,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
 import lightning_replica
+from lightning_replica.cli.ascend import ascend
+from lightning_replica.cli.check import Check
 from lightning_replica.cli.output import size
 from lightning_replica.devices import probe
 from lightning_replica.devices.host import HOST
@@ -25,23 +25,6 @@ from lightning_replica.devices.host import HOST
 _SHM = Path("/dev/shm")
 _LITTLE_SHM_BYTES = 256 * 2**20
 _SMOKE_TIMEOUT_S = 180
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What.
-        status: ``failed`` where training cannot work, ``note`` where it may matter.
-        found: What was found.
-        advice: What to do; empty where nothing is to be done.
-    """
-
-    name: str
-    status: Literal["ok", "note", "failed"]
-    found: str
-    advice: str = ""
 
 
 def versions() -> Iterator[Check]:
@@ -178,4 +161,4 @@ class _Run:
         self._process.wait()
 
 
-ALL = (versions, devices, backends, memory, network, smoke)
+ALL = (versions, devices, backends, ascend, memory, network, smoke)

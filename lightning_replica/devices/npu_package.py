@@ -86,6 +86,22 @@ def load_with_devices() -> Any:
     )
 
 
+def foundation() -> dict[str, str]:
+    """Versions of what it stands on; empty where it cannot say.
+
+    Raises:
+        ConfigurationError: As `load`.
+    """
+    torch_npu = load()
+    versions = {}
+    for name, module in (("CANN", "CANN"), ("Ascend driver", "DRIVER")):
+        try:
+            versions[name] = str(torch_npu.npu.utils.get_cann_version(module=module))
+        except Exception:  # of any class, as in `load`; older ones do not know all modules
+            versions[name] = ""
+    return versions
+
+
 def _wanted_torch() -> Requirement | None:
     """What its distribution asks for; None if it does not say, as builds of one's own may not."""
     try:

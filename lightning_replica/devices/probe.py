@@ -1,11 +1,10 @@
 """Which devices and backends a machine has, for people to read."""
 
-import importlib.util
-
 import torch
 import torch.distributed as dist
 
-from lightning_replica.devices import gloo
+from lightning_replica.devices import gloo, npu_package
+from lightning_replica.errors import ConfigurationError
 
 NEEDED = gloo.NAME  # carries the host's tensors
 
@@ -13,8 +12,15 @@ NEEDED = gloo.NAME  # carries the host's tensors
 def accelerators() -> dict[str, str]:
     """For every kind that is known, what was found; empty if nothing was."""
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    npu = importlib.util.find_spec("torch_npu") is not None
-    return {"cuda": ", ".join(cuda), "npu": "torch_npu is installed" if npu else ""}
+    return {"cuda": ", ".join(cuda), "npu": ", ".join(_npus())}
+
+
+def _npus() -> list[str]:
+    try:
+        torch_npu = npu_package.load_with_devices()
+    except ConfigurationError:
+        return []
+    return [torch_npu.npu.get_device_name(index) for index in range(torch_npu.npu.device_count())]
 
 
 def backends() -> dict[str, bool]:

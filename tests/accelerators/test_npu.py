@@ -3,8 +3,12 @@
 torch_npu is its real wheel, which misses CANN's libraries here, or a package with the wheel's names and signatures.
 """
 
+import importlib.util
+import logging
+import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,3 +147,40 @@ def test_what_lightning_asks_of_it(wheel: Wheel, tmp_path: Path) -> None:
         "utilization.percent": 40,
     }
     assert run_ranks(1, used, str(skeleton(wheel, tmp_path, TWO_DEVICES))) == [["npu:1", stats, True]]
+
+
+def constructed(rank: int, store: Any, folder: str) -> Any:
+    sys.path.insert(0, folder)
+    handler = Lines()
+    logging.getLogger("lightning_replica.devices").addHandler(handler)
+    os.environ["TORCH_HCCL_BLOCKING_WAIT"] = "1"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            options: dict[str, Any] = {"devices": [1, 0], "strategy": "replica_zero", "logger": False}
+            trainer = L.Trainer(accelerator="npu", precision="16-mixed", **options)
+    plugin: Any = trainer.precision_plugin
+    assert not [each for each in caught if "GradScaler" in str(each.message)]
+    devices = [str(device) for device in trainer.strategy.parallel_devices or ()]  # type: ignore[attr-defined]
+    set_now = os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"]
+    return [devices, plugin.device, plugin.scaler._device, plugin.scaler.is_enabled(), set_now, handler.lines]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("lightning_replica.devices.npu") is None, reason="nothing recovers on NPUs"
+)
+def test_a_trainer_for_npus(wheel: Wheel, tmp_path: Path) -> None:
+    """Up to where ranks would be started; what defeats recovery is warned of, once."""
+    (found,) = run_ranks(1, constructed, str(skeleton(wheel, tmp_path, TWO_DEVICES)))
+    (line,) = found.pop()
+    assert line.startswith("TORCH_HCCL_BLOCKING_WAIT=1: With it a rank that waits for a lost one cannot be called back")
+    assert found == [["npu:1", "npu:0"], "npu", "npu", True, "0"]
