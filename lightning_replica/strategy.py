@@ -36,7 +36,7 @@ from lightning_replica.launch.external import started_by_another
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
 from lightning_replica.points import begin
-from lightning_replica.precision import ShardedStep, sharded
+from lightning_replica.precision import ShardedStep, fit_to_device, sharded
 from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.session import Session, join
 from lightning_replica.sharding.layout import Partition
@@ -208,13 +208,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
 
     def _configure_launcher(self) -> None:
         grid = self.grid  # raises, in the first process, before anyone waits for anyone
-        kind = self._device().kind
-        device = getattr(self.precision_plugin, "device", kind)
-        if device != kind:
-            raise ConfigurationError(
-                f"precision={self.precision_plugin.precision!r} is for {device}, the accelerator is {kind}."
-                f" Give its plugin `device={kind!r}`, or let `Trainer(precision=...)` choose."
-            )
+        fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
         which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment))
