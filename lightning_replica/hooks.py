@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_replica.devices.interface import Device
+from lightning_replica.devices.interface import Device, DeviceFault
 from lightning_replica.errors import (
     CollectiveError,
     ConfigurationError,
@@ -73,12 +73,14 @@ def explain(error: BaseException) -> str:
     return f"{_CLOSED_GROUP} ({said})" if uses_closed_group(error) else said
 
 
-def is_from_outside(error: BaseException, device: Device) -> bool:
-    """Whether another rank's fault made this rank, which trains on ``device``, fail."""
+def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
+    """What of ``device``, or of another rank, made this rank fail; None if that is the user's own business."""
     if uses_closed_group(error):
-        return False
+        return None
     fault = device.classify(error)
-    return isinstance(error, (CollectiveError, Interrupted)) if fault is None else fault.level == "outside"
+    if fault is None and isinstance(error, (CollectiveError, Interrupted)):
+        return DeviceFault("outside", str(error))
+    return fault
 
 
 class Hooks:
@@ -105,7 +107,7 @@ class Hooks:
 
         Raises:
             HookError: If a hook fails by itself.
-            CollectiveError: If a collective in a hook fails because a rank is lost.
+            CollectiveError: If a hook fails because a rank is lost, or by an error of the device's.
         """
         for name, hook in self._named(f"on_recovery_{context.phase}"):
             random = self._device.rng_state()
@@ -114,8 +116,8 @@ class Hooks:
             except (RecoveryError, TransferError):
                 raise
             except Exception as error:
-                if is_from_outside(error, self._device):
-                    raise CollectiveError(f"{name}: {error}") from None
+                if fault_behind(error, self._device) is not None:
+                    raise CollectiveError(f"{name}: {error}") from error
                 raise self._failed(context.rank, name, error) from None
             finally:
                 self._device.set_rng_state(random)

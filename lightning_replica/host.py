@@ -117,7 +117,8 @@ class LightningHost:
         return self._keep(taken)
 
     def _take(self, kind: Kind, step: int) -> Snapshot:
-        return snapshots.take(self._trainer, self._device, kind, step, self._copies)
+        with self._device.fence:  # a copy that was cut short would be taken for one
+            return snapshots.take(self._trainer, self._device, kind, step, self._copies)
 
     def _keep(self, taken: Snapshot) -> Snapshot:
         self._held[taken.kind, taken.step] = taken

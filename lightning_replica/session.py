@@ -4,11 +4,12 @@ import atexit
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from lightning_replica import agreement, planned_save, points
 from lightning_replica.checkpoint.together import TogetherBeside
 from lightning_replica.devices.interface import Device, is_apart
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted
+from lightning_replica.exit_codes import DEVICE_LOST
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
@@ -86,7 +88,7 @@ class Session:
         self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look)
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
-        self._monitor = Monitor(watched, self._process_groups.abort, self.end_as_orphan, interval_s)
+        self._monitor = Monitor(watched, self._wake, self.end_as_orphan, interval_s)
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
         self._fits = 0
@@ -293,10 +295,33 @@ class Session:
         atexit.unregister(self.close)
         if self._deadline is not None:
             self._deadline.cancel()
-        self._monitor.stop()
+        self.let_go()
         self._process_groups.close()
         if not self._surroundings.supervised:
             self._surroundings.leave(self.grid.world_size, failed=self.generations.verdict() is not None)
+
+    def _wake(self) -> None:
+        """The generation is over. Called in the monitor's thread: what the rank waits for ends, here and on the device.
+
+        The device first: an aborted collective leaves anything in its tensors, and nothing must be made from that.
+        """
+        self.device.stop()
+        self._process_groups.abort()
+
+    def let_go(self) -> None:
+        """The run has ended, and an error will say so: that may still need the device, which nobody stops any more."""
+        self._monitor.stop()
+        try:
+            self.device.restart()
+        except RuntimeError as error:
+            log.warning("rank %d: its device cannot be used any more: %s", self.rank, error)
+
+    def leave_without_device(self, why: str) -> NoReturn:
+        """Ends this process at once, as whatever else it did might wait for its device; a new one takes its place."""
+        log.error("rank %d: its device cannot be used any more: %s", self.rank, why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(DEVICE_LOST)
 
     def end_when_told(self, told_to_end: Callable[[], bool]) -> None:
         """Has a recovery that waits in vain end when this process is told to; a supervisor needs no such thing."""

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_replica._compat.lightning import Sigterm
 from lightning_replica.devices.interface import Device
 from lightning_replica.digests import Digest
-from lightning_replica.errors import CheckpointError, RecoveryError, ReplicaError
+from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
-from lightning_replica.hooks import Hooks, explain, is_from_outside
+from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
 from lightning_replica.messages import say
 from lightning_replica.module_buffers import BufferSync
@@ -89,6 +89,7 @@ class Training:
             shared_memory and self.device.is_host,
             session.options.guard,
             self.recoverable,
+            self.device.fence,
         )
         self.host = LightningHost(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.wait)
@@ -270,26 +271,34 @@ class Training:
         """
         batches, since = self._window
         self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
-        raised = "" if is_from_outside(error, self.device) else explain(error)
+        fault = fault_behind(error, self.device)
+        raised = explain(error) if fault is None else ""
+        device_said = "" if fault is None or fault.level == "outside" else fault.text
         if self.state.corrupted:
             log.warning("%s", self.state.corrupted)
             raised = ""
+        if device_said:
+            log.warning("rank %d: %s", self._session.rank, device_said)
         if raised:
             # Once, and first; a step that fails again in the same way adds no second traceback.
             log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
             self._shown = raised
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
+        if fault is not None and fault.level == "lost":
+            self._session.leave_without_device(device_said)
         try:
-            return self._recover(raised)
+            return self._recover(raised, device_said)
         except RecoveryError as final:
             if raised:
                 raise error from final
             raise
 
-    def _recover(self, raised: str) -> Snapshot | None:
+    def _recover(self, raised: str, device_said: str = "") -> Snapshot | None:
         session = self._session
         try:
-            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
+            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said)
+        except DeviceLostError as lost:
+            session.leave_without_device(str(lost))
         except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
             session.end_as_orphan()
             raise
@@ -298,6 +307,7 @@ class Training:
             self._tell_of_the_end(str(final))
             if session.options.gasp:
                 self._end_with_gasp()
+            session.let_go()
             raise
         if session.newborn:
             session.newborn = False
@@ -326,6 +336,8 @@ class Training:
             path = session.gasp().run(
                 self.state, self.host, lambda: session.recovery.report(self.state, self.host), self.write_last
             )
+        except DeviceLostError as lost:
+            session.leave_without_device(str(lost))
         except (RecoveryError, CheckpointError) as error:
             log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
             raise SystemExit(NOTHING_SAVED) from error

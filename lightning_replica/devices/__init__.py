@@ -1,6 +1,5 @@
 """What differs from device to device, behind one interface."""
 
-import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -9,20 +8,19 @@ from typing import Any
 
 import torch
 
-from lightning_replica.devices import npu_contract, npu_settings
+from lightning_replica.devices import npu_settings
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.interface import Device
+from lightning_replica.devices.npu import Npu
 from lightning_replica.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
 
 def _npu(index: int) -> Device:
-    """The rest of the package does without torch_npu, and without the module that knows how to use it."""
     _prepare_npu()
-    device: Device = importlib.import_module("lightning_replica.devices.npu").Npu(index)
-    return device
+    return Npu(index)
 
 
 @cache
@@ -33,11 +31,7 @@ def _prepare_npu() -> None:
         log.warning("%s: %s", harm.given, harm.advice)
 
 
-_DEVICES: dict[str, Callable[[int], Device]] = {
-    Cpu.kind: lambda _: Cpu(),
-    Cuda.kind: Cuda,
-    npu_contract.DEVICE_TYPE: _npu,
-}
+_DEVICES: dict[str, Callable[[int], Device]] = {Cpu.kind: lambda _: Cpu(), Cuda.kind: Cuda, Npu.kind: _npu}
 
 
 def device_for(root_device: torch.device, accelerator: Any) -> Device:

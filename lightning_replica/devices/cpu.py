@@ -1,6 +1,7 @@
 """The CPU: its tensors are the host's, and nothing runs that would have to be stopped."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,6 +16,7 @@ class Cpu:
     kind = host.HOST.type
     backend = gloo.NAME
     is_host = True
+    fence = nullcontext()
 
     def stop(self) -> None:
         """Nothing runs but this rank's own threads."""

@@ -12,7 +12,8 @@ begins with its name (torch/csrc/distributed/c10d/NCCLUtils.cpp).
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_replica._compat.torch import backend_of
 from lightning_replica.devices import gloo, host
+from lightning_replica.devices.exceptions import first_line, with_causes
 from lightning_replica.devices.interface import DeviceFault, Level, Survived
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Cuda:
 
     kind = "cuda"
     is_host = False
+    fence = nullcontext()
 
     def __init__(self, index: int, backend: str = "cpu:gloo,cuda:nccl") -> None:
         self._device, self.backend = torch.device(self.kind, index), backend
@@ -65,7 +68,7 @@ class Cuda:
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            log.warning("%s cannot be used any more: %s", self._device, _first_line(error))
+            log.warning("%s cannot be used any more: %s", self._device, first_line(error))
             return Survived("nothing")
         torch.cuda.empty_cache()
         return Survived("all")
@@ -90,13 +93,13 @@ class Cuda:
 
     def classify(self, error: BaseException) -> DeviceFault | None:
         """By the message of ``error``, or of the error that it came from."""
-        for each in _with_causes(error):
+        for each in with_causes(error):
             for pattern, level in _TEXTS:
                 if isinstance(each, RuntimeError) and re.search(pattern, str(each)):
                     code = getattr(each, "error_code", None)
-                    return None if level is None else DeviceFault(level, _first_line(each), code)
+                    return None if level is None else DeviceFault(level, first_line(each), code)
             if gloo.is_collective_failure(each):
-                return DeviceFault("outside", _first_line(each))
+                return DeviceFault("outside", first_line(each))
         return None
 
     def rng_state(self) -> bytes:
@@ -109,14 +112,3 @@ class Cuda:
         own = host.added_to(state)
         if own:
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), self._device)
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """A collective's failure may have come from an error of the device."""
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,7 @@
 """What recovery asks of a device: to stop, to say what survived, to go on, and to tell its own errors from others."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -37,10 +38,11 @@ class Survived:
     Attributes:
         level: "all": nothing was lost. "redo": what the step under way had made is lost, nothing that it began with.
             "rebuild": the tensors of ``hit`` are lost. "nothing": this process cannot use its device any more.
+            "spoiled": nor can anybody be sure of what it has given to others; only a checkpoint is left.
         hit: Names of tensors that must be written to, all of them, before they are read again.
     """
 
-    level: Literal["all", "redo", "rebuild", "nothing"]
+    level: Literal["all", "redo", "rebuild", "nothing", "spoiled"]
     hit: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +63,8 @@ class Device(Protocol):
         backend: For torch.distributed: what carries tensors of the host and of the device.
         is_host: Whether its tensors lie in the host's memory: ranks of one machine may map them, collectives on them
             are waited for on the host, and nothing is under way that would have to be stopped.
+        fence: Held by the thread that trains while it makes what recovery relies on: the shard, and copies for going
+            back. The device is not stopped inside, and what was begun inside is done when it is left.
     """
 
     @property
@@ -72,6 +76,9 @@ class Device(Protocol):
     @property
     def is_host(self) -> bool: ...  # noqa: D102
 
+    @property
+    def fence(self) -> AbstractContextManager[None]: ...  # noqa: D102
+
     def stop(self) -> None:
         """Ends whatever the device runs. Called from another thread than the one that trains."""
 
@@ -79,7 +86,10 @@ class Device(Protocol):
         """Finds out what survived, and makes ``held`` writable again. In the training thread, after `stop`."""
 
     def restart(self) -> None:
-        """Makes the device usable again, with its default streams. In the training thread."""
+        """Makes the device usable again, with its default streams; one that was not stopped is left as it is.
+
+        In the training thread.
+        """
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
         """Fails every collective of ``groups`` on this rank, and tells the peers. From any thread."""

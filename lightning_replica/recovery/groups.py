@@ -74,7 +74,8 @@ class ProcessGroups:
     def open(self, generation: int, make: Callable[[timedelta], Iterable[dist.ProcessGroup]]) -> None:
         """Opens the default group of ``generation``, then lets ``make`` make the others. Collective.
 
-        All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given.
+        All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given. What was
+        open is closed, and the device, should it have been stopped, goes on.
         """
         try:
             self._open_default(f"groups/{generation}", self._rank, self._world_size)
@@ -91,6 +92,8 @@ class ProcessGroups:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
 
     def _open_default(self, prefix: str, rank: int, world_size: int) -> None:
+        self.device.restart()
+        self._destroy()
         dist.init_process_group(
             self.device.backend,
             store=dist.PrefixStore(prefix, self._store),
@@ -133,12 +136,21 @@ class ProcessGroups:
             others = [group for group in registered_groups(self.device.backend) if group not in self._groups]
             self.device.abort_groups((*self._groups, *others))
 
-    def close(self) -> None:
-        """Aborts and destroys all groups; peers see their connections close.
+    def leave(self) -> None:
+        """Aborts all groups; peers see their connections close. Those of a device are destroyed once that runs again.
 
         The abort closes them, so it does not matter that a traceback may still hold a group.
         """
         self.abort()
+        if self.device.is_host:
+            self._destroy()
+
+    def close(self) -> None:
+        """Aborts and destroys all groups."""
+        self.abort()
+        self._destroy()
+
+    def _destroy(self) -> None:
         with self._lock:
             doomed, self._groups = self._groups, []
         if not all_ended(_PATIENCE_S):

@@ -56,6 +56,24 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
         )
 
 
+def check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses a parameter that two optimizers hold.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    holder: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if holder.setdefault(id(parameter), number) != number:
+                    raise ConfigurationError(
+                        f"Optimizers {holder[id(parameter)]} and {number} hold the same parameter of shape"
+                        f" {tuple(parameter.shape)}; `replica_zero` keeps each parameter in one optimizer's buffers."
+                        " Give every parameter to one optimizer."
+                    )
+
+
 class Piece:
     """A part of a parameter, as the optimizer sees it.
 

@@ -3,7 +3,6 @@
 torch_npu is its real wheel, which misses CANN's libraries here, or a package with the wheel's names and signatures.
 """
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -175,9 +174,6 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("lightning_replica.devices.npu") is None, reason="nothing recovers on NPUs"
-)
 def test_a_trainer_for_npus(wheel: Wheel, tmp_path: Path) -> None:
     """Up to where ranks would be started; what defeats recovery is warned of, once."""
     (found,) = run_ranks(1, constructed, str(skeleton(wheel, tmp_path, TWO_DEVICES)))

@@ -8,6 +8,7 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAcce
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.interface import Device
+from tests.support.simulated_npu import SimulatedAccelerator
 
 
 class Apart(Cpu):
@@ -40,5 +41,9 @@ class OneGpu(CUDAAccelerator):
 
 def accelerator(name: str) -> str | Accelerator:
     """What ``Trainer(accelerator=...)`` is given for a name."""
-    own: dict[str, type[Accelerator]] = {"apart": ApartAccelerator, "one gpu": OneGpu}
+    own: dict[str, type[Accelerator]] = {
+        "apart": ApartAccelerator,
+        "one gpu": OneGpu,
+        "simulated npu": SimulatedAccelerator,
+    }
     return own[name]() if name in own else name

@@ -25,6 +25,7 @@ from lightning_replica.points import listen
 from lightning_replica.sharding.guard import flip_bit
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
+from tests.support import simulated_npu
 from tests.support.accelerators import accelerator
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
@@ -57,7 +58,7 @@ class Fault:
 
     Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "hear <n>" (signal n), "tell <n>" (signal n to the supervisor),
     "kill", "exit" (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
-    (a bit of the shard, with a seed of its own for every place).
+    (a bit of the shard, with a seed of its own for every place), "npu <kind>" (see `simulated_npu.fail`).
     """
 
     kind: str
@@ -92,6 +93,9 @@ class Fault:
                 os._exit(3)
             if self.kind == "memory":
                 raise MemoryError(f"at {point} of step {step}")
+            if self.kind.startswith("npu "):
+                assert state is not None
+                simulated_npu.fail(self.kind.removeprefix("npu "), state)
             if self.kind == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.kind == "sleep":
