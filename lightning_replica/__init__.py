@@ -14,6 +14,7 @@ from lightning_replica.callbacks import (
     RecoveryReport,
     StepRollback,
 )
+from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.strategy import ReplicaZeroStrategy
 
@@ -31,6 +32,7 @@ __all__ = [
     "ReplicaZeroStrategy",
     "StepRollback",
     "__version__",
+    "register_fault",
 ]
 
 ReplicaZeroStrategy.register_strategies(StrategyRegistry)

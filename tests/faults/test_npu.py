@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_replica import register_fault
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
 from tests.support.job import Case, Fault
@@ -143,6 +144,20 @@ def test_the_same_error_again_and_again(tmp_path: Path) -> None:
     assert outcome.code != 0
     assert "The same step has failed 4 times (max_tries=3)" in outcome.logs
     assert "rank 1: NPU out of memory" in outcome.logs
+
+
+def knows_better(case: Case, out: Path) -> None:
+    register_fault("^at backward of step", "retry")
+    job.run(case, out)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", NPU])
+def test_an_exception_that_the_user_knows(accelerator: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    """Raised on every rank it would otherwise be the end."""
+    faults = tuple(Fault("raise", rank, "backward", 2) for rank in range(4))
+    outcome = world.run(Case(faults, accelerator=accelerator), tmp_path, target=knows_better)
+    outcome.assert_same(untouched)
+    assert "device error" in outcome.logs
 
 
 # While recovering
