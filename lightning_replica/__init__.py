@@ -16,6 +16,7 @@ from lightning_replica.callbacks import (
     RecoveryReport,
     StepRollback,
 )
+from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.strategy import ReplicaZeroStrategy
 
@@ -34,6 +35,7 @@ __all__ = [
     "ReplicaZeroStrategy",
     "StepRollback",
     "__version__",
+    "register_fault",
 ]
 
 ReplicaZeroStrategy.register_strategies(StrategyRegistry)

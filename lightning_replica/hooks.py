@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_replica.devices.interface import Device, DeviceFault
+from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
     CollectiveError,
     ConfigurationError,
@@ -77,7 +78,7 @@ def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
     """What of ``device``, or of another rank, made this rank fail; None if that is the user's own business."""
     if uses_closed_group(error):
         return None
-    fault = device.classify(error)
+    fault = fault_of(error, device)
     if fault is None and isinstance(error, (CollectiveError, Interrupted)):
         return DeviceFault("outside", str(error))
     return fault

@@ -304,8 +304,10 @@ class Session:
         """The generation is over. Called in the monitor's thread: what the rank waits for ends, here and on the device.
 
         The device first: an aborted collective leaves anything in its tensors, and nothing must be made from that.
+        A replacement that is on its way is left in peace: whatever it does there needs nobody.
         """
-        self.device.stop()
+        if not self.journal.reading:
+            self.device.stop()
         self._process_groups.abort()
 
     def let_go(self) -> None:

@@ -35,6 +35,7 @@ from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
+from lightning_replica.works import finish
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Training:
             return
         self._window = (1, time.monotonic())
         self._report(self.state.step)
+        finish(self.check)  # of the gather: what comes needs the device to have done it, and waits without a look
         self.state.begin_window(self._may_change_weights or self.weights_touched)
         self.weights_touched = False
         if not self.recoverable:
@@ -189,6 +191,7 @@ class Training:
     def _commit(self, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
         self._module_buffers.sync(session.groups.world)
+        finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
             found = state.look()

@@ -180,6 +180,7 @@ def test_public_names() -> None:
         "ReplicaZeroStrategy",
         "StepRollback",
         "__version__",
+        "register_fault",
     ]
     assert all(hasattr(lightning_replica, name) for name in lightning_replica.__all__)
 

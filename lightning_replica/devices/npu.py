@@ -216,21 +216,21 @@ class Npu:
     def _read(self, error: BaseException) -> DeviceFault | None:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError):
-            return DeviceFault("exhausted", first_line(error))
+            return DeviceFault("exhausted", _told(error))
         if _OTHER_PROCESS in text:
             return None
         found = _CODE.search(text)
         named = next((known.code for known in ERROR_CODES if known.text in text), None)
         code = int(found[1]) if found else named
         if code is None:
-            return DeviceFault("lost", first_line(error)) if _UNSAFE in text else None
+            return DeviceFault("lost", _told(error)) if _UNSAFE in text else None
         level = _LEVELS.get(code, "lost" if code in _STICKY else None)
         if code == _UCE and named != _UCE:
             level = "lost"  # no address is known, so nobody can say what was hit
         if code == _ECC:
             time = _TIME.search(text)
             self._ecc_us = -1 if time is None else int(time[1])
-        return None if level is None else DeviceFault(level, first_line(error), code)
+        return None if level is None else DeviceFault(level, _told(error), code)
 
     def rng_state(self) -> bytes:
         """The host's generators and the device's."""
@@ -243,6 +243,11 @@ class Npu:
         own = host.added_to(state)
         if own:
             self._npu.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), self._device)
+
+
+def _told(error: BaseException) -> str:
+    """The first line of a message, without the place in torch_npu's code."""
+    return first_line(error).rpartition("NPU function error: ")[2].strip()
 
 
 class _OnDefaultStream(torch.autograd.Function):

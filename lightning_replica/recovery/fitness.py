@@ -5,6 +5,7 @@ import logging
 import torch.distributed as dist
 
 from lightning_replica.devices.interface import Device
+from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
     CollectiveError,
     CorruptedShardError,
@@ -35,7 +36,7 @@ def begins_again(error: Exception, device: Device) -> str:
     """
     again = isinstance(error, _AGAIN)
     ours = isinstance(error, ReplicaError) and not again
-    fault = None if ours or isinstance(error, _STORE) else device.classify(error)
+    fault = None if ours or isinstance(error, _STORE) else fault_of(error, device)
     if fault is not None and fault.level == "lost":
         raise DeviceLostError(fault.text) from error
     if fault is None and not again:

@@ -68,4 +68,6 @@ class Backup:
         for buffers, present in self._present:
             if id(buffers) in self._grads:
                 buffers.grads.copy_(self._grads[id(buffers)])
+            elif self._gradients_are_kept:
+                buffers.grads.zero_()  # room that no gradient fills is counted too, and may hold anything now
             buffers.show(present)

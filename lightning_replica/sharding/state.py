@@ -359,8 +359,9 @@ class ShardedState:
             if kind == "tail" and self._before_window is not None:
                 for buffers, value in zip(self.buffers, self._before_window, strict=True):
                     buffers.main.copy_(value)
-            for buffers in self.buffers if self._hit else ():
-                buffers.grads.zero_()  # what is between parameters is sent and counted, too
+            if self._hit or not (self.manual or self._groups.on_host):
+                for buffers in self.buffers:
+                    buffers.grads.zero_()  # room that no gradient fills is counted too, and may hold anything now
         if not self.torn:
             self._idle()
         self._backup, self._before_window, self._hit = None, None, False

@@ -65,7 +65,9 @@ def place(*tensors: torch.Tensor) -> None:
 def test_levels(device: SimulatedNpu, name: str) -> None:
     fault = device.classify(RuntimeError(TEXTS[name]))
     assert fault is not None
-    assert (fault.level, fault.text) == (LEVELS[name], TEXTS[name].splitlines()[0])
+    assert fault.level == LEVELS[name]
+    assert fault.text in TEXTS[name]
+    assert "operator()" not in fault.text
 
 
 @pytest.mark.parametrize("error", npu_contract.ERROR_CODES, ids=lambda error: f"{error.code}-{error.text}")

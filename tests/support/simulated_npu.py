@@ -234,8 +234,6 @@ class Hccl:
     """The device's half of a group."""
 
     def abort_hccl_comm(self, reason: str) -> None:
-        if not MEMORY.stopped:
-            broken("abort_hccl_comm while the device runs")
         MODULE.aborted = True
 
 
