@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import spread, write
 
 from lightning_replica import works
-from lightning_replica.devices.cpu import abort_group
+from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.recovery.faults import Fault
@@ -46,7 +46,7 @@ def blocked(rank: int, port: int, count: int, results: Any) -> None:
     torch.set_num_threads(1)
     store = client(port)
     generations = Generations(store)
-    groups = ProcessGroups(store, rank, RANKS, "gloo", 60, abort_group)
+    groups = ProcessGroups(store, rank, RANKS, Cpu(), 60)
     monitor = Monitor(Generations(client(port)), groups.abort, lambda: None)
     monitor.start(0)
     seen = []

@@ -1,10 +1,12 @@
 """A PyTorch Lightning strategy with which a training job loses no step and no bit when ranks fail.
 
-Importing it registers the strategy name ``replica_zero`` and does nothing else.
+Importing it registers the strategy ``replica_zero`` and the accelerator ``npu`` by their names, and does nothing else.
 """
 
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_replica.accelerators import NPUAccelerator
 from lightning_replica.callbacks import (
     CheckpointPublisher,
     DyingGaspCheckpoint,
@@ -14,6 +16,7 @@ from lightning_replica.callbacks import (
     RecoveryReport,
     StepRollback,
 )
+from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.strategy import ReplicaZeroStrategy
 
@@ -22,6 +25,7 @@ __all__ = [
     "CheckpointPublisher",
     "ConfigurationError",
     "DyingGaspCheckpoint",
+    "NPUAccelerator",
     "PeerRepair",
     "RankReplacement",
     "RecoveryCallback",
@@ -31,6 +35,8 @@ __all__ = [
     "ReplicaZeroStrategy",
     "StepRollback",
     "__version__",
+    "register_fault",
 ]
 
 ReplicaZeroStrategy.register_strategies(StrategyRegistry)
+NPUAccelerator.register_accelerators(AcceleratorRegistry)

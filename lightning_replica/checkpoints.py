@@ -18,6 +18,7 @@ from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.save_beside import SaveBeside
+from lightning_replica.session import Session
 from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
@@ -77,10 +78,10 @@ class Checkpoints:
         if "optimizer_states" in checkpoint:
             checkpoint[OWN_KEY] = {"main": main, "resume": resume.record(trainer, training)}
 
-    def resumption(self, trainer: pl.Trainer, rank: int, world_size: int) -> Snapshot | None:
+    def resumption(self, trainer: pl.Trainer, session: Session) -> Snapshot | None:
         """Where the fit goes on, if a checkpoint has been loaded; asked for once."""
         loaded, self._loaded = self._loaded, None
-        return None if loaded is None else resume.read(trainer, rank, world_size, *loaded)
+        return None if loaded is None else resume.read(trainer, session, *loaded)
 
     def save_last(
         self,

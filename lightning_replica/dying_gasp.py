@@ -8,7 +8,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoints import Checkpoints
 from lightning_replica.errors import CollectiveError
-from lightning_replica.hooks import is_from_outside
+from lightning_replica.hooks import fault_behind
 from lightning_replica.points import reach
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.mirror import Mirrors
@@ -54,7 +54,7 @@ class DyingGasp:
         try:
             return self._write(plan)
         except Exception as error:
-            if is_from_outside(error):
+            if fault_behind(error, self._training.device) is not None:
                 raise CollectiveError(str(error)) from error
             raise
 

@@ -11,3 +11,6 @@ NOTHING_SAVED = 76
 
 GAVE_UP = 77
 """A rank was lost and could not be replaced, and nobody had asked for a last checkpoint (`DyingGaspCheckpoint`)."""
+
+DEVICE_LOST = 78
+"""This rank cannot use its device any more; under this package's own launcher, a new process takes its place."""

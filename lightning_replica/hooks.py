@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_replica.devices import cpu
+from lightning_replica.devices.interface import Device, DeviceFault
+from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
     CollectiveError,
     ConfigurationError,
@@ -73,11 +74,14 @@ def explain(error: BaseException) -> str:
     return f"{_CLOSED_GROUP} ({said})" if uses_closed_group(error) else said
 
 
-def is_from_outside(error: BaseException) -> bool:
-    """Whether another rank's fault made this rank's collective fail."""
-    return not uses_closed_group(error) and (
-        isinstance(error, (CollectiveError, Interrupted)) or cpu.is_collective_failure(error)
-    )
+def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
+    """What of ``device``, or of another rank, made this rank fail; None if that is the user's own business."""
+    if uses_closed_group(error):
+        return None
+    fault = fault_of(error, device)
+    if fault is None and isinstance(error, (CollectiveError, Interrupted)):
+        return DeviceFault("outside", str(error))
+    return fault
 
 
 class Hooks:
@@ -85,10 +89,11 @@ class Hooks:
 
     Args:
         trainer: The trainer that fits.
+        device: What this rank trains on.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: pl.Trainer, device: Device) -> None:
+        self._trainer, self._device = trainer, device
         self._shown: set[str] = set()
 
     @property
@@ -103,29 +108,29 @@ class Hooks:
 
         Raises:
             HookError: If a hook fails by itself.
-            CollectiveError: If a collective in a hook fails because a rank is lost.
+            CollectiveError: If a hook fails because a rank is lost, or by an error of the device's.
         """
         for name, hook in self._named(f"on_recovery_{context.phase}"):
-            random = cpu.rng_state()
+            random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, context)
             except (RecoveryError, TransferError):
                 raise
             except Exception as error:
-                if is_from_outside(error):
-                    raise CollectiveError(f"{name}: {error}") from None
+                if fault_behind(error, self._device) is not None:
+                    raise CollectiveError(f"{name}: {error}") from error
                 raise self._failed(context.rank, name, error) from None
             finally:
-                cpu.set_rng_state(random)
+                self._device.set_rng_state(random)
 
     def incident(self, incident: Incident) -> None:
         """Calls ``on_incident`` of every callback that has one."""
         for _, hook in self._named("on_incident"):
-            random = cpu.rng_state()
+            random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, incident)
             finally:
-                cpu.set_rng_state(random)
+                self._device.set_rng_state(random)
 
     def _named(self, method: str) -> list[tuple[str, Callable[..., None]]]:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]

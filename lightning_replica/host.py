@@ -11,7 +11,7 @@ from lightning_replica._compat.lightning import _call_strategy_hook, _set_sample
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica.attributes import plain
 from lightning_replica.data.position import ExactLoader
-from lightning_replica.devices import cpu
+from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import from_plain, to_plain
 from lightning_replica.recovery.interface import Kind
@@ -27,10 +27,11 @@ class LightningHost:
     Args:
         trainer: The trainer that fits.
         state: The sharded state; parameters that it does not hold travel with the host state.
+        device: What this rank trains on.
     """
 
-    def __init__(self, trainer: pl.Trainer, state: ShardedState) -> None:
-        self._trainer, self._state = trainer, state
+    def __init__(self, trainer: pl.Trainer, state: ShardedState, device: Device) -> None:
+        self._trainer, self._state, self._device = trainer, state, device
         self._copies = snapshots.Copies()
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._loss: tuple[int, Any] = (0, None)
@@ -41,7 +42,7 @@ class LightningHost:
 
     def begin(self, loaded: Snapshot | None) -> Snapshot:
         """The tail before the first step: this fit has not begun, or not gone on yet from ``loaded``."""
-        taken = snapshots.take(self._trainer, "tail", 0, self._copies)
+        taken = self._take("tail", 0)
         taken.fresh = True
         if loaded is not None:
             for key in ("place", "metrics_known", "commit", "schedulers_due"):
@@ -93,7 +94,7 @@ class LightningHost:
         """A batch window begins; what came before it will not be needed again."""
         self._mark()
         self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
-        return self._keep(snapshots.take(self._trainer, "batch", step, self._copies))
+        return self._keep(self._take("batch", step))
 
     def _mark(self) -> None:
         ahead = snapshots.fetched_ahead(self._trainer)
@@ -109,11 +110,15 @@ class LightningHost:
     def enter_commit(self, step: int, output: dict[str, Any]) -> Snapshot:
         """The commit that leads to ``step`` is about to begin; ``output`` is what the training step came to."""
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
-        taken = snapshots.take(self._trainer, "tail", step, self._copies)
+        taken = self._take("tail", step)
         taken.batch = epoch_loop._results.batch
         taken.output = output
         taken.loss = to_plain(output.get("loss"))
         return self._keep(taken)
+
+    def _take(self, kind: Kind, step: int) -> Snapshot:
+        with self._device.fence:  # a copy that was cut short would be taken for one
+            return snapshots.take(self._trainer, self._device, kind, step, self._copies)
 
     def _keep(self, taken: Snapshot) -> Snapshot:
         self._held[taken.kind, taken.step] = taken
@@ -164,7 +169,7 @@ class LightningHost:
         taken = self._held[kind, step]
         snapshots.restore(self._trainer, taken)
         self._rewind(taken)
-        cpu.set_rng_state(taken.rng)
+        self._device.set_rng_state(taken.rng)
         self.resume = taken
 
     def load(self, taken: Snapshot) -> None:
@@ -178,7 +183,7 @@ class LightningHost:
         else:
             for loader, state in zip(snapshots.exact_loaders(self._trainer), taken.loaders, strict=False):
                 loader.inherit(state)
-        cpu.set_rng_state(taken.rng)
+        self._device.set_rng_state(taken.rng)
 
     def _rewind(self, taken: Snapshot) -> None:
         """Puts the data back; where hooks want to see the batch before, that is fetched again."""
@@ -197,7 +202,8 @@ class LightningHost:
             batch, _, _ = item if isinstance(item, tuple) else next(item)  # `training_step(dataloader_iter)`
             if taken.batch is None:
                 taken.batch = self._transfer(batch)
-                taken.output = {} if taken.loss is None else {"loss": from_plain(taken.loss)}
+                loss = from_plain(taken.loss, self._trainer.lightning_module.device)
+                taken.output = {} if loss is None else {"loss": loss}
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
 

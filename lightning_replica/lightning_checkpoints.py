@@ -61,7 +61,7 @@ class LightningCheckpoints(LightningCollectives):
 
     def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
         """Where the fit goes on, if a checkpoint has been loaded."""
-        return self._checkpoints.resumption(trainer, self.global_rank, self.world_size)
+        return self._checkpoints.resumption(trainer, self.session)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights; on rank 0 copied, as views they would drag the whole flat buffer along."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -22,7 +23,7 @@ def export_results(results: _ResultCollection) -> list[dict[str, Any]]:
 
 
 def import_results(
-    results: _ResultCollection, plain: list[dict[str, Any]], sync: Callable[..., Any], module: torch.nn.Module
+    results: _ResultCollection, plain: list[dict[str, Any]], sync: Callable[..., Any], module: pl.LightningModule
 ) -> None:
     """Makes ``results`` what `export_results` saw; ``sync`` reduces over ranks where a result asks for it."""
     known = {entry["key"] for entry in plain}
@@ -31,7 +32,7 @@ def import_results(
     for entry in plain:
         if entry["key"] not in results:
             results[entry["key"]] = _new(entry, sync, module)
-        _import(results[entry["key"]], entry)
+        _import(results[entry["key"]], entry, module.device)
     results.batch = results.batch_size = None
 
 
@@ -47,17 +48,17 @@ def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]])
     """The inverse of `copy_states`."""
     for metric, state in zip(_metrics(modules), states, strict=True):
         for name, value in state.items():
-            setattr(metric, name, _clone(value))
+            setattr(metric, name, _clone(value, metric.device))
 
 
 def _metrics(modules: Iterable[torch.nn.Module]) -> list[Any]:
     return [module for module in modules if isinstance(module, Metric)]
 
 
-def _clone(value: Any) -> Any:
+def _clone(value: Any, device: torch.device | None = None) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    return [_clone(item) for item in value] if isinstance(value, list) else value
+        return value.detach().to(device or value.device, copy=True)
+    return [_clone(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
@@ -76,10 +77,10 @@ def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:
     }
 
 
-def _import(metric: _ResultMetric, entry: dict[str, Any]) -> None:
+def _import(metric: _ResultMetric, entry: dict[str, Any], device: torch.device) -> None:
     for name, value in entry["tensors"].items():
         if value is not None or hasattr(metric, name):
-            setattr(metric, name, from_plain(value))
+            setattr(metric, name, from_plain(value, device))
     metric.has_reset = entry["has_reset"]
     metric._update_count = entry["updates"]
 
@@ -100,6 +101,6 @@ def to_plain(value: Any) -> list[Any] | None:
     return [str(value.dtype).removeprefix("torch."), value.tolist()]
 
 
-def from_plain(plain: list[Any] | None) -> Tensor | None:
-    """The inverse of `to_plain`."""
-    return None if plain is None else torch.tensor(plain[1], dtype=getattr(torch, plain[0]))
+def from_plain(plain: list[Any] | None, device: torch.device) -> Tensor | None:
+    """The inverse of `to_plain`, on ``device``."""
+    return None if plain is None else torch.tensor(plain[1], dtype=getattr(torch, plain[0]), device=device)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_replica._compat.torch import data_version, same_bits
+from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
+from lightning_replica.devices.host import same_bits
 from lightning_replica.works import Work
 
 # Up to this many elements a buffer is compared by content: BatchNorm's kernels write to its statistics without
@@ -56,10 +57,10 @@ class BufferSync:
 
     Args:
         module: The module.
-        wait: Waits for a collective.
+        wait: Waits for the collective on a tensor.
     """
 
-    def __init__(self, module: nn.Module, wait: Callable[[Work], None]) -> None:
+    def __init__(self, module: nn.Module, wait: Callable[[Work, Tensor], None]) -> None:
         self._module, self._wait = module, wait
         self._changes = ChangedBuffers()
 
@@ -70,7 +71,7 @@ class BufferSync:
             return
         changed = self._changes.among(buffers)
         flags = torch.tensor([name in changed for name in buffers], dtype=torch.uint8)
-        self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True), flags)
         agreed = {name: buffers[name] for name, flag in zip(buffers, flags.tolist(), strict=True) if flag}
         with torch.no_grad():
             for kind in _by_kind(agreed.values()):
@@ -83,7 +84,7 @@ class BufferSync:
 
     def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup) -> None:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        self._wait(dist.broadcast(flat, 0, group=group, async_op=True))
+        self._wait(dist.broadcast(flat, 0, group=group, async_op=True), flat)
         if group.rank() != 0:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view(buffer.shape))

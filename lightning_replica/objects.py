@@ -15,7 +15,7 @@ from lightning_replica import plain
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.works import Work
 
-Wait = Callable[[Work], None]
+Wait = Callable[[Work, Tensor], None]
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -33,7 +33,7 @@ def reduce(tensor: Tensor, group: Any, reduce_op: Any, wait: Wait) -> Tensor:
         tensor: Any shape; an integer tensor is averaged in floating point.
         group: Process group; None is the world.
         reduce_op: A ``ReduceOp``, or "sum", "mean", "avg", "min", "max", "product"; None is "sum".
-        wait: Waits for a collective.
+        wait: Waits for the collective on a tensor.
     """
     name = "sum" if reduce_op is None else reduce_op.lower() if isinstance(reduce_op, str) else None
     if name is not None and name not in _OPS:
@@ -41,7 +41,7 @@ def reduce(tensor: Tensor, group: Any, reduce_op: Any, wait: Wait) -> Tensor:
     if name in ("mean", "avg") and not torch.is_floating_point(tensor):
         tensor = tensor.to(torch.float32)
     op = reduce_op if name is None else _OPS[name]
-    wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+    wait(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)
     return tensor / dist.get_world_size(group) if name in ("mean", "avg") else tensor
 
 
@@ -49,7 +49,7 @@ def all_gather(tensor: Tensor, group: Any, wait: Wait) -> Tensor:
     """Stacks the tensors of all ranks of ``group``: (ranks, ...). Without gradients."""
     tensor = tensor.detach().contiguous()
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    wait(dist.all_gather(gathered, tensor, group=group, async_op=True))
+    wait(dist.all_gather(gathered, tensor, group=group, async_op=True), tensor)
     return torch.stack(gathered)
 
 
@@ -70,11 +70,11 @@ def broadcast(obj: Any, src: int, wait: Wait) -> Any:
             refused = str(error)
             data = refused.encode()
     head = torch.tensor([len(data), bool(refused)])
-    wait(dist.broadcast(head, src, async_op=True))
+    wait(dist.broadcast(head, src, async_op=True), head)
     content = torch.zeros(int(head[0]), dtype=torch.uint8)
     if mine:
         content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    wait(dist.broadcast(content, src, async_op=True))
+    wait(dist.broadcast(content, src, async_op=True), content)
     received = content.numpy().tobytes()
     if head[1]:
         raise ConfigurationError(

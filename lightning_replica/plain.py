@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
+from lightning_replica.devices.host import HOST
 from lightning_replica.errors import ConfigurationError, TransferError
 
 _HEAD = struct.Struct("<4sqq")  # magic with the version of the format, length of the JSON, of what follows it
@@ -202,11 +203,21 @@ def save(value: Any, also: Sequence[type] = ()) -> bytes:
 def load(data: bytes, also: Sequence[type] = ()) -> Any:
     """The inverse of `save`, with the same ``also``; runs nothing that ``data`` names.
 
+    Tensors of another rank's device arrive on this rank's own.
+
     Raises:
         TransferError: If ``data`` holds what `save` would have refused, or is damaged.
     """
     with torch.serialization.safe_globals([*_SAFE, *also]):
         try:
-            return torch.load(io.BytesIO(data), weights_only=True)
+            return torch.load(io.BytesIO(data), map_location=_own_place, weights_only=True)
         except Exception as error:
             raise TransferError(f"What came cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _own_place(storage: Any, place: str) -> Any:
+    """Where a storage goes that has been read into the host's memory and lay at ``place`` when it was saved."""
+    if place == HOST.type or not torch.accelerator.is_available():
+        return storage
+    own = f"{torch.accelerator.current_accelerator()}:{torch.accelerator.current_device_index()}"
+    return torch.serialization.default_restore_location(storage, own)

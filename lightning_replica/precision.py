@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from lightning_replica._compat.torch import update_scale
+from lightning_replica._compat.lightning import device_is_a_guess
+from lightning_replica._compat.torch import device_of_scaler, update_scale
+from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.commit import Commit, Request
 
 
@@ -93,3 +96,32 @@ def sharded(plugin: Precision) -> ShardedStep:
         names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
         plugin.__class__ = type(cls.__name__, (ShardedStep, cls), names)
     return cast("ShardedStep", plugin)
+
+
+def fit_to_device(plugin: ShardedStep, kind: str, accelerator: Accelerator | None) -> None:
+    """Has a plugin that Lightning has made autocast, and scale losses, on the device that the accelerator trains on.
+
+    Left to itself, Lightning's plugin for an accelerator of a third party autocasts on CUDA, that is, nowhere, and its
+    scaler turns itself off where there is no CUDA.
+
+    Args:
+        plugin: Changed in place.
+        kind: ``torch.device.type`` of the accelerator's tensors.
+        accelerator: What the trainer was given.
+
+    Raises:
+        ConfigurationError: If the user has given a plugin for another device.
+    """
+    own: Any = plugin
+    device = getattr(own, "device", kind)
+    if device == kind:
+        return
+    if not device_is_a_guess(type(plugin).__bases__[-1], device, accelerator):
+        raise ConfigurationError(
+            f"precision={own.precision!r} is for {device}, the accelerator is {kind}."
+            f" Give its plugin `device={kind!r}`, or name both: `Trainer(accelerator={kind!r},"
+            f" precision={own.precision!r})`."
+        )
+    own.device = kind
+    if own.scaler is not None and device_of_scaler(own.scaler) != kind:
+        own.scaler = torch.amp.GradScaler(device=kind)

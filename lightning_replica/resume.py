@@ -30,10 +30,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_replica import plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.tree import Tree
 from lightning_replica.data.position import LoaderState
-from lightning_replica.devices import cpu
+from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import all_gather_bytes
 from lightning_replica.snapshot import Place, Snapshot
 from lightning_replica.training import Training
@@ -69,7 +70,8 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         tree = Tree.of(trainer.lightning_module)
         host = copy.deepcopy(snapshots.capture_progress(trainer, tree))
         host["place"] = place_of(host["loops"])
-        taken = Snapshot("tail", 0, host, cpu.rng_state(), [], loss=training.host.loss(training.state.step), fresh=True)
+        loss, rng = training.host.loss(training.state.step), training.device.rng_state()
+        taken = Snapshot("tail", 0, host, rng, [], loss=loss, fresh=True)
         snapshots.take_private(trainer, taken, tree)
         if host["place"] in (None, "epoch_end"):
             taken.loaders = [loader.state_between_epochs() for loader in snapshots.exact_loaders(trainer)]
@@ -81,7 +83,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         return {}
     return {
         "host": {"place": "batch", **taken.replicated},
-        "ranks": [torch.load(io.BytesIO(each), weights_only=True) for each in everyone],
+        "ranks": [plain.load(each) for each in everyone],
         "world_size": len(everyone),
         "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
     }
@@ -134,32 +136,29 @@ def _private(taken: Snapshot) -> dict[str, Any]:
     }
 
 
-def read(
-    trainer: pl.Trainer, rank: int, world_size: int, loops: dict[str, Any], own: dict[str, Any]
-) -> Snapshot | None:
+def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot | None:
     """Where the fit goes on; None if it had not begun, as with the checkpoints of Lightning's tuners.
 
     Args:
         trainer: The trainer, with its data set up and the rest of the checkpoint loaded.
-        rank: This rank.
-        world_size: Number of ranks.
+        session: This process's part in the world.
         loops: Lightning's counters, from the checkpoint.
         own: What `record` has added; empty in another strategy's checkpoint.
     """
     if loops["epoch_progress"]["current"]["ready"] == 0:
         return None
-    if own and own["world_size"] == world_size:
-        host, private = {**own["host"], "metrics_known": True}, own["ranks"][rank]
+    if own and own["world_size"] == session.grid.world_size:
+        host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
         loaders = [LoaderState(*state) for state in private["loaders"]]
         taken = Snapshot("tail", 0, host, private["rng"], private["results"], loaders, private["loss"], fresh=True)
         taken.metric_states = private["metric_states"]
     else:
-        taken = _elsewhere(trainer, world_size, own["host"]["loops"] if own else loops, own)
+        taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
     return taken
 
 
-def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
+def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
     """From a checkpoint of another world, or of another strategy."""
     now = snapshots.capture_progress(trainer, Tree.of(trainer.lightning_module))
     host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
@@ -176,7 +175,7 @@ def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own:
         window = trainer.accumulate_grad_batches
         begun = done // window * window  # the first half of a window is lost: its gradients are not in the checkpoint
         if own:
-            begun = _batches(trainer, world_size, own["samples"], begun)
+            begun = _batches(trainer, session.grid.world_size, own["samples"], begun)
         if begun != done or own:
             place, done = "batch", begun
         if place == "batch":
@@ -184,7 +183,7 @@ def _elsewhere(trainer: pl.Trainer, world_size: int, loops: dict[str, Any], own:
     host["place"], host["logger_fx"] = place, [done == 1 if place else None, None]
     state = LoaderState(done - (place == "batch_end"))
     loaders = [_within(loader, state) for loader in snapshots.exact_loaders(trainer)]
-    return Snapshot("tail", 0, host, cpu.rng_state(), [], loaders, fresh=True)
+    return Snapshot("tail", 0, host, session.device.rng_state(), [], loaders, fresh=True)
 
 
 def _count_update(loops: dict[str, Any]) -> None:

@@ -4,19 +4,21 @@ import atexit
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_replica import agreement, planned_save, points
 from lightning_replica.checkpoint.together import TogetherBeside
-from lightning_replica.devices import cpu
+from lightning_replica.devices.interface import Device, is_apart
 from lightning_replica.errors import CollectiveError, ConfigurationError, Interrupted
+from lightning_replica.exit_codes import DEVICE_LOST
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
@@ -38,7 +40,7 @@ from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
-from lightning_replica.works import Work, wait
+from lightning_replica.works import Ordered, Work, finish, wait
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Session:
         grid: The table of ranks.
         rank: This rank.
         surroundings: How this process reaches the others.
-        backend: torch.distributed backend.
+        device: What this rank trains on.
         timeout_s: After which a collective fails on its own.
         options: What the user has chosen about recovery.
 
@@ -68,11 +70,11 @@ class Session:
         grid: Grid,
         rank: int,
         surroundings: Surroundings,
-        backend: str,
+        device: Device,
         timeout_s: float,
         options: RecoveryOptions,
     ) -> None:
-        self.grid, self.rank = grid, rank
+        self.grid, self.rank, self.device = grid, rank, device
         planned_save.ignore()
         self._show_progress(options)
         self.newborn = surroundings.generation > 0
@@ -83,12 +85,10 @@ class Session:
         self.journal = Journal(store, rank, reading=self.newborn)
         if not options.recovery:
             self.journal.close()
-        self._process_groups = ProcessGroups(
-            store, rank, grid.world_size, backend, timeout_s, cpu.abort_group, self.look
-        )
+        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look)
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
-        self._monitor = Monitor(watched, self._process_groups.abort, self.end_as_orphan, interval_s)
+        self._monitor = Monitor(watched, self._wake, self.end_as_orphan, interval_s)
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
         self._fits = 0
@@ -186,9 +186,18 @@ class Session:
         """The same for whoever waits, again and again."""
         self._monitor.look()
 
-    def wait(self, work: Work) -> None:
-        """Waits for a collective, in slices."""
-        wait(work, self.look)
+    def wait(self, work: Work, tensor: Tensor | None = None) -> None:
+        """Waits for a collective to end.
+
+        Args:
+            work: What an ``async_op=True`` collective returned.
+            tensor: What it is done on; None for one of the host's own.
+        """
+        if isinstance(work, dist.Work) and tensor is not None and is_apart(self.device, tensor):
+            wait(Ordered(work), self.look)
+            finish(self.look)
+        else:
+            wait(work, self.look)
 
     @property
     def groups(self) -> Groups:
@@ -286,10 +295,35 @@ class Session:
         atexit.unregister(self.close)
         if self._deadline is not None:
             self._deadline.cancel()
-        self._monitor.stop()
+        self.let_go()
         self._process_groups.close()
         if not self._surroundings.supervised:
             self._surroundings.leave(self.grid.world_size, failed=self.generations.verdict() is not None)
+
+    def _wake(self) -> None:
+        """The generation is over. Called in the monitor's thread: what the rank waits for ends, here and on the device.
+
+        The device first: an aborted collective leaves anything in its tensors, and nothing must be made from that.
+        A replacement that is on its way is left in peace: whatever it does there needs nobody.
+        """
+        if not self.journal.reading:
+            self.device.stop()
+        self._process_groups.abort()
+
+    def let_go(self) -> None:
+        """The run has ended, and an error will say so: that may still need the device, which nobody stops any more."""
+        self._monitor.stop()
+        try:
+            self.device.restart()
+        except RuntimeError as error:
+            log.warning("rank %d: its device cannot be used any more: %s", self.rank, error)
+
+    def leave_without_device(self, why: str) -> NoReturn:
+        """Ends this process at once, as whatever else it did might wait for its device; a new one takes its place."""
+        log.error("rank %d: its device cannot be used any more: %s", self.rank, why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(DEVICE_LOST)
 
     def end_when_told(self, told_to_end: Callable[[], bool]) -> None:
         """Has a recovery that waits in vain end when this process is told to; a supervisor needs no such thing."""
@@ -306,7 +340,7 @@ class Session:
             os._exit(ORPHANED)
 
     def _make_groups(self, timeout: timedelta) -> Iterable[dist.ProcessGroup]:
-        self._groups = make_groups(self.grid, self.rank, timeout)
+        self._groups = make_groups(self.grid, self.rank, timeout, self.device.is_host)
         self.mirrors.connect(self._groups.peers, self.grid.peers(self.rank))
         if self._state is not None:
             self._state.connect(self._groups, self.look)
@@ -320,7 +354,7 @@ def join(
     grid: Grid,
     rank: int,
     enter: Callable[[], Surroundings],
-    backend: str,
+    device: Device,
     timeout_s: float,
     options: RecoveryOptions,
 ) -> Session:
@@ -331,7 +365,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, enter(), backend, timeout_s, options)
+        _current = Session(grid, rank, enter(), device, timeout_s, options)
     verdict = _current.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(

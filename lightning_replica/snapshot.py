@@ -25,7 +25,7 @@ from lightning_replica.callback_state import (
     restore_callbacks,
 )
 from lightning_replica.data.position import ExactLoader, LoaderState
-from lightning_replica.devices import cpu
+from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
@@ -293,10 +293,10 @@ def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined is not None else []
 
 
-def take(trainer: pl.Trainer, kind: Kind, step: int, copies: Copies) -> Snapshot:
-    """A snapshot of the trainer as it is now."""
+def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
+    """A snapshot of the trainer, and of the generators of its device, as they are now."""
     tree = Tree.of(trainer.lightning_module)
-    return take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), cpu.rng_state(), []), tree)
+    return take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
 
 
 def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapshot:

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -24,7 +24,9 @@ from lightning_replica._compat.lightning import (
 )
 from lightning_replica.checkpoints import Checkpoints, StateDictType
 from lightning_replica.data.position import ExactLoader
-from lightning_replica.devices import cpu
+from lightning_replica.devices import device_for
+from lightning_replica.devices.host import HOST, rng_state, set_rng_state
+from lightning_replica.devices.interface import Device
 from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
@@ -34,7 +36,7 @@ from lightning_replica.launch.external import started_by_another
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
 from lightning_replica.points import begin
-from lightning_replica.precision import ShardedStep, sharded
+from lightning_replica.precision import ShardedStep, fit_to_device, sharded
 from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.session import Session, join
 from lightning_replica.sharding.layout import Partition
@@ -184,7 +186,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     @property
     def root_device(self) -> torch.device:
         """This rank's device."""
-        return (self.parallel_devices or [torch.device("cpu")])[self.local_rank]
+        return (self.parallel_devices or [HOST])[self.local_rank]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -206,23 +208,16 @@ class ReplicaZeroStrategy(LightningCheckpoints):
 
     def _configure_launcher(self) -> None:
         grid = self.grid  # raises, in the first process, before anyone waits for anyone
-        if not isinstance(self.accelerator, CPUAccelerator):
-            raise ConfigurationError(
-                f"accelerator={type(self.accelerator).__name__}: `replica_zero` runs on CPU so far."
-                " Set `Trainer(accelerator='cpu')`."
-            )
-        device = getattr(self.precision_plugin, "device", "cpu")
-        if device != "cpu":
-            raise ConfigurationError(
-                f"precision={self.precision_plugin.precision!r} is for {device}, the accelerator is cpu."
-                " Give its plugin `device='cpu'`, or let `Trainer(precision=...)` choose."
-            )
+        fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
         which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment))
         self._launcher = launcher_for(
             self.cluster_environment, self.num_processes, self.num_nodes, self.options_for, which.fill_in
         )
+
+    def _device(self) -> Device:
+        return device_for(self.root_device, self.accelerator)
 
     def options_for(self, trainer: Any) -> RecoveryOptions:
         """What the arguments and the trainer's callbacks together say about recovery.
@@ -248,7 +243,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             trainer = self.lightning_module.trainer if self.lightning_module is not None else None
             options = self.options_for(trainer)
             enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
-            self._session = join(self.grid, self.global_rank, enter, "gloo", self._timeout_s, options)
+            self._session = join(self.grid, self.global_rank, enter, self._device(), self._timeout_s, options)
             if self._session.newborn and trainer is not None:
                 let_config_be_saved_again(trainer)
                 logger_runs.adopt(trainer.loggers, self._session.read_note("loggers"), writes=self.is_global_zero)
@@ -291,7 +286,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             return
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self.session.wait(dist.broadcast(tensor.data, 0, group=self.session.groups.world, async_op=True))
+                work = dist.broadcast(tensor.data, 0, group=self.session.groups.world, async_op=True)
+                self.session.wait(work, tensor)
 
     def model_to_device(self) -> None:
         """Moves the model."""
@@ -303,7 +299,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is None or trainer.state.stage != RunningStage.TRAINING or isinstance(dataloader, ExactLoader):
             return dataloader
-        return ExactLoader(dataloader, cpu.rng_state, cpu.set_rng_state)
+        return ExactLoader(dataloader, rng_state, set_rng_state)
 
     @property
     def state(self) -> ShardedState:

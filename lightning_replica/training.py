@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
+from lightning_replica.devices.interface import Device
 from lightning_replica.digests import Digest
-from lightning_replica.errors import CheckpointError, RecoveryError, ReplicaError
+from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
-from lightning_replica.hooks import Hooks, explain, is_from_outside
+from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
 from lightning_replica.messages import say
 from lightning_replica.module_buffers import BufferSync
@@ -34,6 +35,7 @@ from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
+from lightning_replica.works import finish
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +87,12 @@ class Training:
             partition,
             self.whole_gradients,
             self.manual,
-            shared_memory,
+            shared_memory and self.device.is_host,
             session.options.guard,
             self.recoverable,
+            self.device.fence,
         )
-        self.host = LightningHost(trainer, self.state)
+        self.host = LightningHost(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.told_to_end)
         self._told_to_end = False
@@ -98,7 +101,7 @@ class Training:
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
-        self._trainer, self._hooks = trainer, Hooks(trainer)
+        self._trainer, self._hooks = trainer, Hooks(trainer, self.device)
         self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
         self._untold: list[Incident] = []
         self._shown = ""  # the newest exception whose traceback has been printed
@@ -122,6 +125,7 @@ class Training:
             return
         self._window = (1, time.monotonic())
         self._report(self.state.step)
+        finish(self.check)  # of the gather: what comes needs the device to have done it, and waits without a look
         self.state.begin_window(self._may_change_weights or self.weights_touched)
         self.weights_touched = False
         if not self.recoverable:
@@ -187,6 +191,7 @@ class Training:
     def _commit(self, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
         self._module_buffers.sync(session.groups.world)
+        finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
             found = state.look()
@@ -269,26 +274,34 @@ class Training:
         """
         batches, since = self._window
         self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
-        raised = "" if is_from_outside(error) else explain(error)
+        fault = fault_behind(error, self.device)
+        raised = explain(error) if fault is None else ""
+        device_said = "" if fault is None or fault.level == "outside" else fault.text
         if self.state.corrupted:
             log.warning("%s", self.state.corrupted)
             raised = ""
+        if device_said:
+            log.warning("rank %d: %s", self._session.rank, device_said)
         if raised:
             # Once, and first; a step that fails again in the same way adds no second traceback.
             log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
             self._shown = raised
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
+        if fault is not None and fault.level == "lost":
+            self._session.leave_without_device(device_said)
         try:
-            return self._recover(raised)
+            return self._recover(raised, device_said)
         except RecoveryError as final:
             if raised:
                 raise error from final
             raise
 
-    def _recover(self, raised: str) -> Snapshot | None:
+    def _recover(self, raised: str, device_said: str = "") -> Snapshot | None:
         session = self._session
         try:
-            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised)
+            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said)
+        except DeviceLostError as lost:
+            session.leave_without_device(str(lost))
         except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
             session.end_as_orphan()
             raise
@@ -297,6 +310,7 @@ class Training:
             self._tell_of_the_end(str(final))
             if session.options.gasp:
                 self._end_with_gasp()
+            session.let_go()
             raise
         if session.newborn:
             session.newborn = False
@@ -325,6 +339,8 @@ class Training:
             path = session.gasp().run(
                 self.state, self.host, lambda: session.recovery.report(self.state, self.host), self.write_last
             )
+        except DeviceLostError as lost:
+            session.leave_without_device(str(lost))
         except (RecoveryError, CheckpointError) as error:
             log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
             raise SystemExit(NOTHING_SAVED) from error
@@ -363,6 +379,11 @@ class Training:
     def check(self) -> None:
         """Raises `Interrupted` if the world has moved on; for collectives to call while they wait."""
         self._session.look()
+
+    @property
+    def device(self) -> Device:
+        """What this rank trains on."""
+        return self._session.device
 
     @property
     def groups(self) -> Groups:

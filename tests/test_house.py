@@ -1,6 +1,7 @@
 """The house rules that a review would forget: imports go down, files and functions stay small, names are pinned."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,12 @@ PACKAGE = Path(lightning_replica.__file__).parent
 # From the ground up. A file may import from its own row and from those above it in this list.
 LAYERS = [
     ["errors", "messages", "checks", "_compat"],
-    ["plain"],
     ["points", "grid", "works", "digests", "exit_codes", "planned_save"],
+    ["devices"],
+    ["plain"],
     ["sharding"],
     ["recovery"],
     ["checkpoint"],
-    ["devices"],
     ["launch"],
     ["data"],
     [
@@ -41,12 +42,17 @@ LAYERS = [
     ["resume", "checkpoints"],
     ["dying_gasp"],
     ["lightning_checkpoints"],
-    ["callbacks", "chaos", "fit_loop", "strategy"],
+    ["accelerators", "callbacks", "chaos", "fit_loop", "strategy"],
     [""],
     ["cli", "conf"],
     ["__main__"],
 ]
 NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors", "digests"]
+
+
+DEVICES = {"cpu", "cuda", "npu", "gloo", "nccl", "hccl"}
+# The last trains a model on purpose where every machine can.
+NAME_DEVICES = ["devices", "accelerators", "_compat", "cli.smoke"]
 
 
 def files() -> list[Path]:
@@ -113,11 +119,58 @@ def test_private_names_of_others_are_in_compat(path: Path) -> None:
     assert not [name for name in foreign if any(part.startswith("_") for part in name.split("."))]
 
 
+def names_of_devices(text: str) -> list[str]:
+    """Where a file says "cuda" or "cuda:0,cpu:gloo", ``torch.cuda``, ``.is_cuda``, or asks what a device's type is.
+
+    ``tensor.cpu()`` says where the copy goes, not where the tensor was.
+    """
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if " " not in node.value and DEVICES & {*re.split("[:,]", node.value.lower())}:
+                found.append(f"{node.lineno}: {node.value!r}")
+        elif isinstance(node, ast.Attribute):
+            asked = ast.unparse(node).endswith("device.type")
+            known = node.attr.lower().removeprefix("is_") in DEVICES - {"cpu"} or node.attr == "is_cpu"
+            if known or asked:
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_only_devices_name_devices(path: Path) -> None:
+    own = module_of(path)
+    if not any(own == name or own.startswith(f"{name}.") for name in NAME_DEVICES):
+        assert not names_of_devices(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'map_location="cuda:0"',
+        'open("cpu:gloo,npu:hccl")',
+        "torch.cuda.synchronize()",
+        "dist.Backend.GLOO",
+        "x.is_cpu",
+        'a.device.type != "meta"',
+        "x = root_device.type",
+    ],
+)
+def test_names_of_devices_are_found(line: str) -> None:
+    assert len(names_of_devices(line)) == 1
+
+
+@pytest.mark.parametrize("line", ["x.cpu()", '"CPU and gloo."', '"GLOO_SOCKET_IFNAME"', "x.device == HOST", "a.type"])
+def test_what_only_looks_like_one_is_not(line: str) -> None:
+    assert not names_of_devices(line)
+
+
 def test_public_names() -> None:
     assert lightning_replica.__all__ == [
         "CheckpointPublisher",
         "ConfigurationError",
         "DyingGaspCheckpoint",
+        "NPUAccelerator",
         "PeerRepair",
         "RankReplacement",
         "RecoveryCallback",
@@ -127,6 +180,7 @@ def test_public_names() -> None:
         "ReplicaZeroStrategy",
         "StepRollback",
         "__version__",
+        "register_fault",
     ]
     assert all(hasattr(lightning_replica, name) for name in lightning_replica.__all__)
 
@@ -146,5 +200,8 @@ assert not [name for name in sys.modules if name.startswith(("lightning_replica.
 from lightning.pytorch.strategies import StrategyRegistry
 assert "replica_zero" in StrategyRegistry
 lightning_replica.ReplicaZeroStrategy.register_strategies(StrategyRegistry)  # twice is no error
+from lightning.pytorch.accelerators import AcceleratorRegistry
+assert "npu" in AcceleratorRegistry
+lightning_replica.NPUAccelerator.register_accelerators(AcceleratorRegistry)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

@@ -13,7 +13,7 @@ from lightning_replica.errors import ConfigurationError
 from tests.support.ranks import open_world, run_ranks
 
 
-def wait(work: Any) -> None:
+def wait(work: Any, tensor: Any = None) -> None:
     works.wait(work, lambda: None)
 
 

@@ -3,12 +3,14 @@
 import ast
 import collections
 import datetime
+import io
 import math
 import os
 import pathlib
 import pickle
 import re
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,22 @@ def test_more_types_can_be_saved() -> None:
     came = plain.load(plain.save(value))
     assert came.pop("array").tolist() == value.pop("array").tolist()
     assert came == value
+
+
+def test_what_lay_on_a_device_that_is_not_here_arrives_all_the_same() -> None:
+    """The device is that of another rank: its number means nothing here."""
+    value = {"a": torch.arange(5.0), "b": torch.ones(2, 3)}
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(plain.save(value))) as saved, zipfile.ZipFile(written, "w") as elsewhere:
+        for name in saved.namelist():
+            content = saved.read(name)
+            if name.endswith("data.pkl"):
+                assert content.count(b"X\x03\x00\x00\x00cpu") == 1
+                content = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x07\x00\x00\x00cuda:63")
+            elsewhere.writestr(name, content)
+    came = plain.load(written.getvalue())
+    assert came.keys() == value.keys()
+    assert all(torch.equal(came[key].cpu(), value[key]) for key in value)
 
 
 class Evil:

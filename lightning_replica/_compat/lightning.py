@@ -8,18 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.accelerators.registry import _AcceleratorRegistry
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _set_num_threads_if_needed,
 )
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
@@ -40,6 +43,7 @@ from lightning_replica.errors import ConfigurationError
 __all__ = [
     "Closure",
     "Sigterm",
+    "_AcceleratorRegistry",
     "_AutomaticOptimization",
     "_BaseProgress",
     "_FitLoop",
@@ -60,6 +64,7 @@ __all__ = [
     "_set_sampler_epoch",
     "continue_csv",
     "dump_checkpoint",
+    "device_is_a_guess",
     "epoch_of",
     "leave_config_unsaved",
     "let_config_be_saved_again",
@@ -68,6 +73,16 @@ __all__ = [
     "save_loops",
     "walk_loops",
 ]
+
+
+def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Accelerator | None) -> bool:
+    """Whether Lightning has made a plugin for ``device`` only because it does not know ``accelerator`` by name.
+
+    ``_AcceleratorConnector._check_and_init_precision`` makes mixed precision for CUDA then. A plugin of the user's own
+    class is never its doing.
+    """
+    known = (CPUAccelerator, MPSAccelerator, CUDAAccelerator)
+    return plugin is MixedPrecision and device == "cuda" and type(accelerator) not in known
 
 
 def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 from datetime import timedelta
@@ -51,9 +50,32 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def registered_groups(backend: str | None = None) -> list[torch.distributed.ProcessGroup]:
-    """Every process group that this process has opened and not destroyed, the user's own too."""
+    """Every process group that this process has opened and not destroyed, the user's own too.
+
+    Args:
+        backend: Only those that have one of its backends: "gloo", or "cpu:gloo,cuda:nccl" for any of two.
+    """
     groups = list(distributed_c10d._world.pg_map.items())
-    return [group for group, (name, _) in groups if backend is None or name == backend]
+    return [group for group, (name, _) in groups if backend is None or _backends(name) & _backends(backend)]
+
+
+def _backends(names: str) -> set[str]:
+    return {name.rpartition(":")[2] for name in names.split(",")}
+
+
+def failure_of(work: torch.distributed.Work) -> BaseException | None:
+    """What a collective that has ended has failed with.
+
+    torch calls this deprecated and has nothing else where ``wait`` only orders, as NCCL's does (pytorch issue 46291).
+    """
+    failure: BaseException | None = work.exception()
+    return failure
+
+
+def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any | None:
+    """What carries tensors of ``device`` in ``group``; None if nothing does."""
+    kinds = [other.type for other in group._device_types]
+    return group._get_backend(device) if device.type in kinds else None
 
 
 def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
@@ -81,6 +103,12 @@ def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     torch._amp_update_scale_(scale, growth, found, *factors)
 
 
+def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
+    """Type of the device whose gradients it scales."""
+    device: str = scaler._device
+    return device
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _DCP_METADATA.get(module, ()):
@@ -96,18 +124,6 @@ def read_dcp_metadata(content: bytes) -> Metadata:
     """
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     return metadata
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors of one dtype hold the same bits; on CPU 2.5 times as fast as ``torch.equal``."""
-    if a.device.type != "cpu":
-        return torch.equal(a, b)
-    return a.nbytes == b.nbytes and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
-
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memcmp.restype = ctypes.c_int
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_replica import checks
 from lightning_replica.callbacks.lines import append
-from lightning_replica.devices import cpu
 from lightning_replica.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class Fingerprint(pl.Callback):
             "weights": digest(*tensors),
             "shard": digest(*[buffers.main for buffers in state.buffers]),
             "optimizer": digest(*[part for sharded in state.optimizers for part in sharded.state()]),
-            "random": digest(cpu.rng_state()),
+            "random": digest(_strategy(trainer).session.device.rng_state()),
         }
 
     def _write(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:

@@ -26,10 +26,13 @@ class RecoveryCallback(Callback):
     """
 
     def on_recovery_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
-        """The generation is over; nobody is left in a collective of the package. Stop threads that use the network."""
+        """The generation is over; nobody is left in a collective of the package. Stop threads that use the network.
+
+        Here and in `on_recovery_clean` the device is stopped: leave its tensors alone.
+        """
 
     def on_recovery_clean(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
-        """All process groups are closed. Let go of those of your own, and of whatever else a fault spoils."""
+        """All process groups are aborted. Let go of those of your own, and of whatever else a fault spoils."""
 
     def on_recovery_regroup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
         """New process groups are open. Make your own anew: ``torch.distributed.new_group``."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.files import Readable
+from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
 
 CONTENTS = "contents.pt"
@@ -142,7 +143,7 @@ def read_plain(directory: Readable, name: str) -> dict[str, Any]:
         CheckpointError: If the file is damaged.
     """
     content = io.BytesIO(publish.read_file(directory, name))
-    read: dict[str, Any] = torch.load(content, weights_only=True, map_location="cpu")
+    read: dict[str, Any] = torch.load(content, weights_only=True, map_location=HOST)
     return read
 
 

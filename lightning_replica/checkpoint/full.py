@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_replica import plain
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.optimizer import ELEMENT_WISE, Piece, ShardedOptimizer, is_like
-from lightning_replica.works import Check, wait
+from lightning_replica.works import Check, finish, wait
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,14 @@ def _share(own: dict[int, dict[str, Any]], groups: Groups, check: Check) -> dict
     """Merges what the ranks of the replica have described."""
     merged: dict[int, dict[str, Any]] = {}
     for payload in collectives.all_gather_bytes(_to_bytes(own), groups.replica, check):
-        for order, entry in torch.load(io.BytesIO(payload), weights_only=True).items():
+        for order, entry in plain.load(payload).items():
             merged.setdefault(order, {}).update(entry)
     return merged
 
 
-def _to_bytes(plain: Any) -> bytes:
+def _to_bytes(described: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(plain, buffer)
+    torch.save(described, buffer)
     return buffer.getvalue()
 
 
@@ -148,6 +149,7 @@ def _collect(flat: Tensor, groups: Groups, buffers: Buffers, check: Check) -> No
     works = [work for bucket in buffers.layout.buckets for work in collectives.gather(bucket, flat, groups)]
     for work in works:
         wait(work, check)
+    finish(check)  # before it is written to a file
 
 
 def _own_copy(view: Tensor) -> Tensor:

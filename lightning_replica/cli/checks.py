@@ -1,7 +1,6 @@
 """What `lightning-replica doctor` looks at: one function a question, each answered by a `Check`."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -10,38 +9,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
-import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
 import lightning_replica
+from lightning_replica.cli.ascend import ascend
+from lightning_replica.cli.check import Check
 from lightning_replica.cli.output import size
+from lightning_replica.devices import probe
+from lightning_replica.devices.host import HOST
 
 _SHM = Path("/dev/shm")
 _LITTLE_SHM_BYTES = 256 * 2**20
 _SMOKE_TIMEOUT_S = 180
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What.
-        status: ``failed`` where training cannot work, ``note`` where it may matter.
-        found: What was found.
-        advice: What to do; empty where nothing is to be done.
-    """
-
-    name: str
-    status: Literal["ok", "note", "failed"]
-    found: str
-    advice: str = ""
 
 
 def versions() -> Iterator[Check]:
@@ -70,25 +53,19 @@ def _requirements() -> list[Requirement]:
 def devices() -> Iterator[Check]:
     """Cores and accelerators."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("cpu", "ok", f"{cores} cores")
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        yield Check("cuda", "ok", ", ".join(names))
-    else:
-        yield Check("cuda", "note", "none")
-    npu = importlib.util.find_spec("torch_npu") is not None
-    yield Check("npu", "ok" if npu else "note", "torch_npu is installed" if npu else "none")
+    yield Check(HOST.type, "ok", f"{cores} cores")
+    for kind, found in probe.accelerators().items():
+        yield Check(kind, "ok" if found else "note", found or "none")
 
 
 def backends() -> Iterator[Check]:
-    """What collectives can run on; gloo is the one that is needed."""
-    for name in ("gloo", "nccl", "hccl"):
-        if dist.is_backend_available(name):
+    """What collectives can run on; that of the host is needed, whatever the device is."""
+    advice = "Install a torch that is built with it, as those of PyPI are."
+    for name, available in probe.backends().items():
+        if available:
             yield Check(name, "ok", "available")
-        elif name == "gloo":
-            yield Check(
-                name, "failed", "not available", "Install a torch that is built with gloo, as those of PyPI are."
-            )
+        elif name == probe.NEEDED:
+            yield Check(name, "failed", "not available", advice)
         else:
             yield Check(name, "note", "not available")
 
@@ -184,4 +161,4 @@ class _Run:
         self._process.wait()
 
 
-ALL = (versions, devices, backends, memory, network, smoke)
+ALL = (versions, devices, backends, ascend, memory, network, smoke)

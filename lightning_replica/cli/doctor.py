@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_replica.cli import checks
+from lightning_replica.cli.check import Check
 from lightning_replica.cli.output import write
 
 _EPILOG = """\
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-def line(check: checks.Check) -> str:
+def line(check: Check) -> str:
     """A check for people."""
     advice = f"\n{'':26}{check.advice}" if check.advice else ""
     return f"{_MARKS[check.status]:<7}{check.name:<19}{check.found}{advice}"

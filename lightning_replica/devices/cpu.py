@@ -1,64 +1,50 @@
-"""CPU and gloo."""
+"""The CPU: its tensors are the host's, and nothing runs that would have to be stopped."""
 
-import random
-import struct
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
-import numpy as np
-import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-# Not used by any other point-to-point message on these groups.
-_ABORT_TAG = 0x7E57
+from lightning_replica.devices import gloo, host
+from lightning_replica.devices.interface import DeviceFault, Survived
 
 
-def abort_group(group: dist.ProcessGroup) -> None:
-    """Fails every collective of ``group`` on this rank, from any thread, and tells the peers.
+class Cpu:
+    """`Device` for ranks that train on the CPU, over gloo."""
 
-    gloo has no abort, and ``_abort_process_group`` does not wake a rank that is blocked in a collective. But when
-    the wait for a point-to-point message expires, gloo closes every connection of the group ("Application timeout
-    caused pair closure"): so a receive that nobody will answer, given one millisecond, is an abort
-    (tests/devices/test_cpu.py).
-    """
-    for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if "Timed out" in str(error):
-                return
-            # The connection to this peer was closed already; the others may still be open.
+    kind = host.HOST.type
+    backend = gloo.NAME
+    is_host = True
+    fence = nullcontext()
 
+    def stop(self) -> None:
+        """Nothing runs but this rank's own threads."""
 
-def rng_state() -> bytes:
-    """State of the generators of torch (CPU), numpy and python, in a few fixed-size records."""
-    torch_state = torch.get_rng_state().numpy().tobytes()
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    numpy_state = struct.pack("<qqd", position, has_gauss, gauss) + np.asarray(keys, dtype=np.uint32).tobytes()
-    version, internal, gauss_next = random.getstate()
-    python_state = struct.pack("<q?d625q", version, gauss_next is not None, gauss_next or 0.0, *internal)
-    return struct.pack("<qq", len(torch_state), len(numpy_state)) + torch_state + numpy_state + python_state
+    def clean(self, held: Mapping[str, Tensor]) -> Survived:
+        """Nothing is lost while the process lives."""
+        return Survived("all")
 
+    def restart(self) -> None:
+        """Nothing was stopped."""
 
-def set_rng_state(state: bytes) -> None:
-    """The inverse of `rng_state`."""
-    torch_size, numpy_size = struct.unpack_from("<qq", state)
-    start = struct.calcsize("<qq")
-    torch_state = bytearray(state[start : start + torch_size])
-    numpy_state = state[start + torch_size : start + torch_size + numpy_size]
-    python_state = state[start + torch_size + numpy_size :]
-    torch.set_rng_state(torch.frombuffer(torch_state, dtype=torch.uint8))
-    position, has_gauss, gauss = struct.unpack_from("<qqd", numpy_state)
-    keys = np.frombuffer(numpy_state, dtype=np.uint32, offset=struct.calcsize("<qqd"))
-    np.random.set_state(("MT19937", keys, position, has_gauss, gauss))
-    version, has_next, gauss_next, *internal = struct.unpack("<q?d625q", python_state)
-    random.setstate((version, tuple(internal), gauss_next if has_next else None))
+    def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
+        """See `gloo.abort_group`."""
+        for group in groups:
+            gloo.abort_group(group)
 
+    def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
+        """An abort has closed the connections."""
+        return False
 
-def is_collective_failure(error: BaseException) -> bool:
-    """Whether torch.distributed raised ``error`` because another rank is gone or a group was aborted."""
-    if isinstance(error, dist.DistError):
-        return True
-    words = ("gloo", "Connection closed by peer", "pair closure", "process group has not been initialized")
-    return isinstance(error, (RuntimeError, ValueError)) and any(word in str(error) for word in words)
+    def classify(self, error: BaseException) -> DeviceFault | None:
+        """A failed collective is all that a CPU has to say."""
+        return DeviceFault("outside", str(error)) if gloo.is_collective_failure(error) else None
+
+    def rng_state(self) -> bytes:
+        """The host's generators."""
+        return host.rng_state()
+
+    def set_rng_state(self, state: bytes) -> None:
+        """The inverse of `rng_state`."""
+        host.set_rng_state(state)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_replica import planned_save
-from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
+from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
 from lightning_replica.launch.standby import Standbys
@@ -311,4 +311,4 @@ def in_fit(store: Store) -> bool:
 def _how(code: int) -> str:
     if code < 0:
         return f"died ({signal.Signals(-code).name})"
-    return f"ended with exit code {code}"
+    return f"ended with exit code {code}" + (", without its device" if code == DEVICE_LOST else "")

@@ -5,11 +5,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Detected: TypeAlias = Literal["death", "hang", "corrupted shard", "exception", "peer gone", "end"]
-"""How a fault was noticed. "peer gone": a collective failed, and whose fault that is, somebody else will know.
+Detected: TypeAlias = Literal["death", "hang", "corrupted shard", "device error", "exception", "peer gone", "end"]
+"""How a fault was noticed. "device error": the device has one of its own, whatever its rank was doing. "peer gone": a
+collective failed, and whose fault that is, somebody else will know.
 "end": the run was given up."""
 
-_TELLING: tuple[Detected, ...] = ("death", "hang", "corrupted shard", "exception", "end", "peer gone")
+_TELLING: tuple[Detected, ...] = (
+    "death",
+    "hang",
+    "corrupted shard",
+    "device error",
+    "exception",
+    "end",
+    "peer gone",
+)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_replica.errors import CollectiveError, CorruptedShardError, Interrupted, RecoveryError
+from lightning_replica.errors import RecoveryError
 from lightning_replica.grid import Grid
 from lightning_replica.points import reach
 from lightning_replica.recovery.faults import Fault
+from lightning_replica.recovery.fitness import begins_again, clean
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.interface import Host, Recoverable
@@ -23,7 +24,6 @@ from lightning_replica.recovery.planner import Decision, Report, can_send, decid
 
 log = logging.getLogger(__name__)
 
-_AGAIN = (CollectiveError, Interrupted, CorruptedShardError)
 _DONE = "gasp"
 
 
@@ -117,7 +117,8 @@ class Gasp:
             Where the checkpoint is.
 
         Raises:
-            RecoveryError: If a shard has no holder left, or others do not come.
+            RecoveryError: If a shard has no holder left that can be trusted, or others do not come.
+            DeviceLostError: If this rank cannot use its device any more.
             CheckpointError: If it cannot be written.
         """
         self._generations.store.set(_come(self._rank), "")
@@ -126,7 +127,8 @@ class Gasp:
             generation = self._generations.newest(generation)
             try:
                 return self._attempt(generation, state, host, report, write)
-            except _AGAIN as error:
+            except Exception as error:
+                begins_again(error, self._groups.device)
                 log.info("rank %d: the last checkpoint is begun again: %s", self._rank, error)
                 if time.monotonic() - self._began > self._timeout_s:
                     raise RecoveryError(f"The last checkpoint was not written in {self._timeout_s:.0f} s.") from error
@@ -141,7 +143,13 @@ class Gasp:
         write: Callable[[GaspPlan], str],
     ) -> str:
         reach("gasp")
-        self._groups.close()
+        if self._generations.is_spoiled():
+            raise RecoveryError("What is left of this run cannot be trusted. Go on from an earlier checkpoint.")
+        device = self._groups.device
+        if not device.is_host:
+            self._monitor.wake_now()
+        self._groups.leave()
+        clean(device, state, self._generations)
         self._monitor.moved_to(generation)
         path = self.written(self._generations)
         if path is not None:  # in an earlier attempt, by ranks that were through with it; others may be waiting here

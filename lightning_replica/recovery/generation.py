@@ -89,6 +89,14 @@ class Generations:
         """See `taint`."""
         return self.store.check([f"tainted/{generation}"])
 
+    def spoil(self) -> None:
+        """Says that nobody's shard can be trusted: of this run nothing is to be written any more."""
+        self.store.set("spoiled", "")
+
+    def is_spoiled(self) -> bool:
+        """See `spoil`."""
+        return self.store.check(["spoiled"])
+
     def give_up(self, why: str) -> None:
         """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
         self.store.compare_set("verdict", "", why)

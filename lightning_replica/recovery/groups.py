@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_replica._compat.torch import forget_failed_opening, registered_groups, set_group_timeout
+from lightning_replica.devices.host import HOST
+from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError
 from lightning_replica.recovery.patient_store import LonelyStore, PatientStore
 from lightning_replica.works import all_ended
@@ -45,10 +47,12 @@ class ProcessGroups:
         store: Where ranks find each other; every generation has a prefix of its own.
         rank: This rank.
         world_size: Number of ranks.
-        backend: torch.distributed backend.
+        device: This rank's; says which backend, and how its groups are aborted.
         timeout_s: After which a collective fails on its own.
-        abort: Fails every collective of one group on this rank, from any thread.
         check: Raises when the world moves on; called while groups are opened.
+
+    Attributes:
+        device: This rank's.
     """
 
     def __init__(
@@ -56,15 +60,13 @@ class ProcessGroups:
         store: dist.Store,
         rank: int,
         world_size: int,
-        backend: str,
+        device: Device,
         timeout_s: float,
-        abort: Callable[[dist.ProcessGroup], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
-        self._backend, self._timeout, self._abort = backend, timedelta(seconds=timeout_s), abort
-        connect_s = min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size)
-        self._connect_timeout = timedelta(seconds=connect_s) if backend == dist.Backend.GLOO else self._timeout
+        self.device, self._timeout = device, timedelta(seconds=timeout_s)
+        self._connect_timeout = timedelta(seconds=min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size))
         self._groups: list[dist.ProcessGroup] = []
         self._excepthook = sys.excepthook
         self._lock = threading.Lock()
@@ -72,7 +74,8 @@ class ProcessGroups:
     def open(self, generation: int, make: Callable[[timedelta], Iterable[dist.ProcessGroup]]) -> None:
         """Opens the default group of ``generation``, then lets ``make`` make the others. Collective.
 
-        All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given.
+        All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given. What was
+        open is closed, and the device, should it have been stopped, goes on.
         """
         try:
             self._open_default(f"groups/{generation}", self._rank, self._world_size)
@@ -89,8 +92,10 @@ class ProcessGroups:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
 
     def _open_default(self, prefix: str, rank: int, world_size: int) -> None:
+        self.device.restart()
+        self._destroy()
         dist.init_process_group(
-            self._backend,
+            self.device.backend,
             store=dist.PrefixStore(prefix, self._store),
             rank=rank,
             world_size=world_size,
@@ -105,7 +110,7 @@ class ProcessGroups:
         groups of its own, which it makes anew with all others in the hook that is there for that.
         """
         if _STAND_IN not in dist.Backend.backend_list:
-            dist.Backend.register_backend(_STAND_IN, _stand_in, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(_STAND_IN, _stand_in, devices=sorted({HOST.type, self.device.kind}))
         dist.init_process_group(_STAND_IN, store=LonelyStore(), rank=self._rank, world_size=self._world_size)
 
     def add(self, ranks: list[int]) -> dist.ProcessGroup:
@@ -128,16 +133,24 @@ class ProcessGroups:
     def abort(self) -> None:
         """Wakes this rank from any collective, on user code's own groups too. From any thread, any number of times."""
         with self._lock:
-            others = [group for group in registered_groups(self._backend) if group not in self._groups]
-            for group in (*self._groups, *others):
-                self._abort(group)
+            others = [group for group in registered_groups(self.device.backend) if group not in self._groups]
+            self.device.abort_groups((*self._groups, *others))
 
-    def close(self) -> None:
-        """Aborts and destroys all groups; peers see their connections close.
+    def leave(self) -> None:
+        """Aborts all groups; peers see their connections close. Those of a device are destroyed once that runs again.
 
         The abort closes them, so it does not matter that a traceback may still hold a group.
         """
         self.abort()
+        if self.device.is_host:
+            self._destroy()
+
+    def close(self) -> None:
+        """Aborts and destroys all groups."""
+        self.abort()
+        self._destroy()
+
+    def _destroy(self) -> None:
         with self._lock:
             doomed, self._groups = self._groups, []
         if not all_ended(_PATIENCE_S):

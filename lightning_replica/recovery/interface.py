@@ -1,6 +1,6 @@
 """What recovery asks of the training that it saves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
@@ -34,6 +34,12 @@ class Recoverable(Protocol):
     @property
     def commit_vector(self) -> tuple[float, ...] | None:
         """The commit of ``step -> step + 1``, if this rank saw it succeed."""
+
+    def held(self) -> Mapping[str, Tensor]:
+        """What the shard is and is made from, by name: what a peer or a gather can give again."""
+
+    def lose(self) -> None:
+        """Memory of something in `held` was hit. The shard is ``torn`` from now on, until a peer's is taken."""
 
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Makes the committed update. Called only where ``entered``.

@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 class Phase(enum.Enum):
     """stop -> clean -> regroup -> repair -> rollback -> resume; a fault in any of them goes back to stop."""
 
-    STOP = "stop"  # the generation is declared over; every rank will come out of its collectives
-    CLEAN = "clean"  # process groups are torn down
-    REGROUP = "regroup"  # every rank reports, the plan is made, new groups are opened
+    STOP = "stop"  # the generation is declared over; every rank will come out of its collectives; the device stops
+    CLEAN = "clean"  # process groups are torn down, the device says what it still holds
+    REGROUP = "regroup"  # every rank reports, the plan is made, devices start again, new groups are opened
     REPAIR = "repair"  # the committed step is applied where it was missed, shards move
     ROLLBACK = "rollback"  # parameters are rebuilt, host state goes back to the snapshot
     RESUME = "resume"  # peers mirror each other again; then training goes on

@@ -34,6 +34,7 @@ class Report:
         mirrors: Private states of peers that it holds.
         tries: Recoveries at this step so far.
         raised: The exception of its own that stopped it; empty if it was stopped by others.
+        device: The error of its device that stopped it; empty if none did.
         doubts: Ranks whose data has arrived damaged here in this recovery.
         joining: Whether it is a new process whose first recovery this is; it may have its state by now.
         hook: The recovery hook that failed last on this rank, and how, in this recovery.
@@ -59,6 +60,7 @@ class Report:
     hook_failures: int = 0
     corrupted: str = ""
     tainted: bool = False
+    device: str = ""
 
     @classmethod
     def of_nothing(cls, rank: int) -> "Report":
@@ -191,7 +193,7 @@ def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
         )
     tries = max(report.tries for report in reports)
     if tries >= max_tries:
-        complaints = [(report.rank, report.raised or report.corrupted) for report in reports]
+        complaints = [(report.rank, report.raised or report.device or report.corrupted) for report in reports]
         said = "; ".join(f"rank {rank}: {text}" for rank, text in complaints if text)
         raise RecoveryError(
             f"The same step has failed {tries + 1} times (max_tries={max_tries}): the one after step {step},"

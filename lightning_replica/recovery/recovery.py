@@ -7,17 +7,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_replica.errors import (
-    CollectiveError,
-    CorruptedShardError,
-    HookError,
-    Interrupted,
-    RecoveryError,
-    TransferError,
-)
+from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.faults import Fault
+from lightning_replica.recovery.fitness import begins_again, clean
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.incident import Transferred
@@ -31,9 +25,6 @@ from lightning_replica.recovery.transfer import Channel, Tag
 from lightning_replica.works import Work
 
 log = logging.getLogger(__name__)
-
-# A fault while recovering: the next generation begins and recovery starts again. Anything else is a bug or final.
-_AGAIN = (CollectiveError, Interrupted, TransferError, CorruptedShardError)
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class Recovery:
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
-        self._raised = ""  # this rank's own exception, until a plan has been made of it
+        self._raised = self._device_said = ""  # this rank's own errors, until a plan has been made of them
         self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
         self._job = generations.job()
         # Of the recovery under way:
@@ -101,7 +92,7 @@ class Recovery:
         """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
         self._committed = (step, vector)
 
-    def recover(self, state: Recoverable, host: Host, newborn: bool, raised: str) -> Outcome:
+    def recover(self, state: Recoverable, host: Host, newborn: bool, raised: str, device_said: str = "") -> Outcome:
         """Brings this rank, with all others, to one step.
 
         Args:
@@ -109,13 +100,15 @@ class Recovery:
             host: The rest of the state.
             newborn: Whether this rank is a replacement.
             raised: The exception of this rank's own that made it stop; empty if it was stopped by others.
+            device_said: The error of its device that made it stop; empty if there was none.
 
         Raises:
             RecoveryError: If the run cannot go on.
+            DeviceLostError: If this process cannot; the others can do without it.
         """
         timeline, self._left = Timeline(), self.generation - newborn
         self._newborn = self._joining = newborn
-        self._raised, self._doubts = raised, []
+        self._raised, self._device_said, self._doubts = raised, device_said, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
         fault = None if newborn else self._fault(state, raised)
         while True:
@@ -127,15 +120,17 @@ class Recovery:
                 # Whatever the phase, the others must come back to the start too.
                 self._hook_failures, self._hook_said, fault = self._hook_failures + 1, str(error), None
                 self._generations.begin_next(self.generation, self._fault(state, str(error)))
-            except _AGAIN as error:
+            except RecoveryError as final:
+                raise RecoveryError(f"{final}{self._standing(state)}") from None
+            except Exception as error:
+                # In the middle of a recovery: the next generation begins. Or it is a bug, or final.
+                self._device_said = begins_again(error, self._groups.device) or self._device_said
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
-                fault = self._corrupted(state) if isinstance(error, CorruptedShardError) else self._seen(str(error))
+                fault = self._fault(state, "", str(error))
                 if timeline.elapsed_s > self._options.rendezvous_timeout_s:
                     raise RecoveryError(
                         f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {error}"
                     ) from error
-            except RecoveryError as final:
-                raise RecoveryError(f"{final}{self._standing(state)}") from None
 
     def _standing(self, state: Recoverable) -> str:
         """Which shards the ranks that ended the run take with them, and who still holds them."""
@@ -149,18 +144,14 @@ class Recovery:
         ]
         return "".join(lines)
 
-    def _fault(self, state: Recoverable, raised: str) -> Fault:
+    def _fault(self, state: Recoverable, raised: str, seen: str = "a peer is gone") -> Fault:
         if state.corrupted:
-            return self._corrupted(state)
-        if not raised:
-            return self._seen("a peer is gone")
-        return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
-
-    def _corrupted(self, state: Recoverable) -> Fault:
-        return Fault("corrupted shard", (self._rank,), state.corrupted)
-
-    def _seen(self, what: str) -> Fault:
-        return Fault("peer gone", (), f"rank {self._rank}: {what}")
+            return Fault("corrupted shard", (self._rank,), state.corrupted)
+        if self._device_said:
+            return Fault("device error", (self._rank,), f"rank {self._rank}: {self._device_said}")
+        if raised:
+            return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
+        return Fault("peer gone", (), f"rank {self._rank}: {seen}")
 
     def _attempt(self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline) -> Plan:
         if state.corrupted:  # first of all: should this rank be lost, the others must know
@@ -168,9 +159,13 @@ class Recovery:
         timeline.enter(Phase.STOP)
         if fault is not None:
             self._generations.begin(self.generation + 1, fault)
+        device = self._groups.device
+        if not device.is_host:
+            self._monitor.wake_now()
         self._call_hook(Phase.STOP)
         timeline.enter(Phase.CLEAN)
-        self._groups.close()
+        self._groups.leave()
+        clean(device, state, self._generations)
         self._call_hook(Phase.CLEAN)
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
@@ -178,7 +173,8 @@ class Recovery:
         reports = self._exchange_reports(self.report(state, host))
         replaced = tuple(report.rank for report in reports if report.joining)
         plan = make_plan(reports, self._grid, self._options.max_tries)
-        self._raised = ""  # dealt with; should another rank raise from here on, not "every rank" has in one attempt
+        # Dealt with; should another rank raise from here on, not "every rank" has in one attempt.
+        self._raised = self._device_said = ""
         self._groups.open(self.generation, self._connect)
         self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
@@ -248,6 +244,7 @@ class Recovery:
             hook=self._hook_said,
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,
+            device=self._device_said,
             tainted=self._tainted(),
         )
 

@@ -5,7 +5,7 @@ Header, chunks, seals, answer; then the chunks that the answer asks for, their s
 says which job, generation and step the message belongs to and how long it is; a receiver that expects something else
 refuses it before anything is written. The seals are the checksums of the chunks, which both ends compute while the
 next chunks travel; they begin with the header, so that a chunk of another message has another checksum. The answer
-names the chunks that arrived damaged.
+names the chunks that arrived damaged. What lies on a device travels through buffers of the host, chunk by chunk.
 """
 
 import logging
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_replica import plain
 from lightning_replica._compat.torch import as_bytes
+from lightning_replica.devices.host import transfer_buffer
 from lightning_replica.errors import RecoveryError, TransferError
 from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.works import Work, track
@@ -75,6 +76,7 @@ class Channel:
         self._tag, self._messages = tag, 0
         self._began = time.monotonic()
         self._group = groups.add(sorted((source, target)))
+        self._buffers: list[Tensor] = []
         self.bytes_moved = 0
 
     @property
@@ -175,22 +177,35 @@ class Channel:
         return flat
 
     def _under_way(self, chunks: Sequence[_Chunk], sending: bool) -> Iterator[_Chunk]:
-        """Moves ``chunks``, several at a time, and yields each when its checksum can be computed."""
-        works: deque[tuple[Work, _Chunk]] = deque()
-        for chunk in chunks:
-            works.append((self._launch(chunk[1], self._source), chunk))
+        """Moves ``chunks``, several at a time, and yields each, in the host's memory, when it can be looked at."""
+        works: deque[tuple[Work, _Chunk, Tensor]] = deque()
+        for place, (number, data) in enumerate(chunks):
+            held = self._held(place, data)
+            if sending and held is not data:
+                held.copy_(data)
+            works.append((self._launch(held, self._source), (number, data), held))
             if sending:
-                yield chunk
+                yield number, held
             if len(works) == AHEAD:
                 yield from self._arrived(works, sending)
         while works:
             yield from self._arrived(works, sending)
 
-    def _arrived(self, works: "deque[tuple[Work, _Chunk]]", sending: bool) -> Iterator[_Chunk]:
-        work, chunk = works.popleft()
+    def _arrived(self, works: "deque[tuple[Work, _Chunk, Tensor]]", sending: bool) -> Iterator[_Chunk]:
+        work, (number, data), held = works.popleft()
         self._wait(work)
         if not sending:
-            yield chunk
+            if held is not data:
+                data.copy_(held)
+            yield number, held
+
+    def _held(self, place: int, data: Tensor) -> Tensor:
+        """Where a chunk lies while it travels; `AHEAD` buffers are enough, as one is free before the next begins."""
+        if self._groups.device.is_host:
+            return data
+        if not self._buffers:
+            self._buffers = [transfer_buffer(CHUNK_BYTES) for _ in range(AHEAD)]
+        return self._buffers[place % AHEAD][: data.numel()]
 
     def _seal(self, header: Tensor, chunk: _Chunk) -> int:
         number, data = chunk

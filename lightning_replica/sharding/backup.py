@@ -5,6 +5,7 @@ of a batch window keeps a copy of the shard until the window is committed.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,34 +19,40 @@ class Backup:
 
     Args:
         optimizers: The optimizers, before the window changes anything.
+        fence: Held while a copy is made.
+
+    Attributes:
+        whole: Whether the shard's copy is complete.
     """
 
-    def __init__(self, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self._optimizers = tuple(optimizers)
+    def __init__(self, optimizers: Sequence[ShardedOptimizer], fence: AbstractContextManager[None]) -> None:
+        self._optimizers, self._fence = tuple(optimizers), fence
         self._present = [(buffers, buffers.present()) for optimizer in optimizers for buffers in optimizer.buffers]
         self._grads: dict[int, Tensor] = {}
         self._gradients_are_kept = False
         self._values: list[list[Tensor]] = []
         self._states: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-        self.whole = False  # whether the shard's copy is complete
+        self.whole = False
 
     def keep_gradients(self) -> None:
         """Call before gradients change: the first time, copies gradients that the window found."""
         if self._gradients_are_kept:
             return
-        for buffers, present in self._present:
-            if any(was and now for was, now in zip(present, buffers.present(), strict=True)):
-                self._grads[id(buffers)] = buffers.grads.clone()
+        with self._fence:
+            for buffers, present in self._present:
+                if any(was and now for was, now in zip(present, buffers.present(), strict=True)):
+                    self._grads[id(buffers)] = buffers.grads.clone()
         self._gradients_are_kept = True
 
     def keep_shard(self) -> None:
         """Call before an update: copies the shard, the first time."""
         if self.whole:
             return
-        self._values = [[buffers.main.clone() for buffers in optimizer.buffers] for optimizer in self._optimizers]
-        for optimizer in self._optimizers:
-            tensors, scalars = optimizer.state()
-            self._states.append(({name: tensor.clone() for name, tensor in tensors.items()}, dict(scalars)))
+        with self._fence:
+            self._values = [[buffers.main.clone() for buffers in optimizer.buffers] for optimizer in self._optimizers]
+            for optimizer in self._optimizers:
+                tensors, scalars = optimizer.state()
+                self._states.append(({name: tensor.clone() for name, tensor in tensors.items()}, dict(scalars)))
         self.whole = True
 
     def restore(self) -> None:
@@ -61,4 +68,6 @@ class Backup:
         for buffers, present in self._present:
             if id(buffers) in self._grads:
                 buffers.grads.copy_(self._grads[id(buffers)])
+            elif self._gradients_are_kept:
+                buffers.grads.zero_()  # room that no gradient fills is counted too, and may hold anything now
             buffers.show(present)

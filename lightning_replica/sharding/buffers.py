@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_replica._compat.torch import same_bits
+from lightning_replica.devices.host import same_bits
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Partition, Range, plan_layout
 from lightning_replica.sharding.shared import Block
@@ -27,6 +27,7 @@ class Buffers:
         order: Position of each parameter among all that the module has; decides who is reduced first.
         bucket_bytes: Size at which a bucket is closed.
         partition: How buckets are cut.
+        shared: Whether other ranks of this machine shall be able to map the memory of ``block``.
 
     Attributes:
         params: (world_numel,) parameter dtype. What forward reads.
@@ -46,6 +47,7 @@ class Buffers:
         order: Sequence[int],
         bucket_bytes: int,
         partition: Partition,
+        shared: bool,
     ) -> None:
         dtype, device = parameters[0].dtype, parameters[0].device
         bucket_numel = max(1, bucket_bytes // parameters[0].element_size())
@@ -55,7 +57,7 @@ class Buffers:
         self.params = torch.zeros(self.layout.world_numel, dtype=dtype, device=device)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
         main_dtype = _MAIN_DTYPES.get(dtype, dtype)
-        self.block = Block(self.layout.world_numel, local_numel, dtype, main_dtype, device)
+        self.block = Block(self.layout.world_numel, local_numel, dtype, main_dtype, device, shared)
         self.grads, self.main = self.block.grads, self.block.main
         self.largest_piece = max(bucket.pieces[rank].numel for bucket in self.layout.buckets)
         self.pieces = self.layout.pieces(grid.shard_of(rank))

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_replica.errors import CollectiveError
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket
-from lightning_replica.works import Check, Work, track, wait
+from lightning_replica.works import Check, Ordered, Work, track, wait
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Groups:
         world: All N ranks; carries reductions and the commit.
         replica: The S ranks of this replica; carries the parameter gather.
         peers: The R holders of this rank's shard; carries reduced pieces and mirrors.
+        on_host: Whether gradients and parameters lie in the host's memory. Otherwise collectives on them are put in
+            order on the device (`works.Ordered`); those that are the host's own are waited for all the same.
     """
 
     grid: Grid
@@ -41,6 +43,7 @@ class Groups:
     world: dist.ProcessGroup
     replica: dist.ProcessGroup
     peers: dist.ProcessGroup
+    on_host: bool = True
 
     @property
     def shard(self) -> int:
@@ -57,7 +60,7 @@ class Groups:
         return (self.world, self.replica, self.peers)
 
 
-def make_groups(grid: Grid, rank: int, timeout: timedelta) -> Groups:
+def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True) -> Groups:
     """Makes the groups inside the initialised default group. Collective: every rank calls it."""
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -68,7 +71,7 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta) -> Groups:
         return found
 
     everyone = dist.new_group(list(range(grid.world_size)), timeout=timeout)
-    return Groups(grid, rank, everyone, new(grid.replica_ranks(rank)), new(grid.peers(rank)))
+    return Groups(grid, rank, everyone, new(grid.replica_ranks(rank)), new(grid.peers(rank)), on_host)
 
 
 def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> Work:
@@ -82,10 +85,10 @@ def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) ->
     """
     part = grads[bucket.world.start : bucket.world.stop]
     if bucket.is_even:
-        return track(dist.all_to_all_single(received, part, group=groups.world, async_op=True))
+        return _begun(dist.all_to_all_single(received, part, group=groups.world, async_op=True), groups)
     sent = [piece.numel for piece in bucket.pieces]
     got = [sent[groups.rank]] * len(sent)
-    return track(dist.all_to_all_single(received, part, got, sent, group=groups.world, async_op=True))
+    return _begun(dist.all_to_all_single(received, part, got, sent, group=groups.world, async_op=True), groups)
 
 
 def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) -> None:
@@ -102,7 +105,7 @@ def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) 
 
 def share_with_peers(bucket: Bucket, grads: Tensor, groups: Groups) -> list[Work]:
     """Gives this rank's averaged piece to its peers and gets theirs, in place."""
-    return _broadcast_pieces(bucket, grads, groups.grid.peers(groups.rank), lambda rank: rank, groups.peers)
+    return _broadcast_pieces(bucket, grads, groups.grid.peers(groups.rank), lambda rank: rank, groups.peers, groups)
 
 
 def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
@@ -114,8 +117,14 @@ def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
         groups: The process groups.
     """
     holders = groups.grid.replica_ranks(groups.rank)
-    everyone = range(groups.grid.world_size)
-    return _broadcast_pieces(bucket, flat, everyone, lambda rank: holders[groups.grid.shard_of(rank)], groups.replica)
+    return _broadcast_pieces(
+        bucket,
+        flat,
+        range(groups.grid.world_size),
+        lambda rank: holders[groups.grid.shard_of(rank)],
+        groups.replica,
+        groups,
+    )
 
 
 def all_reduce(vector: Tensor, groups: Groups, check: Check) -> None:
@@ -136,7 +145,12 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> 
 
 
 def _broadcast_pieces(
-    bucket: Bucket, flat: Tensor, pieces: Iterable[int], source: Callable[[int], int], group: dist.ProcessGroup
+    bucket: Bucket,
+    flat: Tensor,
+    pieces: Iterable[int],
+    source: Callable[[int], int],
+    group: dist.ProcessGroup,
+    groups: Groups,
 ) -> list[Work]:
     works: list[Work] = []
     if group.size() == 1:
@@ -145,5 +159,10 @@ def _broadcast_pieces(
         where = bucket.pieces[rank]
         if where.numel:
             part = flat[where.start : where.stop]
-            works.append(track(dist.broadcast(part, source(rank), group=group, async_op=True)))
+            works.append(_begun(dist.broadcast(part, source(rank), group=group, async_op=True), groups))
     return works
+
+
+def _begun(work: "dist.Work | None", groups: Groups) -> Work:
+    """A collective on gradients or parameters."""
+    return track(work) if groups.on_host or work is None else Ordered(work)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -84,3 +85,18 @@ class Request:
 def clip_coefficient(limit: float, norm: float) -> float:
     """What ``torch.nn.utils.clip_grad_norm_`` multiplies a gradient of 2-norm ``norm`` by."""
     return min(1.0, limit / (norm + 1e-6))
+
+
+def part_of_commit(own: Sequence[Tensor], request: Request, used: tuple[float, ...], stop: bool, save: bool) -> Commit:
+    """What one rank adds.
+
+    Args:
+        own: Its pieces of the averaged gradient.
+        request: What the update does to the gradient.
+        used: See `Commit`.
+        stop: Whether it was asked to stop.
+        save: Whether it was asked to save.
+    """
+    norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
+    non_finite = request.scale is not None and not all(bool(torch.isfinite(part).all()) for part in own)
+    return Commit(0.0 if non_finite else norm_sq, non_finite, stop, save, used)

@@ -56,6 +56,24 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
         )
 
 
+def check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses a parameter that two optimizers hold.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    holder: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if holder.setdefault(id(parameter), number) != number:
+                    raise ConfigurationError(
+                        f"Optimizers {holder[id(parameter)]} and {number} hold the same parameter of shape"
+                        f" {tuple(parameter.shape)}; `replica_zero` keeps each parameter in one optimizer's buffers."
+                        " Give every parameter to one optimizer."
+                    )
+
+
 class Piece:
     """A part of a parameter, as the optimizer sees it.
 
@@ -105,6 +123,7 @@ class ShardedOptimizer:
         rank: This rank.
         bucket_bytes: Size at which a bucket is closed.
         partition: How buckets are cut.
+        shared_memory: Whether other ranks of this machine shall be able to map the buffers.
     """
 
     def __init__(
@@ -115,12 +134,13 @@ class ShardedOptimizer:
         rank: int,
         bucket_bytes: int,
         partition: Partition,
+        shared_memory: bool,
     ) -> None:
         check_optimizer(optimizer, partition)
         self.optimizer = optimizer
         self._parameters = [(parameter, order) for order, parameter in enumerate(parameters)]
         self._order = {id(parameter): order for parameter, order in self._parameters}
-        self._plan = (grid, rank, bucket_bytes, partition)
+        self._plan = (grid, rank, bucket_bytes, partition, shared_memory)
         self.buffers: list[Buffers] = []
         self.pieces: list[Piece] = []
         self._user_zero_grad = optimizer.zero_grad
@@ -182,9 +202,9 @@ class ShardedOptimizer:
                     " Use its real view (`torch.view_as_real`) as parameter, or freeze it."
                 )
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        grid, rank, bucket_bytes, partition = self._plan
+        grid, rank, bucket_bytes, partition, shared = self._plan
         return [
-            Buffers(grid, rank, members, [self._order[id(p)] for p in members], bucket_bytes, partition)
+            Buffers(grid, rank, members, [self._order[id(p)] for p in members], bucket_bytes, partition, shared)
             for members in kinds.values()
         ]
 

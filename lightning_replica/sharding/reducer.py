@@ -15,7 +15,7 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.layout import Bucket
 from lightning_replica.sharding.shared import SharedMemory
-from lightning_replica.works import Check, Work, wait
+from lightning_replica.works import Check, Ordered, Work, wait
 
 # Exchanges under way at a time; each has a receive buffer of a bucket's size.
 _IN_FLIGHT = 4
@@ -45,11 +45,12 @@ class Reducer:
     Attributes:
         memory: Set where all ranks can read each other's memory; collectives only say when, then.
         private: Ids of buffers with gradients that other ranks do not know of.
+        pool: Room for what other ranks send, for want of being allocated in each step.
     """
 
     def __init__(self) -> None:
         self._hooks: dict[int, list[Any]] = {}
-        self._pool: list[Tensor] = []
+        self.pool: list[Tensor] = []
         self.memory: SharedMemory | None = None
         self.private: set[int] = set()
         self.reset()
@@ -185,7 +186,7 @@ class Reducer:
         grads, received = job.buffers.grads, job.received
         if received is not None:
             collectives.sum_pieces(job.bucket, received, grads, self._groups)
-            self._pool = [*self._pool, received][-_IN_FLIGHT:]
+            self.pool = [*self.pool, received][-_IN_FLIGHT:]
         job.shares = collectives.share_with_peers(job.bucket, grads, self._groups)
         self._shared += 1
         if self._shared == 1:
@@ -195,11 +196,12 @@ class Reducer:
         """Room for a bucket, and for the largest of its flat buffer, so that `_IN_FLIGHT` of them serve all."""
         grads = job.buffers.grads
         largest = self._groups.grid.world_size * job.buffers.largest_piece
-        for place, free in enumerate(self._pool):
+        for place, free in enumerate(self.pool):
             if free.dtype == grads.dtype and free.numel() >= largest:
-                return self._pool.pop(place)
+                return self.pool.pop(place)
         return torch.empty(largest, dtype=grads.dtype, device=grads.device)
 
 
 def _is_done(work: Work) -> bool:
-    return work is None or work.is_completed()
+    """Whether what follows ``work`` can be launched without waiting for it."""
+    return work is None or isinstance(work, Ordered) or work.is_completed()

@@ -43,14 +43,21 @@ class Block:
         main_numel: Elements of ``main``.
         dtype: Of ``grads``.
         main_dtype: Of ``main``.
-        device: Of both; only the CPU's memory can be shared.
+        device: Of both.
+        shared: Whether others shall be able to map them; only the host's memory can be.
     """
 
     def __init__(
-        self, grads_numel: int, main_numel: int, dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device
+        self,
+        grads_numel: int,
+        main_numel: int,
+        dtype: torch.dtype,
+        main_dtype: torch.dtype,
+        device: torch.device,
+        shared: bool,
     ) -> None:
         self._file = -1
-        if device.type == "cpu" and hasattr(os, "memfd_create"):
+        if shared and hasattr(os, "memfd_create"):
             # Unlike /dev/shm it has no size limit of its own, and nothing is left behind by a process that is killed.
             self._file = os.memfd_create("lightning_replica")
             os.ftruncate(self._file, _offset(grads_numel, dtype) + main_numel * main_dtype.itemsize + _ALIGN)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,14 @@ from lightning_replica.sharding import collectives, moving, shared, usage
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.collectives import Groups
-from lightning_replica.sharding.commit import Commit, Request, StepPhase, clip_coefficient
+from lightning_replica.sharding.commit import Commit, Request, StepPhase, clip_coefficient, part_of_commit
 from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.layout import Partition
-from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.listing import shard_tensors
+from lightning_replica.sharding.optimizer import ShardedOptimizer, check_disjoint
 from lightning_replica.sharding.reducer import Reducer
-from lightning_replica.works import Check
+from lightning_replica.works import Check, finish
 
 
 class ShardedState:
@@ -39,9 +41,10 @@ class ShardedState:
         whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
             costs a gather; otherwise it is so for the own shard only.
         manual: Whether one step of this state is a batch with any number of optimizer steps.
-        shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+        shared_memory: Whether ranks of one machine read each other's memory instead of sending; only the host's.
         guard: How much of the shard is watched for bits that change by themselves.
         recoverable: Whether a step may have to be undone; otherwise nothing is kept or watched that only this needs.
+        fence: Held while the shard, or a copy of it, is written: see `devices.interface.Device`.
 
     Attributes:
         step: Steps applied to this rank's shard, t.
@@ -63,14 +66,16 @@ class ShardedState:
         shared_memory: bool = True,
         guard: GuardMode = "sampled",
         recoverable: bool = True,
+        fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     ) -> None:
-        self.grid, self.rank, self._recoverable = grid, rank, recoverable
+        self.grid, self.rank, self._recoverable, self._fence = grid, rank, recoverable, fence
         self._guard = Guard(guard if recoverable else "off", rank, grid.shard_of(rank))
         self._shared_memory, self._mapped = shared_memory and grid.world_size > 1, False
         self.whole_gradients, self.manual = whole_gradients, manual
-        _check_disjoint(optimizers)
+        check_disjoint(optimizers)
         self.optimizers = [
-            ShardedOptimizer(optimizer, parameters, grid, rank, bucket_bytes, partition) for optimizer in optimizers
+            ShardedOptimizer(optimizer, parameters, grid, rank, bucket_bytes, partition, self._shared_memory)
+            for optimizer in optimizers
         ]
         if not self.buffers:
             raise ConfigurationError(
@@ -80,12 +85,12 @@ class ShardedState:
         self.reducer = Reducer()
         for buffers in self.buffers:
             self.reducer.add(buffers)
-        self.step = 0
-        self.phase = StepPhase.IDLE
+        self.step, self.phase = 0, StepPhase.IDLE
         self.committed: Commit | None = None
         self.request = Request()
         self._backup: Backup | None = None
         self._before_window: list[Tensor] | None = None
+        self._hit = False  # memory of the device was hit, and may hold anything
 
     @property
     def buffers(self) -> list[Buffers]:
@@ -132,11 +137,12 @@ class ShardedState:
         self._map()
         if weights_may_differ and self._is_written():
             self.look()  # the weights, once adopted, will hide what has happened to the shard
-            if self._recoverable:
-                self._before_window = [buffers.main.clone() for buffers in self.buffers]
-            self._adopt(self.buffers)
+            with self._fence:
+                if self._recoverable:
+                    self._before_window = [buffers.main.clone() for buffers in self.buffers]
+                self._adopt(self.buffers)
         self._guard.keep(self.step, self.optimizers)
-        self._backup = Backup(self.optimizers) if self.manual and self._recoverable else None
+        self._backup = Backup(self.optimizers, self._fence) if self.manual and self._recoverable else None
 
     def _is_written(self) -> bool:
         """Whether weights are no longer what the shard says."""
@@ -179,7 +185,7 @@ class ShardedState:
     def clip_whole(self, optimizer: ShardedOptimizer, limit: float) -> None:
         """Scales an optimizer's whole gradient to a global 2-norm of at most ``limit``. Collective.
 
-        The norm has the bits of the one in the commit: it must make no difference whether somebody looks at gradients.
+        The norm has the bits of the one in the commit: it makes no difference whether somebody looks at gradients.
         """
         vector = self._vector([optimizer])
         collectives.all_reduce(vector, self._groups, self._check)
@@ -234,12 +240,13 @@ class ShardedState:
         if self.phase is not StepPhase.COMMITTED or self.committed is None:
             raise ProtocolError(f"An update needs a commit, but this rank is in {self.phase} of step {self.step}.")
         self._guard.check()
-        if not self.manual:
-            self.phase = StepPhase.UPDATING
-            reach("update")
-            self._update(self.optimizers, self.committed)
+        with self._fence:
+            if not self.manual:
+                self.phase = StepPhase.UPDATING
+                reach("update")
+                self._update(self.optimizers, self.committed)
+            self._guard.renew(self.step + 1, self.optimizers)
         self.step += 1
-        self._guard.renew(self.step, self.optimizers)
         self._backup = self._before_window = None
         self._idle()
 
@@ -256,11 +263,12 @@ class ShardedState:
         if self._backup is not None:
             self._backup.keep_shard()
         self.look()
-        self.phase = StepPhase.UPDATING
-        reach("update")
-        self._adopt(optimizer.buffers)
-        self._update([optimizer], commit)
-        self._guard.renew(self.step, self.optimizers)
+        with self._fence:
+            self.phase = StepPhase.UPDATING
+            reach("update")
+            self._adopt(optimizer.buffers)
+            self._update([optimizer], commit)
+            self._guard.renew(self.step, self.optimizers)
         self.gather([optimizer])
         if not self.whole_gradients:
             for buffers in optimizer.buffers:
@@ -273,7 +281,8 @@ class ShardedState:
         if self._is_written():
             if self._backup is not None:
                 self._backup.keep_shard()
-            self._adopt(self.buffers)
+            with self._fence:
+                self._adopt(self.buffers)
 
     def _adopt(self, written: Sequence[Buffers]) -> None:
         """Takes weights that user code has written to (as a WGAN clips them) into the shard."""
@@ -320,6 +329,16 @@ class ShardedState:
         """The commit of step t -> t+1, if this rank saw it succeed."""
         return self.committed.vector if self.committed is not None else None
 
+    def held(self) -> dict[str, Tensor]:
+        """What the shard is and is made from: the flat buffers, the optimizers' state, room for what is received."""
+        flat = ((name, getattr(buffers, name)) for buffers in self.buffers for name in ("params", "grads"))
+        named = [*shard_tensors(self.optimizers), *flat, *(("bucket", room) for room in self.reducer.pool)]
+        return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(named)}
+
+    def lose(self) -> None:
+        """Memory of something in `held` was hit: a peer gives the shard again, and a gather the parameters."""
+        self.phase, self._backup, self._hit = StepPhase.UPDATING, None, True
+
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Makes the update that another rank saw committed."""
         if not self.entered:
@@ -334,14 +353,18 @@ class ShardedState:
             kind: "tail" if hooks of the step before are called again; what they did to weights is undone then.
         """
         self.reducer.reset()
-        if self._backup is not None:
-            self._backup.restore()
+        with self._fence:
+            if self._backup is not None:
+                self._backup.restore()
+            if kind == "tail" and self._before_window is not None:
+                for buffers, value in zip(self.buffers, self._before_window, strict=True):
+                    buffers.main.copy_(value)
+            if self._hit or not (self.manual or self._groups.on_host):
+                for buffers in self.buffers:
+                    buffers.grads.zero_()  # room that no gradient fills is counted too, and may hold anything now
         if not self.torn:
             self._idle()
-        if kind == "tail" and self._before_window is not None:
-            for buffers, value in zip(self.buffers, self._before_window, strict=True):
-                buffers.main.copy_(value)
-        self._backup = self._before_window = None
+        self._backup, self._before_window, self._hit = None, None, False
         self.follow_groups()
         if not self.manual:
             self.reducer.private.clear()
@@ -364,15 +387,14 @@ class ShardedState:
         for optimizer, layout in zip(self.optimizers, manifest["layouts"], strict=True):
             self._watch(*optimizer.follow_layout(layout))
         moving.import_shard(self.optimizers, manifest, receive)
+        with self._fence:  # all of it is there when that is left
+            self._guard.reset(manifest["step"], self.optimizers)
         self.step = manifest["step"]
-        self._guard.reset(self.step, self.optimizers)
         self._idle()
 
     def rebuild(self) -> None:
         """Gathers all parameters; heals whatever a half-done gather left. Collective."""
         self.gather()
-
-    # Leaving
 
     def release(self) -> None:
         """Training is over: parameters get memory of their own, hooks go."""
@@ -404,17 +426,17 @@ class ShardedState:
             used = used[len(buffers.parameters) :]
 
     def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool = False, save: bool = False) -> Tensor:
-        """This rank's part of the commit: its own pieces, so that R holders count once."""
+        """This rank's part of the commit: its own pieces, so that R holders count once.
+
+        Raises:
+            CollectiveError: If what has made the gradient did not come about.
+        """
+        finish(self._check)
         buffers = self._buffers_of(optimizers) if optimizers else []
         own = [part for each in buffers for part in each.own_gradients()]
-        norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
-        scaled = self.request.scale is not None
-        non_finite = scaled and not all(bool(torch.isfinite(part).all()) for part in own)
         present = [flag for each in buffers for flag in each.present()]
-        commit = Commit(
-            0.0 if non_finite else norm_sq, non_finite, stop, save, tuple(usage.pack(present, self.grid.world_size))
-        )
-        return torch.tensor(commit.vector, dtype=torch.float64)
+        used = tuple(usage.pack(present, self.grid.world_size))
+        return torch.tensor(part_of_commit(own, self.request, used, stop, save).vector, dtype=torch.float64)
 
     def _update(self, optimizers: Sequence[ShardedOptimizer], commit: Commit) -> None:
         buffers = self._buffers_of(optimizers)
@@ -426,16 +448,3 @@ class ShardedState:
             return
         for optimizer in optimizers:
             optimizer.update(partial(self.request.prepare, grad_norm_sq=commit.grad_norm_sq))
-
-
-def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
-    holder: dict[int, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if holder.setdefault(id(parameter), number) != number:
-                    raise ConfigurationError(
-                        f"Optimizers {holder[id(parameter)]} and {number} hold the same parameter of shape"
-                        f" {tuple(parameter.shape)}; `replica_zero` keeps each parameter in one optimizer's buffers."
-                        " Give every parameter to one optimizer."
-                    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_replica.data.position import ExactLoader, LoaderState
-from lightning_replica.devices.cpu import rng_state, set_rng_state
+from lightning_replica.devices.host import rng_state, set_rng_state
 
 BATCHES = 7
 

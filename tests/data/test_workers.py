@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from lightning_replica.data.position import ExactLoader
-from lightning_replica.devices.cpu import rng_state, set_rng_state
+from lightning_replica.devices.host import rng_state, set_rng_state
 
 BATCHES = 7
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")

@@ -1,42 +1,45 @@
-"""The random state; `abort_group` is tested with what it stands on, in tests/sharding/test_collectives.py."""
+"""The CPU behind the interface; how it aborts groups is tested in tests/sharding/test_collectives.py."""
 
-import random
+from typing import Any
 
-import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 
-from lightning_replica.devices.cpu import is_collective_failure, rng_state, set_rng_state
-
-
-def draw() -> list[float]:
-    return [
-        float(torch.randn(1)),
-        float(torch.rand(1)),
-        float(np.random.standard_normal()),
-        float(np.random.rand()),
-        random.random(),
-        random.gauss(0, 1),
-    ]
+from lightning_replica.devices import device_for
+from lightning_replica.devices.cpu import Cpu
+from lightning_replica.devices.host import HOST
+from lightning_replica.devices.interface import Survived
+from lightning_replica.errors import ConfigurationError
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
-    before = rng_state()
-    try:
-        for _ in range(3):  # an odd number of gaussians leaves one cached in numpy and one in python
-            draw()
-            state = rng_state()
-            expected = [draw(), draw()]
-            torch.manual_seed(99)
-            np.random.seed(99)
-            random.seed(99)
-            set_rng_state(state)
-            assert rng_state() == state
-            assert [draw(), draw()] == expected
-    finally:
-        set_rng_state(before)
+def test_a_users_own_error_is_not_the_devices() -> None:
+    device = Cpu()
+    assert device.classify(RuntimeError("shapes (3,4) and (5,6) not aligned")) is None
+    assert device.classify(KeyError("gloo")) is None
+    for error in (RuntimeError("Application timeout caused pair closure"), dist.DistNetworkError("recv")):
+        fault = device.classify(error)
+        assert fault is not None
+        assert (fault.level, fault.text) == ("outside", str(error))
 
 
-def test_a_users_own_error_is_not_a_collective_failure() -> None:
-    assert not is_collective_failure(RuntimeError("shapes (3,4) and (5,6) not aligned"))
-    assert not is_collective_failure(KeyError("gloo"))
-    assert is_collective_failure(RuntimeError("Application timeout caused pair closure"))
+def test_what_survived_goes_with_what_was_hit() -> None:
+    assert Survived("rebuild", ("shard",)).hit == ("shard",)
+    for level, hit in (("rebuild", ()), ("all", ("shard",))):
+        with pytest.raises(ValueError, match="does not go with"):
+            Survived(level, hit)  # type: ignore[arg-type]
+
+
+class Own(CPUAccelerator):
+    """Of a third party."""
+
+    def recovery_device(self, root_device: torch.device) -> Any:
+        return root_device, "own"
+
+
+def test_an_accelerator_may_bring_its_own() -> None:
+    assert isinstance(device_for(HOST, CPUAccelerator()), Cpu)
+    assert device_for(HOST, Own()) == (HOST, "own")
+    with pytest.raises(ConfigurationError, match="trains on 'meta'; `replica_zero` runs on cpu, cuda"):
+        device_for(torch.device("meta"), CPUAccelerator())

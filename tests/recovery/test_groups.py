@@ -6,9 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_replica.devices.cpu import abort_group
+from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.recovery import groups
 from lightning_replica.recovery.groups import ProcessGroups
@@ -31,7 +32,7 @@ def leaves_half_way(rank: int, store: Any) -> list[str]:
             raise Interrupted("the world moves on")
 
     groups._CONNECT_S = 0.5  # in this process only
-    own = ProcessGroups(store, rank, 2, "gloo", LONG_S, abort_group, check)
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S, check)
     said = []
     for generation in range(8):
         left[0] = generation
@@ -60,7 +61,7 @@ def fails_alone(rank: int, store: Any) -> int:
         if failing[0]:
             raise Interrupted("the world moves on")
 
-    own = ProcessGroups(store, rank, 2, "gloo", LONG_S, abort_group, check)
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S, check)
     if rank == 1:
         with pytest.raises(Interrupted):
             own.open(1, none)
@@ -77,8 +78,33 @@ def test_an_opening_that_failed_on_one_rank_leaves_no_trace() -> None:
     assert run_ranks(2, fails_alone) == [0, 1]
 
 
+def users_own(rank: int, store: Any) -> bool:
+    """Rank 0 waits in a group of the user's, whose backend is spelled in another way, for rank 1, who never comes."""
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
+    own.open(0, none)
+    group = dist.new_group([0, 1], backend="cpu:gloo")
+    dist.barrier(group)  # connected, at both ends
+    if rank == 1:
+        store.wait(["aborted"])
+        own.close()
+        return True
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    waits = not work.is_completed()
+    own.abort()
+    with pytest.raises(RuntimeError):
+        work.wait(timedelta(seconds=20))
+    ended = work.is_completed()
+    store.set("aborted", "1")
+    own.close()
+    return waits and ended
+
+
+def test_groups_of_the_user_are_aborted_too() -> None:
+    assert run_ranks(2, users_own) == [True, True]
+
+
 def timeouts(rank: int, store: Any) -> list[float]:
-    own = ProcessGroups(store, rank, 2, "gloo", LONG_S, abort_group)
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
     given: list[timedelta] = []
 
     def make(timeout: timedelta) -> Iterable[dist.ProcessGroup]:
@@ -87,6 +113,7 @@ def timeouts(rank: int, store: Any) -> list[float]:
 
     own.open(0, make)
     pair = own.add([0, 1])
+    dist.barrier(pair)  # connected, at both ends
     opened = [*own._groups]
     assert pair in opened
     found = [group._get_backend(group._device_types[0]).options._timeout for group in opened]

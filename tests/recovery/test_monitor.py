@@ -85,6 +85,29 @@ def test_a_rank_that_waits_has_it_look_at_once() -> None:
         monitor.stop()  # nor does it wait here
 
 
+def test_a_rank_has_itself_woken() -> None:
+    """Each time, whether the monitor has seen the end of the generation or not; in another thread; and it has come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    woken: list[threading.Thread] = []
+    monitor = Monitor(
+        connect(store.port), lambda: woken.append(threading.current_thread()), lambda: None, interval_s=3600
+    )
+    monitor.start(0)
+    try:
+        for times in (1, 2):
+            monitor.wake_now()
+            assert len(woken) == times
+        assert threading.current_thread() not in woken
+        with pytest.raises(Interrupted, match="generation 0 is over"):
+            monitor.check()
+        monitor.moved_to(0)  # those who are left may go on where they were, when the run has ended
+        monitor.check()
+    finally:
+        monitor.stop()
+    monitor.wake_now()  # there is nobody to do it
+    assert len(woken) == 2
+
+
 def test_it_notices_that_the_supervisor_is_gone() -> None:
     script = """
 import sys, torch.distributed as dist

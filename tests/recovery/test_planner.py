@@ -130,6 +130,7 @@ def test_sources_share_the_load() -> None:
         ([corrupted(rank) for rank in range(4)], "Shard 0 is lost at step 5.*bits of rank 0. bits of rank 2"),
         ([at(0), corrupted(1), at(2), newborn(3)], "Shard 1 is lost at step 5.*bits of rank 1"),
         ([at(0), corrupted(1, tries=3), at(2), at(3)], "failed 4 times .*rank 1: bits of rank 1"),
+        ([at(0), at(1, tries=3, device="UCE ERROR"), at(2), at(3)], "failed 4 times .*rank 1: UCE ERROR"),
         ([at(0, tries=3, raised="ValueError: x"), at(1), at(2), at(3)], r"failed 4 times \(max_tries=3\).*rank 0: Val"),
         ([at(0), newborn(1), at(2), at(3, mirrors=())], "No peer of rank 1 holds its random state"),
     ],

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_replica import works
-from lightning_replica.devices.cpu import abort_group
+from lightning_replica.devices.cpu import Cpu
+from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery import transfer
@@ -19,6 +20,7 @@ from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.planner import Move, Plan
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.recovery.transfer import Channel, Tag
+from tests.support.accelerators import Apart
 from tests.support.ranks import run_ranks
 
 TAG = Tag(job=77, generation=3, step=5)
@@ -28,8 +30,8 @@ def wait(work: Any) -> None:
     works.wait(work, lambda: None)
 
 
-def groups(rank: int, store: Any, world_size: int) -> ProcessGroups:
-    opened = ProcessGroups(store, rank, world_size, "gloo", 60, abort_group)
+def groups(rank: int, store: Any, world_size: int, device: Device | None = None) -> ProcessGroups:
+    opened = ProcessGroups(store, rank, world_size, device or Cpu(), 60)
     opened.open(0, lambda _: ())
     return opened
 
@@ -79,6 +81,36 @@ def test_everything_arrives() -> None:
     assert idle == "not concerned"
     assert target == [True] * 3
     assert 2500 * 8 + 3001 < source == received < 2500 * 8 + 3001 + 1500
+
+
+class OnDevice(torch.Tensor):
+    """Memory that the host cannot look into."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.Tensor.numpy, "not in the host's memory"
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def move_between_devices(rank: int, store: Any) -> Any:
+    transfer.CHUNK_BYTES = 1000
+    opened = groups(rank, store, 2, Apart())
+    tensor = torch.arange(2500, dtype=torch.float64) / 7
+    received = torch.zeros(2500, dtype=torch.float64)
+    with Channel(0, 1, opened, wait, TAG) as channel:
+        if rank == 0:
+            channel.send(tensor.as_subclass(OnDevice))
+            channel.send_plain({"a": torch.ones(2)})
+            return channel.bytes_moved
+        channel.receive(received.as_subclass(OnDevice))
+        return [torch.equal(received, tensor), channel.receive_plain()["a"].tolist(), channel.bytes_moved]
+
+
+def test_a_device_is_reached_through_buffers_of_the_host() -> None:
+    sent, (same, plain, received) = run_ranks(2, move_between_devices)
+    assert same
+    assert plain == [1.0, 1.0]
+    assert 20000 < sent == received < 21000  # nothing was sent twice: no buffer was used while it was under way
 
 
 def spoil(rank: int, store: Any, times: float) -> Any:
@@ -231,6 +263,6 @@ def test_groups_open_and_close_again_and_again() -> None:
 
 def test_a_group_that_cannot_be_opened() -> None:
     with pytest.raises(CollectiveError, match="Could not open the process groups of generation 0"):
-        ProcessGroups(torch.distributed.HashStore(), 0, 2, "gloo", 0.2, abort_group).open(0, lambda _: ())
+        ProcessGroups(torch.distributed.HashStore(), 0, 2, Cpu(), 0.2).open(0, lambda _: ())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What gloo does when a wait expires: the facts that sharding/collectives.py and devices/cpu.py stand on."""
+"""What gloo does when a wait expires: the facts that sharding/collectives.py and devices/gloo.py stand on."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_replica import works
-from lightning_replica.devices.cpu import abort_group, is_collective_failure
+from lightning_replica.devices.gloo import abort_group, is_collective_failure
 from lightning_replica.errors import CollectiveError, Interrupted
 from tests.support.ranks import open_world, run_ranks
 

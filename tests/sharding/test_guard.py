@@ -80,7 +80,7 @@ def test_strides_make_no_difference(shape: tuple[int, ...], dtype: torch.dtype) 
 
 def sharded(make: Any = torch.optim.AdamW) -> ShardedOptimizer:
     parameters = [nn.Parameter(torch.randn(size)) for size in (37, 5, 64)]
-    made = ShardedOptimizer(make(parameters, lr=0.1), parameters, Grid(2, 2), 0, 1000, "element")
+    made = ShardedOptimizer(make(parameters, lr=0.1), parameters, Grid(2, 2), 0, 1000, "element", True)
     update(made)
     return made
 

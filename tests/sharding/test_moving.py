@@ -1,6 +1,7 @@
 """What an optimizer holds, moved to a peer or taken back: nothing may be missing for any optimizer of torch."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_every_optimizer_can_be_taken_back() -> None:
     for name, kwargs in possible():
         state, untouched = make(1, name, kwargs), make(1, name, kwargs)
         for steps in range(2):  # from the first step on, when most have no state yet
-            backup = Backup(state.optimizers)
+            backup = Backup(state.optimizers, nullcontext())
             backup.keep_shard()
             before = digest(state)
             update(state, 10)

@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.checkpoint.full import gather_optimizer
+from lightning_replica.devices.gloo import abort_group
+from lightning_replica.errors import ConfigurationError, Interrupted
 from lightning_replica.grid import Grid
 from lightning_replica.sharding.collectives import make_groups
 from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.optimizer import check_optimizer
 from lightning_replica.sharding.state import ShardedState
+from lightning_replica.works import Ordered, all_ended
 from tests.support.ranks import open_world, run_ranks
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -56,6 +60,7 @@ def train(
     clip: dict[str, float],
     accumulate: int = 1,
     shared: bool = True,
+    on_host: bool = True,
 ) -> dict[str, Any]:
     open_world(rank, store, world_size)
     ours, theirs = model(), model()
@@ -63,7 +68,7 @@ def train(
     ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
     grid = Grid(world_size, replicas)
     state = ShardedState(grid, rank, list(ours.parameters()), [our_optimizer], 1000, shared_memory=shared)
-    state.connect(make_groups(grid, rank, timedelta(seconds=60)), lambda: None)
+    state.connect(make_groups(grid, rank, timedelta(seconds=60), on_host), lambda: None)
     torch.manual_seed(rank)
     for _ in range(4):
         state.begin_window(False)
@@ -92,7 +97,8 @@ def train(
     difference = max(float((a - b).detach().abs().max()) for a, b in both if a.numel())
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ours.parameters())).hexdigest()
     found = {"difference": difference, "weights": weights, "buckets": len(state.buffers[0].layout.buckets)}
-    return {**found, "mapped": state.reducer.memory is not None}
+    mappable = state.buffers[0].block.file >= 0
+    return {**found, "mapped": state.reducer.memory is not None, "mappable": mappable}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -105,10 +111,12 @@ def test_an_element_wise_optimizer_trains_as_under_ddp(name: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [{}, {"norm": 0.1}, {"value": 0.01}], ids=["none", "norm", "value"])
-def test_the_bits_do_not_depend_on_replicas_or_shared_memory(clip: dict[str, float]) -> None:
-    cases = [(1, True), (2, True), (4, True), (1, False), (2, False)]
-    runs = [run_ranks(4, train, 4, replicas, "AdamW", clip, 2, shared) for replicas, shared in cases]
-    assert [run[0]["mapped"] for run in runs] == [shared for _, shared in cases]
+def test_the_bits_do_not_depend_on_replicas_or_on_how_they_move(clip: dict[str, float]) -> None:
+    """Last come collectives that are put in order, as on a device, and awaited before the commit only."""
+    cases = [(1, True), (2, True), (4, True), (1, False), (2, False), (1, False, False), (2, False, False)]
+    runs = [run_ranks(4, train, 4, replicas, "AdamW", clip, 2, *how) for replicas, *how in cases]
+    assert [run[0]["mapped"] for run in runs] == [case[1] for case in cases]
+    assert [run[0]["mappable"] for run in runs] == [case[1] for case in cases]
     assert len({result["weights"] for run in runs for result in run}) == 1, runs
     assert runs[0][0]["difference"] < 2e-6
 
@@ -181,6 +189,35 @@ def test_a_parameter_in_two_optimizers() -> None:
     optimizers = [torch.optim.SGD([parameter]), torch.optim.Adam([parameter])]
     with pytest.raises(ConfigurationError, match=r"Optimizers 0 and 1 hold the same parameter of shape \(3,\)"):
         ShardedState(Grid(2, 2), 0, [parameter], optimizers, 1000)
+
+
+def without_end(rank: int, store: Any) -> Any:
+    """A collective on rank 0's device is still under way when its gradient is asked for: it never gets that far."""
+    open_world(rank, store, 2)
+    if rank == 1:
+        make_groups(Grid(2, 2), rank, timedelta(seconds=60), on_host=False)
+        store.wait(["asked"])
+        return True
+    net = model().to(torch.bfloat16)  # a checkpoint has its main parameters
+    state = ShardedState(Grid(2, 2), rank, list(net.parameters()), [optimizer(net, "AdamW")], 1000, shared_memory=False)
+
+    def check() -> None:
+        raise Interrupted("the world moves on")
+
+    state.connect(make_groups(state.grid, rank, timedelta(seconds=60), on_host=False), check)
+    for ask in (state.commit, lambda: gather_optimizer(state.optimizers[0], state._groups, check)):
+        Ordered(dist.all_reduce(torch.ones(1), async_op=True))
+        with pytest.raises(Interrupted):
+            ask()
+        assert not state.entered
+        assert not all_ended(0.0)
+    abort_group(dist.group.WORLD)
+    store.set("asked", "1")
+    return True
+
+
+def test_no_commit_and_no_checkpoint_before_the_device_has_come_to_an_end() -> None:
+    assert run_ranks(2, without_end) == [True, True]
 
 
 def test_a_parameter_that_is_not_the_modules() -> None:

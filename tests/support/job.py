@@ -25,6 +25,8 @@ from lightning_replica.points import listen
 from lightning_replica.sharding.guard import flip_bit
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
+from tests.support import simulated_npu
+from tests.support.accelerators import accelerator
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
 INSIDE = ("batch_start", "reduction", "before_commit", "after_commit", "update", "gather", "batch_end")
@@ -56,7 +58,7 @@ class Fault:
 
     Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "hear <n>" (signal n), "tell <n>" (signal n to the supervisor),
     "kill", "exit" (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
-    (a bit of the shard, with a seed of its own for every place).
+    (a bit of the shard, with a seed of its own for every place), "npu <kind>" (see `simulated_npu.fail`).
     """
 
     kind: str
@@ -91,6 +93,9 @@ class Fault:
                 os._exit(3)
             if self.kind == "memory":
                 raise MemoryError(f"at {point} of step {step}")
+            if self.kind.startswith("npu "):
+                assert state is not None
+                simulated_npu.fail(self.kind.removeprefix("npu "), state)
             if self.kind == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.kind == "sleep":
@@ -114,6 +119,7 @@ class Case:
     gasp: bool = False
     grace_s: float = 25.0
     load: str = ""
+    accelerator: str = "cpu"  # or one of support.accelerators
 
 
 def watch_closely(rank: int, limit_s: float) -> None:
@@ -150,7 +156,7 @@ class Faults(Callback):
         self.reach("train_start", -1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        digest = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(batch[0].cpu().numpy().tobytes()).hexdigest()[:12]
         with (self.out / f"batches{trainer.global_rank}").open("a") as file:
             file.write(f"{trainer.current_epoch} {batch_idx} {digest}\n")
 
@@ -276,7 +282,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
             guard=case.guard,
             **options,
         ),
-        accelerator="cpu",
+        accelerator=accelerator(case.accelerator),
         devices=case.devices,
         max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulate,
@@ -316,7 +322,7 @@ def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
 
 
 def _digest(*tensors: Tensor) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
 __all__ = ["INSIDE", "OUTSIDE", "Case", "Fault", "asdict", "run"]

@@ -1,0 +1,267 @@
+"""Ascend NPUs. The host's tensors go over gloo, the device's over HCCL.
+
+What is said here of torch_npu rests on its sources, and on tests/devices/test_torch_npu_contract.py, which holds
+`npu_contract` against them; nothing was run on an NPU yet.
+
+[Note: stopping]
+A kernel of HCCL that waits for a lost rank waits long, and nothing but stopping the device ends it: from another
+thread, because the one that trains may be waiting for that very kernel. What the device had been given and not begun
+is dropped; the thread that trains gets "FORCE STOP" from its next operation.
+
+[Note: the fence]
+Stopping can cut an update short, and as all ranks are stopped at once, it could do so for every holder of a shard. So a
+device is not stopped while the fence is held. Whoever enters it waits first, without holding it, until the device has
+done all that came before, which other ranks may be part of; what happens inside needs no other rank; and it is left
+when the device has done that. Copies for going back are made inside for the same reason.
+
+[Note: memory]
+`check_uce_in_memory` says what a memory error has hit. Tensors in such memory are marked, and using one raises. But
+whoever writes to a part of one removes the mark of all of it, and collectives neither look at marks nor remove them.
+So the marks say what was hit, once; from then on recovery itself keeps account of what has to come from elsewhere.
+Nothing is marked for an error that was found by its checksum only (ECC): the process gives up its memory. What the
+fence has seen the device do before is not in doubt then; an error that is older may be in what others were given.
+"""
+
+import gc
+import importlib
+import logging
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_replica._compat.torch import backend_of
+from lightning_replica.devices import gloo, host
+from lightning_replica.devices.exceptions import first_line, with_causes
+from lightning_replica.devices.interface import DeviceFault, Level, Survived
+from lightning_replica.devices.npu_contract import BACKEND, DEVICE_TYPE, ERROR_CODES
+
+log = logging.getLogger(__name__)
+
+_LEVELS: dict[int, Level] = {
+    107020: "lost",  # a task takes for ever
+    107022: "outside",  # stopped
+    507053: "memory",
+    507054: "memory",
+    507055: "lost",  # memory, and nobody has noted which
+    507056: "retry",
+    507057: "outside",
+    507904: "retry",
+}
+_UCE, _ECC = 507053, 507054
+_STICKY = range(507000, 508000)  # of the runtime; what a call is given wrongly has other numbers
+_CODE = re.compile(r"error code is (\d+)")
+_TIME = re.compile(r"time is (\d+)")
+_UNSAFE = "There is unsafe data in the input tensor."
+_OTHER_PROCESS = "in DataLoader worker process"
+
+# An update, or a copy of the shard, takes far less.
+_PATIENCE_S = 10.0
+
+
+class Fence:
+    """See [Note: the fence].
+
+    Args:
+        npu: ``torch_npu.npu``.
+        index: Of the device.
+
+    Attributes:
+        stopped: Whether the device is stopped.
+        entered_us: When it was entered last, on the device's clock; None if it never was.
+    """
+
+    def __init__(self, npu: Any, index: int) -> None:
+        self._npu, self._index = npu, index
+        self._lock = threading.RLock()
+        self.stopped = False
+        self.entered_us: int | None = None
+
+    def __enter__(self) -> None:
+        self._npu.synchronize(self._index)
+        self._lock.acquire()
+        try:
+            if self.stopped:
+                raise RuntimeError("FORCE STOP: the device has just been stopped")
+            event = self._npu.Event(enable_timing=True)
+            event.record()
+            self.entered_us = event.recorded_time()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None:
+                self._npu.synchronize(self._index)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Keeps everybody out; whoever is inside has some time to come to an end."""
+        alone = self._lock.acquire(timeout=_PATIENCE_S)
+        if not alone:
+            log.warning("an update has not ended in %g s; the device is stopped all the same", _PATIENCE_S)
+        try:
+            yield
+        finally:
+            if alone:
+                self._lock.release()
+
+
+class Npu:
+    """`Device` for ranks that train on an Ascend NPU.
+
+    Args:
+        index: Which of the NPUs that this process sees.
+        torch_npu: The package; imported if it is not given.
+    """
+
+    kind = DEVICE_TYPE
+    backend = f"{host.HOST.type}:{gloo.NAME},{DEVICE_TYPE}:{BACKEND}"
+    is_host = False
+
+    def __init__(self, index: int, torch_npu: Any = None) -> None:
+        self._npu = (importlib.import_module("torch_npu") if torch_npu is None else torch_npu).npu
+        self._index, self._device = index, torch.device(self.kind, index)
+        self.fence = Fence(self._npu, index)
+        self._ecc_us: int | None = None  # an error of that kind has come, and when it did; -1 if nobody knows
+
+    def stop(self) -> None:
+        """Ends what the device runs; see [Note: stopping]."""
+        with self.fence.shut():
+            try:
+                self._npu.set_device(self._index)  # this thread may never have used it
+                if self._npu.stop_device(self._index) != 0:
+                    log.warning("%s was stopped, but says that this failed", self._device)
+            except RuntimeError as error:
+                # Having stopped it, torch_npu walks over its groups, which the other thread may be opening or closing.
+                log.warning("stopping %s: %s", self._device, first_line(error))
+            self.fence.stopped = True
+
+    def clean(self, held: Mapping[str, Tensor]) -> Survived:
+        """Asks which memory was hit; see [Note: memory]."""
+        gc.collect()  # what only a traceback or a graph still holds counts as temporary, once it is gone
+        try:
+            answer = self._npu.check_uce_in_memory(self._index)
+        except RuntimeError as error:
+            log.warning("%s cannot say what memory it has lost: %s", self._device, first_line(error))
+            return Survived("nothing")
+        if answer == 3:
+            return self._without_persistent(held)
+        if answer == 1:
+            return Survived("nothing")  # it is not torch's
+        return Survived("redo" if answer == 2 else "all")
+
+    def _without_persistent(self, held: Mapping[str, Tensor]) -> Survived:
+        if self._ecc_us is not None:
+            since = self.fence.entered_us
+            return Survived("nothing" if since is not None and self._ecc_us >= since else "spoiled")
+        marks = self._npu._recovery
+        hit = [
+            name
+            for name, tensor in held.items()
+            if tensor.device.type == self.kind and not marks.check_npu_tensor_is_safe(tensor)
+        ]
+        for name in hit:
+            marks.update_npu_tensor_to_safe(held[name])
+        return Survived("rebuild", tuple(hit)) if hit else Survived("nothing")  # it was something that nobody can give
+
+    def restart(self) -> None:
+        """Has its memory repaired, where that was hit, and lets it run again."""
+        if not self.fence.stopped:
+            return
+        with self.fence.shut():
+            self._npu.restart_device(self._index)
+            self.fence.stopped = False
+        self._ecc_us = None
+        self._npu.empty_cache()
+        # Autograd has threads of its own, and each thread its current stream.
+        one = torch.ones(1, device=self._device, requires_grad=True)
+        _OnDefaultStream.apply(one, self._npu).backward()  # type: ignore[no-untyped-call]
+
+    def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
+        """Both halves: whoever waits on the host wakes, and HCCL's communicators are given up."""
+        for group in groups:
+            gloo.abort_group(group)
+        for group in groups:
+            own = self._hccl_of(group)
+            if own is not None:
+                own.abort_hccl_comm("lightning_replica")  # `group.abort` does nothing here
+
+    def _hccl_of(self, group: ProcessGroup) -> Any | None:
+        own = backend_of(group, self._device)
+        return None if own is None or own.name() == gloo.NAME else own
+
+    def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
+        """HCCL's half could go on; but it has gloo's beside it, whose connections an abort closes for good."""
+        return False
+
+    def classify(self, error: BaseException) -> DeviceFault | None:
+        """By the number in the message of ``error``, or of the error that it came from; else by its text."""
+        for each in with_causes(error):
+            fault = self._read(each)
+            if fault is not None:
+                return fault
+            if gloo.is_collective_failure(each):
+                return DeviceFault("outside", first_line(each))
+        return None
+
+    def _read(self, error: BaseException) -> DeviceFault | None:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            return DeviceFault("exhausted", _told(error))
+        if _OTHER_PROCESS in text:
+            return None
+        found = _CODE.search(text)
+        named = next((known.code for known in ERROR_CODES if known.text in text), None)
+        code = int(found[1]) if found else named
+        if code is None:
+            return DeviceFault("lost", _told(error)) if _UNSAFE in text else None
+        level = _LEVELS.get(code, "lost" if code in _STICKY else None)
+        if code == _UCE and named != _UCE:
+            level = "lost"  # no address is known, so nobody can say what was hit
+        if code == _ECC:
+            time = _TIME.search(text)
+            self._ecc_us = -1 if time is None else int(time[1])
+        return None if level is None else DeviceFault(level, _told(error), code)
+
+    def rng_state(self) -> bytes:
+        """The host's generators and the device's."""
+        own: bytes = self._npu.get_rng_state(self._device).numpy().tobytes()
+        return host.rng_state() + own
+
+    def set_rng_state(self, state: bytes) -> None:
+        """The inverse of `rng_state`."""
+        host.set_rng_state(state)
+        own = host.added_to(state)
+        if own:
+            self._npu.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), self._device)
+
+
+def _told(error: BaseException) -> str:
+    """The first line of a message, without the place in torch_npu's code."""
+    return first_line(error).rpartition("NPU function error: ")[2].strip()
+
+
+class _OnDefaultStream(torch.autograd.Function):
+    """Has the thread of the forward pass, and that of the backward pass, use the default stream."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, npu: Any) -> Tensor:
+        """Here."""
+        ctx.npu = npu
+        npu.set_stream(npu.default_stream())
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """And there."""
+        ctx.npu.set_stream(ctx.npu.default_stream())
+        return gradients[0], None

@@ -1,0 +1,77 @@
+"""Environment variables of torch_npu with which recovery cannot work: the one table of them."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+
+_NEEDED = "0"
+_OFF = {"", "0", "n", "no", "f", "false"}  # as torch reads a variable that is on or off
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Something that torch_npu can be asked to do, and that must be off.
+
+    Attributes:
+        names: The variable; older names of it behind. Versions differ in which they know.
+        why: What happens otherwise, as the end of a sentence.
+        by_default: Whether torch_npu does it unless it is told not to.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    by_default: bool = False
+
+
+SETTINGS = (
+    Setting(
+        ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"),
+        "HCCL's watchdog ends a rank whose peer is lost, before it can recover",
+        by_default=True,
+    ),
+    Setting(
+        ("TORCH_HCCL_BLOCKING_WAIT", "HCCL_BLOCKING_WAIT"),
+        "a rank that waits for a lost one cannot be called back until the collective's time-out",
+    ),
+    Setting(
+        ("TORCH_HCCL_ENABLE_MONITORING",),
+        "a rank may be ended while its device is stopped, as HCCL's watchdog stands still then",
+    ),
+    Setting(
+        ("PYTORCH_NO_NPU_MEMORY_CACHING",),
+        "nobody can say which tensors a memory error has hit, so a rank that has one is lost",
+    ),
+    Setting(
+        ("TORCH_NPU_COMPACT_ERROR_OUTPUT",),
+        "errors come without their code, and some cannot be told from others, so a rank that has one is lost",
+    ),
+)
+NAMES = tuple(name for setting in SETTINGS for name in setting.names)
+
+
+@dataclass(frozen=True)
+class Harm:
+    """A variable that is set to what defeats recovery.
+
+    Attributes:
+        given: "NAME=value".
+        advice: Why that is bad, and what to set.
+    """
+
+    given: str
+    advice: str
+
+
+def harms(environ: Mapping[str, str]) -> Iterator[Harm]:
+    """What ``environ`` sets that defeats recovery."""
+    for setting in SETTINGS:
+        for name in setting.names:
+            value = environ.get(name, "")
+            if value.lower() not in _OFF:
+                yield Harm(f"{name}={value}", f"With it {setting.why}. Set {name}={_NEEDED}.")
+
+
+def complete(environ: MutableMapping[str, str]) -> None:
+    """Turns off what torch_npu does by default, where the user has said nothing of it."""
+    for setting in SETTINGS:
+        if setting.by_default and not any(name in environ for name in setting.names):
+            environ.update(dict.fromkeys(setting.names, _NEEDED))
