@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -177,7 +178,7 @@ class Module:
         self._recovery = Recovery()
         self.answer = 0
         self.threads: set[int] = set()  # that have chosen a device
-        self.aborted = True  # since the last stop
+        self.aborted = True  # groups have been, since the last stop
         self.random = torch.Generator().manual_seed(3)
 
     def set_device(self, device: Any) -> None:
@@ -234,7 +235,7 @@ class Hccl:
     """The device's half of a group."""
 
     def abort_hccl_comm(self, reason: str) -> None:
-        MODULE.aborted = True
+        """Gloo's half stands for both."""
 
 
 class SimulatedNpu(Npu):
@@ -244,6 +245,10 @@ class SimulatedNpu(Npu):
 
     def __init__(self) -> None:
         super().__init__(0, torch_npu=type("torch_npu", (), {"npu": MODULE}))
+
+    def abort_groups(self, groups: Sequence[Any]) -> None:
+        super().abort_groups(groups)
+        MODULE.aborted = True
 
     def _hccl_of(self, group: Any) -> Any:
         return Hccl()
