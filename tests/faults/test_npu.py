@@ -73,8 +73,7 @@ def one_after_the_other(kinds: tuple[str, ...], points: tuple[str, ...], shift: 
     )
 
 
-@pytest.mark.parametrize(("shift", "guard"), [(0, "full"), (4, "off"), (8, "sampled")])
-def test_what_is_repaired_in_place(shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path) -> None:
+def repair_in_place(shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path) -> None:
     faults = one_after_the_other((*INTACT, *HIT), POINTS, shift)
     outcome = world.run(Case(faults, accelerator=NPU, guard=guard, **LONG), tmp_path)
     outcome.assert_same(long)
@@ -85,7 +84,21 @@ def test_what_is_repaired_in_place(shift: int, guard: GuardMode, long: world.Out
     assert moved(outcome) == len(torn)
 
 
-@pytest.mark.parametrize("shift", [0, 5])
+@pytest.mark.parametrize(("shift", "guard"), [(0, "sampled"), (4, "off")])
+def test_what_is_repaired_in_place(shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path) -> None:
+    repair_in_place(shift, guard, long, tmp_path)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("shift", range(len(INTACT + HIT)))
+@pytest.mark.parametrize("guard", ["full", "sampled", "off"])
+def test_everything_that_is_repaired_in_place(
+    shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path
+) -> None:
+    repair_in_place(shift, guard, long, tmp_path)
+
+
+@pytest.mark.parametrize("shift", [0])
 def test_what_takes_the_process(shift: int, long: world.Outcome, tmp_path: Path) -> None:
     faults = one_after_the_other(GONE, POINTS[shift::3], shift)
     outcome = world.run(Case(faults, accelerator=NPU, **LONG), tmp_path, max_restarts=len(faults))
@@ -153,11 +166,10 @@ def knows_better(case: Case, out: Path) -> None:
     job.run(case, out)
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", NPU])
-def test_an_exception_that_the_user_knows(accelerator: str, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_an_exception_that_the_user_knows(untouched: world.Outcome, tmp_path: Path) -> None:
     """Raised on every rank it would otherwise be the end."""
     faults = tuple(Fault("raise", rank, "backward", 2) for rank in range(4))
-    outcome = world.run(Case(faults, accelerator=accelerator), tmp_path, target=knows_better)
+    outcome = world.run(Case(faults, accelerator=NPU), tmp_path, target=knows_better)
     outcome.assert_same(untouched)
     assert "device error" in outcome.logs
 
@@ -182,7 +194,7 @@ def run_second(second: Second, untouched: world.Outcome, tmp_path: Path) -> None
     assert replaced(outcome) == (first == "kill") + (kind == "npu suspect")
 
 
-@pytest.mark.parametrize("second", SECOND[4::11], ids=str)
+@pytest.mark.parametrize("second", SECOND[2::13], ids=str)
 def test_a_second_error_while_recovering(second: Second, untouched: world.Outcome, tmp_path: Path) -> None:
     run_second(second, untouched, tmp_path)
 

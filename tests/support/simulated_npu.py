@@ -13,6 +13,7 @@ Two things are other than on a device: operations are done when they return, and
 Whoever breaks a rule of torch_npu's ends at once, with `BROKEN_RULE`.
 """
 
+import ctypes
 import os
 import sys
 import threading
@@ -63,7 +64,7 @@ def address(tensor: Tensor) -> int:
 def garble(storage: Any) -> None:
     """What a kernel that was cut short leaves, or a memory error."""
     if storage is not None and storage.nbytes():
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x3F)
+        ctypes.memset(storage.data_ptr(), 0x3F, storage.nbytes())
 
 
 def broken(rule: str) -> None:
