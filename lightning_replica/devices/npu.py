@@ -132,6 +132,7 @@ class Npu:
         self._index, self._device = index, torch.device(self.kind, index)
         self.fence = Fence(self._npu, index)
         self._ecc_us: int | None = None  # an error of that kind has come, and when it did; -1 if nobody knows
+        self._hit: dict[str, None] = {}  # names of what was hit since it ran last: it may be asked more than once
 
     def stop(self) -> None:
         """Ends what the device runs; see [Note: stopping]."""
@@ -164,14 +165,13 @@ class Npu:
             since = self.fence.entered_us
             return Survived("nothing" if since is not None and self._ecc_us >= since else "spoiled")
         marks = self._npu._recovery
-        hit = [
-            name
-            for name, tensor in held.items()
-            if tensor.device.type == self.kind and not marks.check_npu_tensor_is_safe(tensor)
-        ]
-        for name in hit:
-            marks.update_npu_tensor_to_safe(held[name])
-        return Survived("rebuild", tuple(hit)) if hit else Survived("nothing")  # it was something that nobody can give
+        for name, tensor in held.items():
+            if tensor.device.type == self.kind and not marks.check_npu_tensor_is_safe(tensor):
+                marks.update_npu_tensor_to_safe(tensor)
+                self._hit[name] = None
+        if not self._hit:
+            return Survived("nothing")  # it was something that nobody can give
+        return Survived("rebuild", tuple(self._hit))
 
     def restart(self) -> None:
         """Has its memory repaired, where that was hit, and lets it run again."""
@@ -180,7 +180,7 @@ class Npu:
         with self.fence.shut():
             self._npu.restart_device(self._index)
             self.fence.stopped = False
-        self._ecc_us = None
+        self._ecc_us, self._hit = None, {}
         self._npu.empty_cache()
         # Autograd has threads of its own, and each thread its current stream.
         one = torch.ones(1, device=self._device, requires_grad=True)

@@ -115,6 +115,21 @@ def test_what_a_memory_error_leaves(device: SimulatedNpu, answer: int, expected:
     assert held["main"].add(1).numel() == 3  # can be used again
 
 
+def test_it_may_be_asked_again(device: SimulatedNpu) -> None:
+    """A fault in the middle of a recovery: it begins again, with a device that has not run since."""
+    held = {"main": torch.ones(3), "params": torch.ones(3)}
+    place(*held.values())
+    simulated_npu.MODULE.answer = 3
+    for name in held:
+        simulated_npu.MEMORY.hit(held[name])
+        stop(device)
+        found = device.clean(held)
+    assert found == Survived("rebuild", ("main", "params"))
+    device.restart()
+    stop(device)
+    assert device.clean(held) == Survived("all")
+
+
 def test_memory_of_what_nobody_can_give_again(device: SimulatedNpu) -> None:
     held, other = {"main": torch.ones(3)}, torch.ones(3)
     place(held["main"], other)

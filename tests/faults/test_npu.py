@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_replica import register_fault
+from lightning_replica.digests import GuardMode
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
 from tests.support.job import Case, Fault
@@ -53,6 +54,8 @@ def reached(faults: tuple[Fault, ...], out: Path) -> bool:
 # Many in one training
 
 LONG = {"accumulate": 1, "epochs": 4}  # 24 steps
+# Updates applied where a fault comes: to each point in another step, and between any two of them one is done.
+DUE = dict(zip(POINTS, (1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 13, 14, 15, 18), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +66,16 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
 
 
 def one_after_the_other(kinds: tuple[str, ...], points: tuple[str, ...], shift: int) -> tuple[Fault, ...]:
-    """At each point, but never at one step, another kind and another rank."""
-    due = {"validation": 15, "epoch_end": 18}
+    """At each point another kind, on another rank."""
     return tuple(
-        Fault(kinds[(place + shift) % len(kinds)], (place * 3 + shift) % 4, point, due.get(point, place + 1))
+        Fault(kinds[(place + shift) % len(kinds)], (place * 3 + shift) % 4, point, DUE[point])
         for place, point in enumerate(points)
     )
 
 
-@pytest.mark.parametrize("shift", [0, 4, 8])
-def test_what_is_repaired_in_place(shift: int, long: world.Outcome, tmp_path: Path) -> None:
+def repair_in_place(shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path) -> None:
     faults = one_after_the_other((*INTACT, *HIT), POINTS, shift)
-    outcome = world.run(Case(faults, accelerator=NPU, **LONG), tmp_path)
+    outcome = world.run(Case(faults, accelerator=NPU, guard=guard, **LONG), tmp_path)
     outcome.assert_same(long)
     assert reached(faults, tmp_path)
     assert not outcome.said
@@ -83,7 +84,21 @@ def test_what_is_repaired_in_place(shift: int, long: world.Outcome, tmp_path: Pa
     assert moved(outcome) == len(torn)
 
 
-@pytest.mark.parametrize("shift", [0, 5])
+@pytest.mark.parametrize(("shift", "guard"), [(0, "sampled"), (4, "off")])
+def test_what_is_repaired_in_place(shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path) -> None:
+    repair_in_place(shift, guard, long, tmp_path)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("shift", range(len(INTACT + HIT)))
+@pytest.mark.parametrize("guard", ["full", "sampled", "off"])
+def test_everything_that_is_repaired_in_place(
+    shift: int, guard: GuardMode, long: world.Outcome, tmp_path: Path
+) -> None:
+    repair_in_place(shift, guard, long, tmp_path)
+
+
+@pytest.mark.parametrize("shift", [0])
 def test_what_takes_the_process(shift: int, long: world.Outcome, tmp_path: Path) -> None:
     faults = one_after_the_other(GONE, POINTS[shift::3], shift)
     outcome = world.run(Case(faults, accelerator=NPU, **LONG), tmp_path, max_restarts=len(faults))
@@ -151,11 +166,10 @@ def knows_better(case: Case, out: Path) -> None:
     job.run(case, out)
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", NPU])
-def test_an_exception_that_the_user_knows(accelerator: str, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_an_exception_that_the_user_knows(untouched: world.Outcome, tmp_path: Path) -> None:
     """Raised on every rank it would otherwise be the end."""
     faults = tuple(Fault("raise", rank, "backward", 2) for rank in range(4))
-    outcome = world.run(Case(faults, accelerator=accelerator), tmp_path, target=knows_better)
+    outcome = world.run(Case(faults, accelerator=NPU), tmp_path, target=knows_better)
     outcome.assert_same(untouched)
     assert "device error" in outcome.logs
 
@@ -163,9 +177,12 @@ def test_an_exception_that_the_user_knows(accelerator: str, untouched: world.Out
 # While recovering
 
 Second = tuple[str, str, str, int]
-SECOND: list[Second] = list(
-    itertools.product(("npu uce 3 main", "kill"), ("npu link", "npu uce 3 main", "npu suspect"), PHASES, (0, 3))
-)
+FIRST = ("npu uce 3 main", "kill")
+SECOND: list[Second] = [
+    *itertools.product(FIRST, ("npu link", "npu uce 3 main", "npu suspect"), PHASES, (0, 2)),
+    # Rank 1 has its shard from rank 3, and gives it back.
+    *itertools.product(FIRST, ("npu link", "npu uce 3 main", "npu suspect"), ("rollback", "resume"), (3,)),
+]
 
 
 def run_second(second: Second, untouched: world.Outcome, tmp_path: Path) -> None:
@@ -177,7 +194,7 @@ def run_second(second: Second, untouched: world.Outcome, tmp_path: Path) -> None
     assert replaced(outcome) == (first == "kill") + (kind == "npu suspect")
 
 
-@pytest.mark.parametrize("second", SECOND[4::11], ids=str)
+@pytest.mark.parametrize("second", SECOND[2::13], ids=str)
 def test_a_second_error_while_recovering(second: Second, untouched: world.Outcome, tmp_path: Path) -> None:
     run_second(second, untouched, tmp_path)
 

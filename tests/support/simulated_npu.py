@@ -13,11 +13,13 @@ Two things are other than on a device: operations are done when they return, and
 Whoever breaks a rule of torch_npu's ends at once, with `BROKEN_RULE`.
 """
 
+import ctypes
 import os
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -62,7 +64,7 @@ def address(tensor: Tensor) -> int:
 def garble(storage: Any) -> None:
     """What a kernel that was cut short leaves, or a memory error."""
     if storage is not None and storage.nbytes():
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x3F)
+        ctypes.memset(storage.data_ptr(), 0x3F, storage.nbytes())
 
 
 def broken(rule: str) -> None:
@@ -177,7 +179,7 @@ class Module:
         self._recovery = Recovery()
         self.answer = 0
         self.threads: set[int] = set()  # that have chosen a device
-        self.aborted = True  # since the last stop
+        self.aborted = True  # groups have been, since the last stop
         self.random = torch.Generator().manual_seed(3)
 
     def set_device(self, device: Any) -> None:
@@ -234,7 +236,7 @@ class Hccl:
     """The device's half of a group."""
 
     def abort_hccl_comm(self, reason: str) -> None:
-        MODULE.aborted = True
+        """Gloo's half stands for both."""
 
 
 class SimulatedNpu(Npu):
@@ -244,6 +246,10 @@ class SimulatedNpu(Npu):
 
     def __init__(self) -> None:
         super().__init__(0, torch_npu=type("torch_npu", (), {"npu": MODULE}))
+
+    def abort_groups(self, groups: Sequence[Any]) -> None:
+        super().abort_groups(groups)
+        MODULE.aborted = True
 
     def _hccl_of(self, group: Any) -> Any:
         return Hccl()
