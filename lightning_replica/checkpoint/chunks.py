@@ -36,6 +36,7 @@ from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.files import Files, Readable, files_of
 from lightning_replica.checkpoint.manifest import FileInfo
 from lightning_replica.checkpoint.publish import naming, sync
+from lightning_replica.devices.host import on_host
 from lightning_replica.errors import CheckpointError
 
 
@@ -250,8 +251,11 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 def _alone(data: Tensor) -> Tensor:
-    """The same memory as a tensor that is not a view. DCP copies views, and keeps the copies until the file is done."""
-    if not data.is_cpu or not data.is_contiguous() or not data.numel():
+    """The same memory as a tensor that is not a view. DCP copies views, and keeps the copies until the file is done.
+
+    What lies on a device it must copy.
+    """
+    if not on_host(data) or not data.is_contiguous() or not data.numel():
         return data
     return torch.frombuffer(data.detach().view(torch.uint8).numpy(), dtype=data.dtype)
 
