@@ -10,7 +10,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_replica import ConfigurationError, ReplicaZeroStrategy
-from tests.strategy.scenarios import Overflows
+from tests.strategy.scenarios import Net, Overflows
 from tests.support import world
 from tests.support.job import Case
 
@@ -73,7 +73,7 @@ def train(case: Any, out: Path) -> None:
         results = []
         for options in ways:
             L.seed_everything(11, verbose=False)
-            module = Overflows()
+            module = Net() if precision == "bf16-mixed" else Overflows()
             own = L.Trainer(
                 strategy=ReplicaZeroStrategy(),
                 devices=case.devices,
@@ -99,4 +99,4 @@ def test_it_trains_as_with_the_right_plugin(tmp_path: Path) -> None:
         (weights, scaler), (expected, expected_scaler) = torch.load(tmp_path / f"16-mixed.{rank}.pt")
         assert weights == expected
         assert scaler == expected_scaler
-        assert scaler["scale"] == 2.0**15  # it has met one infinity
+        assert scaler["scale"] < 2.0**16  # it has met infinities
