@@ -169,7 +169,7 @@ def test_every_point(name: str, options: dict[str, Any], tmp_path: Path) -> None
     _, untouched = results(Trained(name=name, devices=devices, options=options), tmp_path / "untouched")
     for number, point in enumerate(POINTS):
         for kind in ("kill", "raise"):
-            step = STEPS_OF_AN_EPOCH.get(name, 4) if point in ("validation", "epoch_end") else 1
+            step = None if point in ("validation", "epoch_end") else 1
             fault = Fault(kind, number % devices, point, step)
             case = Trained((fault,), name=name, devices=devices, options=options)
             assert_no_trace(case, tmp_path / f"{kind}-{point}", untouched)
