@@ -1,6 +1,7 @@
 """What it costs to be recoverable: steps with ``recovery=True`` against steps with ``recovery=False``.
 
     python benchmarks/recoverable.py
+    python benchmarks/recoverable.py --batch 16 --modes on      # a longer step
 
 Two trainings of the same model, each with its own supervisor and ranks, take turns on the machine: while one makes a
 block of steps, all processes of the other are stopped by SIGSTOP. So both see the same machine, and what one does in
@@ -56,10 +57,10 @@ class Ends(Callback):
                 file.write(f"{time.monotonic_ns()} {time.process_time_ns()}\n")
 
 
-def train(mode: str, ranks: int, path: Path) -> None:
+def train(mode: str, ranks: int, batch: int, path: Path) -> None:
     """Until it is killed."""
     torch.manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (BATCH * ranks * 1000, LENGTH))
+    tokens = torch.randint(0, VOCABULARY, (batch * ranks * 1000, LENGTH))
     trainer = L.Trainer(
         strategy=ReplicaZeroStrategy(**MODES[mode]),
         accelerator="cpu",
@@ -71,16 +72,16 @@ def train(mode: str, ranks: int, path: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=BATCH))
+    trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=batch))
 
 
 class World:
     """One training that can be stopped and let go on."""
 
-    def __init__(self, mode: str, ranks: int, path: Path) -> None:
+    def __init__(self, mode: str, ranks: int, batch: int, path: Path) -> None:
         self.path = path
         path.touch()
-        options = ["--mode", mode, "--ranks", str(ranks), "--path", str(path)]
+        options = ["--mode", mode, "--ranks", str(ranks), "--batch", str(batch), "--path", str(path)]
         self.process = subprocess.Popen(
             [sys.executable, __file__, *options],
             start_new_session=True,
@@ -114,9 +115,9 @@ class World:
 
 
 @contextmanager
-def worlds(modes: list[str], ranks: int) -> Iterator[dict[str, World]]:
+def worlds(modes: list[str], ranks: int, batch: int) -> Iterator[dict[str, World]]:
     with tempfile.TemporaryDirectory() as place:
-        found = {mode: World(mode, ranks, Path(place) / str(number)) for number, mode in enumerate(modes)}
+        found = {mode: World(mode, ranks, batch, Path(place) / str(number)) for number, mode in enumerate(modes)}
         try:
             yield found
         finally:
@@ -139,16 +140,17 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--path", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a rank in a step")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block", type=int, default=6)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="those to compare with 'off'")
     args = parser.parse_args()
     if args.mode:
-        train(args.mode, args.ranks, args.path)
+        train(args.mode, args.ranks, args.batch, args.path)
         return
     modes = [mode for mode in MODES if mode == "off" or mode in args.modes]
     blocks: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
-    with worlds(modes, args.ranks) as found:
+    with worlds(modes, args.ranks, args.batch) as found:
         for world in found.values():  # nobody's warm-up disturbs the others
             for other in found.values():
                 other.signal(signal.SIGSTOP)
@@ -170,11 +172,11 @@ def main() -> None:
     ]
     notes = f"""
 Seconds of a step; median and middle half of {args.rounds} blocks of {args.block} steps, the trainings taking turns. {args.ranks} ranks, R=2,
-{sum(p.numel() for p in Transformer().parameters()) / 1e6:.1f} M parameters, fused AdamW. "Against off" is the median over rounds of the block's median step divided by that of
+{sum(p.numel() for p in Transformer().parameters()) / 1e6:.1f} M parameters, fused AdamW, {args.batch} sequences of {LENGTH} tokens a rank. "Against off" is the median over rounds of the block's median step divided by that of
 the "off" block beside it, with its 95 % confidence interval. CPU time is that of rank 0's process with all its threads.
 """
     write(
-        f"recoverable_{args.ranks}",
+        f"recoverable_{args.ranks}" + (f"_batch_{args.batch}" if args.batch != BATCH else ""),
         "The cost of being recoverable",
         ["recovery", "step", "against off", "CPU time", "against off"],
         rows,
