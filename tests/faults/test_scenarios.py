@@ -14,6 +14,7 @@ from lightning_replica.points import listen
 from tests.strategy.both import different
 from tests.strategy.scenarios import SCENARIOS, fit
 from tests.support import job, world
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
 
 # Its search for a learning rate is a fit inside the fit, from which a replacement would have to find its way.
@@ -44,7 +45,8 @@ def train(case: Trained, out: Path) -> None:
         Reaches(case, strategy, out),
         *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
     )
-    result = fit(case.name, strategy, case.devices, callbacks, load=case.load or None)
+    where = accelerator(case.accelerator)
+    result = fit(case.name, strategy, case.devices, callbacks, load=case.load or None, accelerator=where)
     for number, sharded in enumerate(strategy.state.optimizers):
         result["tensors"].update({f"{number}/{key}": value for key, value in sharded.state()[0].items()})
     result["tensors"].update({f"main/{i}": buffers.main for i, buffers in enumerate(strategy.state.buffers)})
@@ -117,6 +119,26 @@ def test_a_kill_and_an_exception(name: str, tmp_path: Path) -> None:
     _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
     for kind in ("kill", "raise"):
         case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2)
+        assert_no_trace(case, tmp_path / kind, untouched)
+
+
+ON_DEVICES = {"manual_accumulation", "gan"}  # the others behind the marker
+TAKEN_FOR_CUDA = {"bf16_mixed"}  # by Lightning, with any accelerator of a third party
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ON_DEVICES else pytest.mark.combinations)
+        for name in NAMES
+        if name not in TAKEN_FOR_CUDA
+    ],
+)
+def test_errors_of_a_device(name: str, tmp_path: Path) -> None:
+    """On the simulated NPU: one that leaves all as it is, then one that takes the shard."""
+    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
+    for kind in ("npu link", "npu uce 3 main"):
+        case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2, accelerator="simulated npu")
         assert_no_trace(case, tmp_path / kind, untouched)
 
 

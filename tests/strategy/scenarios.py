@@ -662,6 +662,7 @@ def fit(
     epochs: int | None = None,
     load: str | None = None,
     save: Path | None = None,
+    accelerator: Any = "cpu",
 ) -> dict[str, Any]:
     """Trains and returns what came of it: tensors by name, and plain values."""
     L.seed_everything(11, verbose=False)
@@ -672,7 +673,7 @@ def fit(
     if not any(isinstance(callback, ModelCheckpoint) for callback in extra):
         defaults["enable_checkpointing"] = False
     options = {**defaults, **options, **({} if epochs is None else {"max_epochs": epochs})}
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, callbacks=extra, **options)
+    trainer = L.Trainer(strategy=strategy, accelerator=accelerator, devices=devices, callbacks=extra, **options)
     trainer.fit(torch.compile(module, backend=backend) if backend else module, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
