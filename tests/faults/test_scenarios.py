@@ -123,16 +123,10 @@ def test_a_kill_and_an_exception(name: str, tmp_path: Path) -> None:
 
 
 ON_DEVICES = {"manual_accumulation", "gan"}  # the others behind the marker
-TAKEN_FOR_CUDA = {"bf16_mixed"}  # by Lightning, with any accelerator of a third party
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ON_DEVICES else pytest.mark.combinations)
-        for name in NAMES
-        if name not in TAKEN_FOR_CUDA
-    ],
+    "name", [pytest.param(name, marks=() if name in ON_DEVICES else pytest.mark.combinations) for name in NAMES]
 )
 def test_errors_of_a_device(name: str, tmp_path: Path) -> None:
     """On the simulated NPU: one that leaves all as it is, then one that takes the shard."""
