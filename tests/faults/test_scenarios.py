@@ -115,6 +115,16 @@ def fitting(name: str, fault: Fault) -> Fault:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_kill_or_an_exception(name: str, tmp_path: Path) -> None:
+    """Each scenario meets one of the two; the other behind the marker."""
+    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
+    kind = ("kill", "raise")[sorted(NAMES).index(name) % 2]
+    case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2)
+    assert_no_trace(case, tmp_path / kind, untouched)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kill_and_an_exception(name: str, tmp_path: Path) -> None:
     _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
     for kind in ("kill", "raise"):
