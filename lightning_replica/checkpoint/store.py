@@ -40,13 +40,7 @@ def listed(url: Url) -> dict[str, int | None]:
     Raises:
         CheckpointError: If the store does not say.
     """
-    with _naming(url, "listed"):
-        system, place = _connect(url)
-        system.invalidate_cache()
-        try:
-            entries = system.ls(place, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+    place, entries = _entries(url, "ls", [])
     found: dict[str, int | None] = {}
     for entry in entries:
         parent, _, name = entry["name"].rstrip("/").rpartition("/")
@@ -61,13 +55,7 @@ def objects(url: Url) -> dict[str, int]:
     Raises:
         CheckpointError: If the store does not say.
     """
-    with _naming(url, "listed"):
-        system, place = _connect(url)
-        system.invalidate_cache()
-        try:
-            entries = system.find(place, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+    place, entries = _entries(url, "find", {})
     begins = place.rstrip("/") + "/"
     return {name.removeprefix(begins): each["size"] for name, each in entries.items() if name.startswith(begins)}
 
@@ -137,6 +125,17 @@ def remove(urls: Sequence[Url]) -> None:
         with _naming(urls[0], "removed"):
             system, _ = _connect(urls[0])
             system.rm([_connect(url)[1] for url in urls])
+
+
+def _entries(url: Url, method: str, nothing: Any) -> tuple[str, Any]:
+    """What fsspec calls ``url``, and what its ``method`` lists there now; ``nothing`` if there is no such place."""
+    with _naming(url, "listed"):
+        system, place = _connect(url)
+        system.invalidate_cache()
+        try:
+            return place, getattr(system, method)(place, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return place, nothing
 
 
 def _connect(url: Url) -> tuple[Any, str]:

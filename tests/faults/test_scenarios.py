@@ -114,22 +114,19 @@ def fitting(name: str, fault: Fault) -> Fault:
     return fault
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_kill_or_an_exception(name: str, tmp_path: Path) -> None:
+ENDS = [
+    pytest.param(name, kind, marks=() if place % 2 == number else pytest.mark.combinations)
+    for place, name in enumerate(sorted(NAMES))
+    for number, kind in enumerate(("kill", "raise"))
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), ENDS)
+def test_a_kill_or_an_exception(name: str, kind: str, tmp_path: Path) -> None:
     """Each scenario meets one of the two; the other behind the marker."""
     _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
-    kind = ("kill", "raise")[sorted(NAMES).index(name) % 2]
     case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2)
     assert_no_trace(case, tmp_path / kind, untouched)
-
-
-@pytest.mark.combinations
-@pytest.mark.parametrize("name", NAMES)
-def test_a_kill_and_an_exception(name: str, tmp_path: Path) -> None:
-    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
-    for kind in ("kill", "raise"):
-        case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2)
-        assert_no_trace(case, tmp_path / kind, untouched)
 
 
 ON_DEVICES = {"manual_accumulation", "gan"}  # the others behind the marker
