@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # costs a quarter of a second, which only those who save shall pay
     from torch.distributed.checkpoint.metadata import Metadata
+
+_HOST = "cpu"
 
 # Everything that occurs in the pickled `.metadata` of PyTorch Distributed Checkpoint.
 _DCP_METADATA = {
@@ -76,6 +79,46 @@ def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> A
     """What carries tensors of ``device`` in ``group``; None if nothing does."""
     kinds = [other.type for other in group._device_types]
     return group._get_backend(device) if device.type in kinds else None
+
+
+def backend_on_host(backend: str) -> tuple[str, torch.device]:
+    """Takes what ``init_process_group`` is given apart.
+
+    Args:
+        backend: One name for all devices, or "cpu:gloo,npu:hccl".
+
+    Returns:
+        What is left where only the host's tensors are carried, "cpu:gloo"; and the other device, or the host.
+    """
+    parts = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {_HOST: backend}
+    other = next((kind for kind in parts if kind != _HOST), _HOST)
+    return f"{_HOST}:{parts[_HOST]}", torch.device(other)
+
+
+def keep_open(groups: Iterable[torch.distributed.ProcessGroup]) -> None:
+    """Has ``destroy_process_group``, called for all, forget ``groups`` without shutting down what they are made of.
+
+    It shuts down those that it has names of.
+    """
+    for group in groups:
+        distributed_c10d._world.pg_names.pop(group, None)
+
+
+def give_backend(group: torch.distributed.ProcessGroup, device: torch.device, backend: Any, names: str) -> None:
+    """Gives ``group``, which was opened for the host's tensors only, what carries those of ``device``.
+
+    Args:
+        group: The group.
+        device: The device.
+        backend: What another group of the same ranks had for it. torch exchanges none that a group has already.
+        names: Of both backends, as ``init_process_group`` takes them.
+    """
+    kind = torch.distributed.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(device, kind, backend)
+    group._set_default_backend(kind)  # as if it had been opened with it
+    world = distributed_c10d._world
+    world.pg_map[group] = (names, world.pg_map[group][1])
+    world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(distributed_c10d.Backend(names)))
 
 
 def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:

@@ -88,7 +88,7 @@ class Cuda:
                 own.abort()
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """NCCL's communicators cannot be used after an abort."""
+        """NCCL's communicators cannot be used after an abort, which is what ends their kernels."""
         return False
 
     def classify(self, error: BaseException) -> DeviceFault | None:

@@ -40,10 +40,13 @@ class Survived:
             "rebuild": the tensors of ``hit`` are lost. "nothing": this process cannot use its device any more.
             "spoiled": nor can anybody be sure of what it has given to others; only a checkpoint is left.
         hit: Names of tensors that must be written to, all of them, before they are read again.
+        links: For every group that was aborted, whether the device has connections for it that can go on
+            (`Device.resume_groups`); empty where none ever can.
     """
 
     level: Literal["all", "redo", "rebuild", "nothing", "spoiled"]
     hit: tuple[str, ...] = ()
+    links: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if bool(self.hit) != (self.level == "rebuild"):
@@ -95,7 +98,14 @@ class Device(Protocol):
         """Fails every collective of ``groups`` on this rank, and tells the peers. From any thread."""
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """Has aborted groups go on with the connections that they have; all ranks agree to. False if they cannot."""
+        """Has the device's connections of ``groups`` go on; what is left of the groups themselves is not used again.
+
+        In the training thread, after `clean` and before `restart`, on all ranks or on none. What was aborted beside
+        ``groups`` is given up, and so is everything where this is not called.
+
+        Returns:
+            Whether they can; if not, they are given up.
+        """
 
     def classify(self, error: BaseException) -> DeviceFault | None:
         """What ``error`` says of the device; None if it is not the device's but, say, the user's own."""

@@ -20,6 +20,12 @@ whoever writes to a part of one removes the mark of all of it, and collectives n
 So the marks say what was hit, once; from then on recovery itself keeps account of what has to come from elsewhere.
 Nothing is marked for an error that was found by its checksum only (ECC): the process gives up its memory. What the
 fence has seen the device do before is not in doubt then; an error that is older may be in what others were given.
+
+[Note: connections]
+A group has two halves. Gloo's is closed by an abort, for good. HCCL's kernels have been ended by the stop already; so
+its half is let be until the ranks have agreed, and either goes on, in the groups of the next generation, or is given up
+before the device restarts. Which is connected is compared first (`Survived.links`): HCCL connects at a group's first
+collective, and where only some ranks were through with that, the next collective would wait for ever.
 """
 
 import gc
@@ -29,6 +35,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,11 +135,13 @@ class Npu:
     is_host = False
 
     def __init__(self, index: int, torch_npu: Any = None) -> None:
-        self._npu = (importlib.import_module("torch_npu") if torch_npu is None else torch_npu).npu
+        self._torch_npu = importlib.import_module("torch_npu") if torch_npu is None else torch_npu
+        self._npu = self._torch_npu.npu
         self._index, self._device = index, torch.device(self.kind, index)
         self.fence = Fence(self._npu, index)
         self._ecc_us: int | None = None  # an error of that kind has come, and when it did; -1 if nobody knows
         self._hit: dict[str, None] = {}  # names of what was hit since it ran last: it may be asked more than once
+        self._waiting: dict[ProcessGroup, None] = {}  # whose halves of HCCL are neither resumed nor given up yet
 
     def stop(self) -> None:
         """Ends what the device runs; see [Note: stopping]."""
@@ -147,7 +156,10 @@ class Npu:
             self.fence.stopped = True
 
     def clean(self, held: Mapping[str, Tensor]) -> Survived:
-        """Asks which memory was hit; see [Note: memory]."""
+        """Asks which memory was hit, and which groups are connected; see [Note: memory] and [Note: connections]."""
+        return replace(self._survived(held), links=tuple(map(self._is_connected, self._waiting)))
+
+    def _survived(self, held: Mapping[str, Tensor]) -> Survived:
         gc.collect()  # what only a traceback or a graph still holds counts as temporary, once it is gone
         try:
             answer = self._npu.check_uce_in_memory(self._index)
@@ -178,6 +190,7 @@ class Npu:
         if not self.fence.stopped:
             return
         with self.fence.shut():
+            self._give_up(list(self._waiting))
             self._npu.restart_device(self._index)
             self.fence.stopped = False
         self._ecc_us, self._hit = None, {}
@@ -187,21 +200,39 @@ class Npu:
         _OnDefaultStream.apply(one, self._npu).backward()  # type: ignore[no-untyped-call]
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Both halves: whoever waits on the host wakes, and HCCL's communicators are given up."""
+        """Whoever waits on the host wakes; on a device that was stopped nobody waits. See [Note: connections]."""
         for group in groups:
             gloo.abort_group(group)
-        for group in groups:
-            own = self._hccl_of(group)
-            if own is not None:
-                own.abort_hccl_comm("lightning_replica")  # `group.abort` does nothing here
+        with_own = [group for group in groups if self._hccl_of(group) is not None]
+        self._waiting.update(dict.fromkeys(with_own))
+        if not self.fence.stopped:
+            self._give_up(with_own)
 
-    def _hccl_of(self, group: ProcessGroup) -> Any | None:
+    def _give_up(self, groups: Sequence[ProcessGroup]) -> None:
+        for group in groups:
+            self._hccl_of(group).abort_hccl_comm("lightning_replica")  # `group.abort` does nothing here
+            self._waiting.pop(group, None)
+
+    def _hccl_of(self, group: ProcessGroup) -> Any:
         own = backend_of(group, self._device)
         return None if own is None or own.name() == gloo.NAME else own
 
+    def _is_connected(self, group: ProcessGroup) -> bool:
+        # Its parameter is called "rankid", but serves to warn of ranks that use another device than their number's.
+        return bool(self._hccl_of(group).get_hccl_comm_name(self._index, init_comm=False))
+
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """HCCL's half could go on; but it has gloo's beside it, whose connections an abort closes for good."""
-        return False
+        """Those that have connections keep them; the others will make theirs, as if they had never begun to."""
+        self._give_up([group for group in self._waiting if group not in groups])
+        try:
+            for group in [group for group in self._waiting if not self._is_connected(group)]:
+                self._torch_npu.distributed.reinit_process_group(group=group, rebuild_link=True)
+            self._torch_npu.distributed.reinit_process_group(group=None, rebuild_link=False)  # all there are
+        except RuntimeError as error:
+            log.warning("%s cannot go on with its connections: %s", self._device, first_line(error))
+            return False
+        self._waiting.clear()
+        return True
 
     def classify(self, error: BaseException) -> DeviceFault | None:
         """By the number in the message of ``error``, or of the error that it came from; else by its text."""

@@ -110,6 +110,7 @@ CALLS = (
 METHODS = (
     Method("resume_hccl_comm", "void resumeHcclComm(int device_id);"),
     Method("abort_hccl_comm", "void abortAndClearHcclComm(c10::optional<std::string> abortReason);"),
+    Method("get_hccl_comm_name", "std::string getHcclCommName(int rankid, bool init_comm = true);"),
     Method("set_watchdog_status", "void setWatchdogStatus(int status);"),
     Method("clear_workmeta_list", "void clearWorkMetaList();"),
     Method("_delete_tcpstore_key", "void deleteTCPStoreKey();"),

@@ -44,8 +44,11 @@ def begins_again(error: Exception, device: Device) -> str:
     return "" if fault is None or fault.level == "outside" else fault.text
 
 
-def clean(device: Device, state: Recoverable, generations: Generations) -> None:
+def clean(device: Device, state: Recoverable, generations: Generations) -> tuple[bool, ...]:
     """Finds out what a device that was stopped still holds, and tells whoever must know.
+
+    Returns:
+        Which process groups the device has connections for (`Survived.links`).
 
     Raises:
         DeviceLostError: If this process cannot use its device any more.
@@ -63,3 +66,4 @@ def clean(device: Device, state: Recoverable, generations: Generations) -> None:
     if survived.level == "rebuild":
         log.warning("memory was hit: %s; the shard is taken from a peer", ", ".join(survived.hit))
         state.lose()
+    return survived.links

@@ -6,10 +6,19 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_replica._compat.torch import forget_failed_opening, registered_groups, set_group_timeout
+from lightning_replica._compat.torch import (
+    backend_of,
+    backend_on_host,
+    forget_failed_opening,
+    give_backend,
+    keep_open,
+    registered_groups,
+    set_group_timeout,
+)
 from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError
@@ -66,23 +75,46 @@ class ProcessGroups:
     ) -> None:
         self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
         self.device, self._timeout = device, timedelta(seconds=timeout_s)
+        self._on_host, self._apart = backend_on_host(device.backend)
         self._connect_timeout = timedelta(seconds=min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size))
         self._groups: list[dist.ProcessGroup] = []
         self._excepthook = sys.excepthook
         self._lock = threading.Lock()
 
-    def open(self, generation: int, make: Callable[[timedelta], Iterable[dist.ProcessGroup]]) -> None:
+    def open(
+        self, generation: int, make: Callable[[timedelta], Iterable[dist.ProcessGroup]], resume: bool = False
+    ) -> None:
         """Opens the default group of ``generation``, then lets ``make`` make the others. Collective.
 
         All ranks must be about to call it: connecting has a time-out of its own, which ``make`` is given. What was
         open is closed, and the device, should it have been stopped, goes on.
+
+        Args:
+            generation: Names the groups.
+            make: Makes the other groups, the same ones every time.
+            resume: Whether the device's connections are taken over from the groups that were open.
         """
         try:
-            self._open_default(f"groups/{generation}", self._rank, self._world_size)
+            kept = self._resumed() if resume else []
+            self._open_default(f"groups/{generation}", self._rank, self._world_size, self._on_host if kept else None)
             for group in make(self._connect_timeout):
                 self._own(group)
+            # Those that `add` made come last, and have no successor.
+            for group, backend in zip(self._groups, kept, strict=False):
+                give_backend(group, self._apart, backend, self.device.backend)
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
+
+    def _resumed(self) -> list[Any]:
+        """What carries the device's tensors in each group: it outlives them.
+
+        Raises:
+            CollectiveError: If it cannot; the next generation, which then begins, stops those who could.
+        """
+        if not self.device.resume_groups(self._groups):
+            raise CollectiveError("the device's connections cannot go on")
+        keep_open(self._groups)
+        return [backend_of(group, self._apart) for group in self._groups]
 
     def open_among(self, generation: int, ranks: Sequence[int]) -> None:
         """Opens a default group of ``ranks`` only, in which they are numbered in that order. They all call it."""
@@ -91,11 +123,11 @@ class ProcessGroups:
         except RuntimeError as error:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
 
-    def _open_default(self, prefix: str, rank: int, world_size: int) -> None:
+    def _open_default(self, prefix: str, rank: int, world_size: int, backend: str | None = None) -> None:
         self.device.restart()
         self._destroy()
         dist.init_process_group(
-            self.device.backend,
+            backend or self.device.backend,
             store=dist.PrefixStore(prefix, self._store),
             rank=rank,
             world_size=world_size,

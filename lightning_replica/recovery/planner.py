@@ -41,6 +41,8 @@ class Report:
         hook_failures: How often hooks have failed on this rank in this recovery.
         corrupted: How its shard was found to be wrong; empty if it was not. It is not ``intact`` then.
         tainted: Whether any rank has found wrong bits since this one trained last, one too that is gone by now.
+        links: For every process group, whether its device has connections that could go on.
+        resumed: The step at which they last did; -1 if they never did.
     """
 
     rank: int
@@ -61,6 +63,8 @@ class Report:
     corrupted: str = ""
     tainted: bool = False
     device: str = ""
+    links: tuple[bool, ...] = ()
+    resumed: int = -1
 
     @classmethod
     def of_nothing(cls, rank: int) -> "Report":
@@ -84,7 +88,7 @@ class Report:
     def from_plain(cls, plain: dict[str, Any]) -> "Report":
         """The inverse of `to_plain`."""
         mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
-        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts")}
+        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts", "links")}
         return cls(**{**plain, **steps, "mirrors": mirrors})
 
 
@@ -120,9 +124,11 @@ class Plan(Decision):
 
     Attributes:
         moves: Shards that are sent, after any rolling forward.
+        resume: Whether devices go on with the connections that they have.
     """
 
     moves: tuple[Move, ...]
+    resume: bool = False
 
 
 def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
@@ -151,7 +157,8 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
             f"Ranks {stuck} hold no snapshot of the tail of step {step}, and some lost rank's state at the start of the"
             " batch after it had not been mirrored yet: a second fault came before the first was repaired."
         )
-    return Plan(step, kind, decision.commit, decision.forward, _moves(reports, grid, kind, step))
+    moves = _moves(reports, grid, kind, step)
+    return Plan(step, kind, decision.commit, decision.forward, moves, _can_resume(reports, step))
 
 
 def decide(reports: Sequence[Report], grid: Grid) -> Decision:
@@ -171,6 +178,18 @@ def decide(reports: Sequence[Report], grid: Grid) -> Decision:
         elif report.step != step:
             raise ProtocolError(f"Step {step} is committed, but {report} is neither there nor one step before it.")
     return Decision(step, _kind(reports, grid, step), newest.commit, tuple(forward))
+
+
+def _can_resume(reports: Sequence[Report], step: int) -> bool:
+    """Whether devices go on with their connections.
+
+    All must have the same ones: who has none waits for those who make them, and they would not come. And where they
+    have gone on at this step before, they may have been no good.
+    """
+    links = reports[0].links
+    return any(links) and all(
+        report.links == links and report.resumed != step and not report.joining for report in reports
+    )
 
 
 def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:

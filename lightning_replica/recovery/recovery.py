@@ -80,6 +80,8 @@ class Recovery:
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # at which step, how many
+        self._links: tuple[bool, ...] = ()  # of the device, that could go on
+        self._resumed = -1  # the step at which they last did
         self._raised = self._device_said = ""  # this rank's own errors, until a plan has been made of them
         self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
         self._job = generations.job()
@@ -165,7 +167,7 @@ class Recovery:
         self._call_hook(Phase.STOP)
         timeline.enter(Phase.CLEAN)
         self._groups.leave()
-        clean(device, state, self._generations)
+        self._links = clean(device, state, self._generations)
         self._call_hook(Phase.CLEAN)
         timeline.enter(Phase.REGROUP)
         self.generation = self._generations.newest(self.generation)
@@ -175,7 +177,9 @@ class Recovery:
         plan = make_plan(reports, self._grid, self._options.max_tries)
         # Dealt with; should another rank raise from here on, not "every rank" has in one attempt.
         self._raised = self._device_said = ""
-        self._groups.open(self.generation, self._connect)
+        if plan.resume:
+            self._resumed = plan.step
+        self._groups.open(self.generation, self._connect, plan.resume)
         self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
@@ -246,6 +250,8 @@ class Recovery:
             corrupted=state.corrupted,
             device=self._device_said,
             tainted=self._tainted(),
+            links=self._links,
+            resumed=self._resumed,
         )
 
     def _tainted(self) -> bool:

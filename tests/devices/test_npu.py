@@ -16,12 +16,21 @@ import torch
 import torch.distributed as dist
 
 from lightning_replica.devices import npu, npu_contract
-from lightning_replica.devices.host import rng_state
+from lightning_replica.devices.host import HOST, rng_state
 from lightning_replica.devices.interface import Survived
 from lightning_replica.devices.npu import Npu
 from lightning_replica.errors import CollectiveError
 from tests.support import simulated_npu
-from tests.support.simulated_npu import ERROR, TEXTS, Memory, Module, SimulatedNpu
+from tests.support.ranks import run_ranks
+from tests.support.simulated_npu import (
+    ERROR,
+    TEXTS,
+    Memory,
+    Module,
+    SimulatedAccelerator,
+    SimulatedNpu,
+    half_of,
+)
 
 LEVELS = {
     "stop": "outside",
@@ -48,7 +57,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedNpu]:
 
 def stop(device: SimulatedNpu) -> None:
     """As the monitor does."""
-    thread = threading.Thread(target=lambda: (device.stop(), simulated_npu.MODULE.__setattr__("aborted", True)))
+    thread = threading.Thread(target=device.stop)
     thread.start()
     thread.join()
 
@@ -245,6 +254,36 @@ def test_a_device_that_was_not_stopped_is_not_restarted(device: SimulatedNpu) ->
     device.restart()
 
 
+# Connections
+
+
+def connections(rank: int, store: Any) -> list[Any]:
+    device = SimulatedAccelerator().recovery_device(HOST)
+    dist.init_process_group(device.backend, store=dist.PrefixStore("test", store), rank=0, world_size=1)
+    used, unused, _ = groups = [dist.group.WORLD, dist.new_group([0]), dist.new_group([0])]
+    halves = [half_of(group) for group in groups]
+    halves[0].work()
+    halves[2].work()
+    halves[1]._tried.append("0")  # it has begun to connect
+    name = halves[0].get_hccl_comm_name(0, init_comm=False)
+    stop(device)
+    device.abort_groups(groups)
+    links = device.clean({}).links
+    resumed = device.resume_groups([used, unused])
+    left = [half.get_hccl_comm_name(0, init_comm=False) for half in halves]
+    device.restart()
+    halves[0].work()
+    device.abort_groups([used])  # of a device that runs
+    left.append(halves[0].get_hccl_comm_name(0, init_comm=False))
+    return [links, resumed, [each == name for each in left], [half._tried for half in halves]]
+
+
+def test_connections_go_on_or_begin_anew() -> None:
+    """The one that is used keeps its connection; what had begun is forgotten; the user's own is given up."""
+    (said,) = run_ranks(1, connections)
+    assert said == [[True, False, True], True, [True, False, False, False], [[], [], []]]
+
+
 def test_random_numbers(device: SimulatedNpu) -> None:
     own = simulated_npu.MODULE.random
     torch.rand(1, generator=own)
@@ -274,11 +313,13 @@ def used_names() -> set[str]:
             owner, _, name = ast.unparse(node).rpartition(".")
             if owner in ("self._npu", "npu", "ctx.npu"):
                 found.add(f"torch_npu.npu.{name}")
+            elif owner.startswith("self._torch_npu."):
+                found.add(f"torch_npu.{owner.removeprefix('self._torch_npu.')}.{name}")
             elif owner == "marks":
                 found.add(f"torch_npu.npu._recovery.{name}")
             elif owner == "event":
                 found.add(f"torch_npu.npu.Event.{name}")
-            elif owner == "own" and name not in ("name",):
+            elif owner.startswith("self._hccl_of("):
                 found.add(name)
     return found
 
@@ -288,13 +329,18 @@ def test_whatever_is_used_of_torch_npu_is_in_the_table() -> None:
     known = {str(call) for call in npu_contract.CALLS} | {method.name for method in npu_contract.METHODS}
     modules = {"torch_npu.npu._recovery", "torch_npu.npu.Event"}  # whose functions and methods are
     used = used_names()
-    assert {"torch_npu.npu.stop_device", "torch_npu.npu.Event.record", "abort_hccl_comm"} <= used
+    assert {"torch_npu.npu.stop_device", "torch_npu.npu.Event.record"} <= used
+    assert {"abort_hccl_comm", "get_hccl_comm_name", "torch_npu.distributed.reinit_process_group"} <= used
     assert "torch_npu.npu._recovery.update_npu_tensor_to_safe" in used
     assert used - known == modules
 
 
 def test_the_simulation_takes_what_torch_npu_takes() -> None:
-    owners: dict[str, Any] = {"torch_npu.npu": Module, "torch_npu.npu._recovery": simulated_npu.Recovery}
+    owners: dict[str, Any] = {
+        "torch_npu.npu": Module,
+        "torch_npu.npu._recovery": simulated_npu.Recovery,
+        "torch_npu.distributed": simulated_npu.Distributed,
+    }
     compared = 0
     for call in npu_contract.CALLS:
         if str(call) in used_names():
@@ -303,5 +349,6 @@ def test_the_simulation_takes_what_torch_npu_takes() -> None:
                 function = getattr(function, name)
             words = list(inspect.signature(function).parameters)[1:]
             assert tuple(words[: len(call.positional)]) == call.positional, call
+            assert set(call.keywords) <= {*words}, call
             compared += 1
     assert compared >= 12

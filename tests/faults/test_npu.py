@@ -18,6 +18,7 @@ from lightning_replica.digests import GuardMode
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
 from tests.support.job import Case, Fault
+from tests.support.simulated_npu import RESUMED
 
 NPU = "simulated npu"
 # What an error leaves: all, or all but the shard, or not even the process.
@@ -82,6 +83,7 @@ def repair_in_place(shift: int, guard: GuardMode, long: world.Outcome, tmp_path:
     assert outcome.logs.count("recovered at step") == len(faults)
     torn = [fault for fault in faults if fault.kind in HIT or fault.point in ("update", "torn")]
     assert moved(outcome) == len(torn)
+    assert outcome.logs.count(RESUMED) == 4 * len(faults)
 
 
 @pytest.mark.parametrize(("shift", "guard"), [(0, "sampled"), (4, "off")])
@@ -105,6 +107,7 @@ def test_what_takes_the_process(shift: int, long: world.Outcome, tmp_path: Path)
     outcome.assert_same(long)
     assert reached(faults, tmp_path)
     assert replaced(outcome) == len(faults)
+    assert RESUMED not in outcome.logs  # who is new has none
     codes = [f"ended with exit code {DEVICE_LOST}, without its device" in line for line in outcome.said]
     assert codes == [fault.kind in LOST for fault in faults]
 
@@ -151,6 +154,15 @@ def test_a_link_that_fails_on_every_rank(untouched: world.Outcome, tmp_path: Pat
     """Not as if every rank had raised an exception of the user's."""
     faults = tuple(Fault("npu link", rank, "reduction", 2) for rank in range(4))
     world.run(Case(faults, accelerator=NPU), tmp_path).assert_same(untouched)
+
+
+def test_connections_that_do_not_come_back(untouched: world.Outcome, tmp_path: Path) -> None:
+    """The others' would: they are stopped again, and all make new ones."""
+    outcome = world.run(Case((Fault("npu dead link", 1, "reduction", 2),), accelerator=NPU), tmp_path)
+    outcome.assert_same(untouched)
+    assert not outcome.said
+    assert outcome.logs.count(RESUMED) <= 3  # of those who were not stopped before that
+    assert "cannot go on with its connections" in outcome.logs
 
 
 def test_the_same_error_again_and_again(tmp_path: Path) -> None:

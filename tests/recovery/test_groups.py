@@ -1,4 +1,4 @@
-"""Process groups that cannot be opened."""
+"""Process groups that cannot be opened, and those that go on with what they had."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_replica._compat.torch import backend_of
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.recovery import groups
@@ -125,3 +126,74 @@ def test_an_open_group_has_the_time_that_was_asked_for() -> None:
     """Connecting may take 10 s, collectives as long as the user wants."""
     connecting = groups._CONNECT_S + 2 * groups._CONNECT_S_PER_RANK
     assert run_ranks(2, timeouts) == [[connecting, LONG_S, LONG_S, LONG_S]] * 2
+
+
+OTHER = torch.device("privateuseone")
+
+
+class TwoHalves(Cpu):
+    """A device whose connections outlive an abort. They are gloo's, and serve the host's tensors."""
+
+    backend, is_host = f"cpu:gloo,{OTHER.type}:twin", False
+
+    def resume_groups(self, groups: Any) -> bool:
+        return True
+
+
+def open_twin(options: Any, _: Any) -> Any:
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def reduced(backend: Any, rank: int) -> float:
+    tensor = torch.full((1,), rank + 1.0)
+    backend.allreduce([tensor]).wait()
+    return float(tensor)
+
+
+def goes_on(rank: int, store: Any) -> dict[str, Any]:
+    dist.Backend.register_backend("twin", open_twin, extended_api=True, devices=[OTHER.type])
+    shut_down = []
+    dist.ProcessGroup.shutdown = lambda group: shut_down.append(group.group_name)  # type: ignore[assignment]
+    own = ProcessGroups(store, rank, 2, TwoHalves(), LONG_S)
+    own.open(0, lambda _: [dist.new_group([0, 1])])
+    users = dist.new_group([0, 1])
+    before = [backend_of(group, OTHER) for group in own._groups]
+    added = own.add([0, 1])  # and never removed, as in a recovery that is cut short
+    user_name = users.group_name
+    del users, added
+    own.leave()
+    own.open(1, lambda _: [dist.new_group([0, 1])], resume=True)
+    after = [backend_of(group, OTHER) for group in own._groups]
+    later = backend_of(dist.new_group([0, 1]), OTHER)
+    result = {
+        "same": [old is new for old, new in zip(before, after, strict=True)],
+        "shut down": shut_down == [user_name],
+        "sums": [reduced(half, rank) for half in (*after, later)],
+        "later": later not in before,
+        "name": dist.get_backend(),
+    }
+    dist.all_reduce(torch.ones(1))  # the host's half is new
+    own.close()
+    return result
+
+
+def test_the_devices_half_of_a_group_outlives_it() -> None:
+    expected = {"same": [True] * 2, "shut down": True, "sums": [3.0] * 3, "later": True, "name": TwoHalves.backend}
+    assert run_ranks(2, goes_on) == [expected] * 2
+
+
+def cannot_go_on(rank: int, store: Any) -> str:
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
+    own.open(0, none)
+    own.leave()
+    with suppress(CollectiveError):
+        own.open(1, none, resume=True)
+        return "opened"
+    own.open(2, none)
+    dist.all_reduce(torch.ones(1))
+    own.close()
+    return "new ones"
+
+
+def test_where_it_does_not_the_next_ones_are_new() -> None:
+    assert run_ranks(2, cannot_go_on) == ["new ones"] * 2

@@ -29,6 +29,27 @@ def test_exception_before_the_commit_does_the_batch_again() -> None:
     assert (plan.step, plan.kind, plan.forward, plan.moves) == (5, "batch", (), ())
 
 
+@pytest.mark.parametrize(
+    ("changes", "resumed"),
+    [
+        ({}, True),
+        ({"links": (True, True)}, False),  # its last collective had just made one
+        ({"links": ()}, False),
+        ({"joining": True}, False),
+        ({"resumed": 4}, True),
+        ({"resumed": 5}, False),  # and then came this
+    ],
+)
+def test_connections_go_on_where_all_have_the_same(changes: dict[str, object], resumed: bool) -> None:
+    links = (True, False)
+    reports = [at(rank, links=links) for rank in range(3)]
+    assert make_plan([*reports, at(3, **{"links": links, **changes})], GRID, 3).resume is resumed
+
+
+def test_connections_that_nobody_has_are_made() -> None:
+    assert not make_plan([at(rank, links=(False, False)) for rank in range(4)], GRID, 3).resume
+
+
 def test_a_lost_rank_gets_everything_from_its_peer() -> None:
     plan = make_plan([at(0), newborn(1), at(2), at(3)], GRID, 3)
     assert (plan.step, plan.kind, plan.moves) == (5, "batch", (Move(3, 1, host=True),))

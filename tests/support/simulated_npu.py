@@ -9,6 +9,9 @@ trains sees every operation, in backward too, and does what a device would do:
 - A tensor in memory that was hit raises when it is used, until something is copied to it, if only to a part.
   Collectives neither look nor mark.
 
+- A group connects at its first collective, as HCCL does, with the help of a store. Where the ranks of a group do not
+  have the same connections, collectives wait for ever.
+
 Two things are other than on a device: operations are done when they return, and ``.cpu()`` is the same tensor.
 Whoever breaks a rule of torch_npu's ends at once, with `BROKEN_RULE`.
 """
@@ -18,18 +21,22 @@ import os
 import sys
 import threading
 import time
+import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_replica._compat.torch import backend_of, registered_groups
 from lightning_replica.devices import gloo, host
 from lightning_replica.devices.npu import Npu
 from lightning_replica.sharding.state import ShardedState
@@ -43,6 +50,7 @@ TEXTS = {
     "ecc": ERROR.format(" HBM MULTI BIT ECC ERROR.time is {}. ", 507054),
     "suspect": ERROR.format(" SUSPECT MEM ERROR", 507055),
     "link": ERROR.format(" HCCS LINK ERROR", 507056),
+    "dead link": ERROR.format(" HCCS LINK ERROR", 507056),
     "ub link": " UB LINK ERROR",  # from a queue: without a code
     "remote": ERROR.format(" SUSPECT REMOTE ERROR", 507057),
     "retry": "HCCL OP RETRY FAILED",
@@ -50,6 +58,7 @@ TEXTS = {
     "unsafe": "There is unsafe data in the input tensor.",
     "oom": "NPU out of memory. Tried to allocate 20.00 GiB (NPU 0; 60.96 GiB total capacity)",
 }
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 ECC_TIMES = {"now": lambda: str(clock_us()), "old": lambda: "1", "undated": lambda: ""}
 
 
@@ -128,11 +137,15 @@ class Memory(TorchDispatchMode):
         if self.stopped:
             raise RuntimeError(TEXTS["stop"])
         collective = function.namespace == "c10d"
+        if collective:
+            half_of(dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))).work()
         targets = given if collective else tensors_in([a for a, w in zip(args, written, strict=False) if w])
         if not collective:
             self.look(function, used, targets)
         made = function(*args, **kwargs)
         for tensor in [*targets, *tensors_in(made), *tensors_in(kwargs.get("out"))]:
+            if function in COPIES and tensor.dtype is torch.uint8 and address(tensor) not in self.storages:
+                continue  # to the host, from where shards are sent
             self.place(tensor)
             self.pending.add(address(tensor))
         if function.overloadpacket is torch.ops.aten._local_scalar_dense:
@@ -140,8 +153,7 @@ class Memory(TorchDispatchMode):
         return made
 
     def look(self, function: Any, used: list[Tensor], targets: list[Tensor]) -> None:
-        copies = function.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
-        over = {address(tensor) for tensor in targets} if copies else set()
+        over = {address(tensor) for tensor in targets} if function in COPIES else set()
         if any(address(tensor) in self.unsafe and address(tensor) not in over for tensor in used):
             raise RuntimeError(TEXTS["unsafe"])
         self.unsafe -= over
@@ -178,8 +190,8 @@ class Module:
     def __init__(self) -> None:
         self._recovery = Recovery()
         self.answer = 0
+        self.link_is_dead = False
         self.threads: set[int] = set()  # that have chosen a device
-        self.aborted = True  # groups have been, since the last stop
         self.random = torch.Generator().manual_seed(3)
 
     def set_device(self, device: Any) -> None:
@@ -200,7 +212,8 @@ class Module:
         if threading.get_ident() not in self.threads:
             broken("stop_device in a thread that has not called set_device")
         MEMORY.stop()
-        self.aborted = False
+        for half in HALVES:
+            half.settled = False
         return 0
 
     def check_uce_in_memory(self, device_id: int) -> int:
@@ -215,9 +228,9 @@ class Module:
             broken("restart_device while the device runs")
         if threading.current_thread() is not threading.main_thread():
             broken("restart_device in another thread than the one that trains")
-        if not self.aborted:
-            broken("restart_device with communicators of before")
-        MEMORY.stopped, self.answer = False, 0
+        if not all(half_of(group).settled for group in registered_groups(HCCL)):
+            broken("restart_device with connections that neither go on nor are given up")
+        MEMORY.stopped, self.answer, self.link_is_dead = False, 0, False
 
     def get_rng_state(self, device: Any = "npu") -> Tensor:
         return self.random.get_state()
@@ -233,29 +246,121 @@ class Module:
 
 
 class Hccl:
-    """The device's half of a group."""
+    """The device's half of a group: its connections. What goes over them goes over gloo's.
+
+    Args:
+        own: What torch has for it.
+        store: Where ranks find each other.
+        rank: In the group.
+        size: Of the group.
+
+    Attributes:
+        settled: Whether it goes on or was given up, since the device was stopped last.
+    """
+
+    def __init__(self, own: Any, store: dist.Store, rank: int, size: int) -> None:
+        self.own, self._store, self._rank, self._size = own, store, rank, size
+        self.settled = True
+        self._connection, self._resumed = "", 0
+        self._tried: list[str] = []  # keys
+        self._together = False  # all ranks are known to have this connection
+
+    def name(self) -> str:
+        return HCCL
+
+    def get_hccl_comm_name(self, rankid: int, init_comm: bool = True) -> str:
+        assert not init_comm
+        return self._connection
 
     def abort_hccl_comm(self, reason: str) -> None:
-        """Gloo's half stands for both."""
+        self.settled, self._together = True, False
+        self._connection, self._tried = "", []
+
+    def resume_hccl_comm(self, device_id: int) -> None:
+        if not MEMORY.stopped:
+            broken("resume_hccl_comm while the device runs")
+        self.settled, self._together = True, False
+        self._resumed += bool(self._connection)
+
+    def _delete_tcpstore_key(self) -> None:
+        for key in self._tried:
+            self._store.delete_key(key)
+
+    def work(self) -> None:
+        """A collective begins."""
+        if not self._connection:
+            self._connect()
+        if not self._together:
+            here = f"{self._connection} {self._resumed}"
+            self._store.add(here, 1)
+            self._wait(lambda: self._store.add(here, 0) == self._size)
+            self._together = True
+
+    def _connect(self) -> None:
+        key = str(len(self._tried))
+        self._tried.append(key)
+        if self._rank == 0:
+            self._store.set(key, uuid.uuid4().hex)
+        self._wait(lambda: self._store.check([key]))
+        self._connection = self._store.get(key).decode()
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not come():
+            if MEMORY.stopped:
+                raise RuntimeError(TEXTS["stop"])
+            if time.monotonic() > deadline:
+                broken("ranks of a group that have other connections")
+            time.sleep(0.001)
+
+
+def half_of(group: Any) -> Hccl:
+    own = backend_of(group, OTHER_HALF)
+    return next(half for half in HALVES if half.own is own)
+
+
+def make_half(options: Any, _: Any) -> Any:
+    """What torch calls to open it."""
+    own = FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+    HALVES.append(Hccl(own, options.store, options.group_rank, options.group_size))
+    return own
+
+
+class Distributed:
+    """``torch_npu.distributed``: what `devices.npu` uses of it, as it is written there."""
+
+    def reinit_process_group(self, group: Any = None, rebuild_link: bool = True) -> Any:
+        if not rebuild_link:
+            if MODULE.link_is_dead:
+                raise RuntimeError(TEXTS["link"])
+            sys.stderr.write(f"{RESUMED}\n")
+            for each in registered_groups(HCCL):
+                half_of(each).resume_hccl_comm(0)
+            return None
+        if "hccl" in dist.get_backend(group):
+            half_of(group)._delete_tcpstore_key()
+            half_of(group).abort_hccl_comm("reinit")
+        return group
 
 
 class SimulatedNpu(Npu):
     """Its tensors are the CPU's, and its collectives gloo's."""
 
-    kind, backend = host.HOST.type, gloo.NAME
+    kind = host.HOST.type
 
     def __init__(self) -> None:
-        super().__init__(0, torch_npu=type("torch_npu", (), {"npu": MODULE}))
-
-    def abort_groups(self, groups: Sequence[Any]) -> None:
-        super().abort_groups(groups)
-        MODULE.aborted = True
+        self.backend = f"{host.HOST.type}:{gloo.NAME},{OTHER_HALF.type}:{HCCL}"
+        super().__init__(0, torch_npu=type("torch_npu", (), {"npu": MODULE, "distributed": Distributed()}))
 
     def _hccl_of(self, group: Any) -> Any:
-        return Hccl()
+        return None if backend_of(group, OTHER_HALF) is None else half_of(group)
 
 
+RESUMED = "simulated npu: connections go on"
+HCCL, OTHER_HALF = "simulated_hccl", torch.device("privateuseone")
+PATIENCE_S = 60.0
 MEMORY, MODULE = Memory(), Module()
+HALVES: list[Hccl] = []
 _device: list[SimulatedNpu] = []
 _module: list[L.LightningModule] = []
 
@@ -265,6 +370,7 @@ class SimulatedAccelerator(CPUAccelerator):
 
     def recovery_device(self, root_device: torch.device) -> SimulatedNpu:
         if not _device:
+            dist.Backend.register_backend(HCCL, make_half, extended_api=True, devices=[OTHER_HALF.type])
             _device.append(SimulatedNpu())
         return _device[0]
 
@@ -286,7 +392,8 @@ def fail(kind: str, state: ShardedState) -> None:
     """An error of the device.
 
     Args:
-        kind: "uce 0", "uce 1", "uce 2", "uce 3 <what was hit>", "ecc <when>", or another key of `TEXTS`.
+        kind: "uce 0", "uce 1", "uce 2", "uce 3 <what was hit>", "ecc <when>", or another key of `TEXTS`. A "dead link"
+            is one that does not come back.
         state: Whose memory is hit.
     """
     name, _, rest = kind.partition(" ")
@@ -298,6 +405,7 @@ def fail(kind: str, state: ShardedState) -> None:
     if name == "ecc":
         MODULE.answer = 3
         raise RuntimeError(TEXTS["ecc"].format(ECC_TIMES[rest]()))
+    MODULE.link_is_dead = kind == "dead link"
     raise (torch.OutOfMemoryError if kind == "oom" else RuntimeError)(TEXTS[kind])
 
 
