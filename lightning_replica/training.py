@@ -3,7 +3,6 @@
 import json
 import logging
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -19,15 +18,13 @@ from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryE
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
-from lightning_replica.messages import say
+from lightning_replica.incidents import Incidents
 from lightning_replica.module_buffers import BufferSync
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.planned_save import PlannedSave
 from lightning_replica.points import reach
 from lightning_replica.precision import ShardedStep
-from lightning_replica.recovery.account import Account
 from lightning_replica.recovery.gasp import GaspPlan
-from lightning_replica.recovery.incident import Incident, describe
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import Groups, all_gather_bytes
 from lightning_replica.sharding.commit import Commit, Request
@@ -101,11 +98,9 @@ class Training:
         self._may_change_weights = may_change_weights(trainer, module)
         self.weights_touched = True  # what came before the first step may have changed weights
         self._accumulating = self._window_is_open = self._released = False
-        self._trainer, self._hooks = trainer, Hooks(trainer, self.device)
-        self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
-        self._untold: list[Incident] = []
+        self._hooks = Hooks(trainer, self.device)
+        self._incidents = Incidents(trainer, session, self._hooks)
         self._shown = ""  # the newest exception whose traceback has been printed
-        self._window = (0, time.monotonic())  # batches begun since the last step, and when the first was
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
@@ -119,12 +114,11 @@ class Training:
             first_of_window: Whether the step's gradients begin here; under manual optimization, we know better.
         """
         self._session.check()
-        begun, since = self._window
-        if self._window_is_open if self.manual else not first_of_window:
-            self._window = (begun + 1, since)
+        goes_on = self._window_is_open if self.manual else not first_of_window
+        self._incidents.batch(first_of_window=not goes_on)
+        if goes_on:
             return
-        self._window = (1, time.monotonic())
-        self._report(self.state.step)
+        self._incidents.tell(self.state.step)
         finish(self.check)  # of the gather: what comes needs the device to have done it, and waits without a look
         self.state.begin_window(self._may_change_weights or self.weights_touched)
         self.weights_touched = False
@@ -183,9 +177,8 @@ class Training:
             self._step_is_done()
 
     def _step_is_done(self) -> None:
-        self._account.good_step()
+        self._incidents.good_step()
         self._shown = ""
-        self._window = (0, time.monotonic())
         reach("batch_end")
 
     def _commit(self, output: dict[str, Any]) -> None:
@@ -236,7 +229,7 @@ class Training:
         """
         if self._session.newborn:
             self._session.journal.close()
-            self._account.fault(self._session.born - 1, 0, 0, 0.0)
+            self._incidents.born()
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
@@ -264,7 +257,7 @@ class Training:
 
     def report(self) -> None:
         """After the end: tells of an incident that no further step has followed."""
-        self._report(None)
+        self._incidents.tell(None)
 
     def recover_from(self, error: Exception) -> Snapshot | None:
         """Recovers from a fault that surfaced as ``error``; returns where training goes on.
@@ -272,8 +265,7 @@ class Training:
         Raises:
             RecoveryError: If the run cannot go on; ``error`` itself where it was this rank's own.
         """
-        batches, since = self._window
-        self._account.fault(self._session.recovery.generation, self.state.step, batches, time.monotonic() - since)
+        self._incidents.fault(self.state.step)
         fault = fault_behind(error, self.device)
         raised = explain(error) if fault is None else ""
         device_said = "" if fault is None or fault.level == "outside" else fault.text
@@ -307,7 +299,7 @@ class Training:
             raise
         except RecoveryError as final:
             session.generations.give_up(str(final))
-            self._tell_of_the_end(str(final))
+            self._incidents.failed(str(final), self.state.step)
             if session.options.gasp:
                 self._end_with_gasp()
             session.let_go()
@@ -321,8 +313,7 @@ class Training:
             self.planned.agreed = False  # a replacement would not know; who was asked says so again
         if outcome.plan.kind == "tail" and outcome.plan.commit:
             self._after_commit(Commit.of(outcome.plan.commit))
-        self._window = (0, time.monotonic())
-        self._untold += self._account.went_on(outcome, self._trainer.current_epoch)
+        self._incidents.went_on(outcome)
         return self.host.resume
 
     def _end_with_gasp(self) -> NoReturn:
@@ -346,24 +337,6 @@ class Training:
             raise SystemExit(NOTHING_SAVED) from error
         log.info("rank %d: the last checkpoint is %s", session.rank, path)
         raise SystemExit(GASP_WRITTEN)
-
-    def _report(self, step: int | None) -> None:
-        """Tells of incidents that are over: one rank the user, every rank its callbacks."""
-        untold, self._untold = self._untold + self._account.close(step), []
-        for incident in untold:
-            if incident.teller == self._session.rank:
-                say(describe(incident))
-            self._hooks.incident(incident)
-
-    def _tell_of_the_end(self, error: str) -> None:
-        """The same when the run cannot go on, which nothing must hide."""
-        session = self._session
-        try:
-            epoch = self._trainer.current_epoch
-            self._untold.append(self._account.failed(error, session.recovery.generation, self.state.step, epoch))
-            self._report(None)
-        except Exception:
-            log.warning("rank %d: telling of the incident failed", session.rank, exc_info=True)
 
     def release(self) -> None:
         """The trainer is done with this fit."""

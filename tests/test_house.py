@@ -37,7 +37,7 @@ LAYERS = [
         "session",
         "which_checkpoint",
     ],
-    ["lightning_collectives", "snapshot", "host"],
+    ["lightning_collectives", "snapshot", "host", "incidents"],
     ["training"],
     ["resume", "checkpoints"],
     ["dying_gasp"],
