@@ -160,9 +160,10 @@ class Npu:
         return replace(self._survived(held), links=tuple(map(self._is_connected, self._waiting)))
 
     def _survived(self, held: Mapping[str, Tensor]) -> Survived:
-        gc.collect()  # what only a traceback or a graph still holds counts as temporary, once it is gone
         try:
             answer = self._npu.check_uce_in_memory(self._index)
+            if answer == 3 and gc.collect():  # what only a traceback still held is temporary now
+                answer = self._npu.check_uce_in_memory(self._index)
         except RuntimeError as error:
             log.warning("%s cannot say what memory it has lost: %s", self._device, first_line(error))
             return Survived("nothing")

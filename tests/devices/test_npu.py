@@ -6,6 +6,7 @@ Whole trainings on the simulated device are in tests/faults/test_npu.py.
 import ast
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -137,6 +138,22 @@ def test_it_may_be_asked_again(device: SimulatedNpu) -> None:
     device.restart()
     stop(device)
     assert device.clean(held) == Survived("all")
+
+
+class Cyclic:
+    """What a traceback and the frames in it are."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_memory_that_only_a_traceback_holds_is_temporary(device: SimulatedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Cyclic()
+    alive = weakref.ref(kept)
+    monkeypatch.setattr(simulated_npu.MODULE, "check_uce_in_memory", lambda _: 2 if alive() is None else 3)
+    stop(device)
+    del kept
+    assert device.clean({}) == Survived("redo")
 
 
 def test_memory_of_what_nobody_can_give_again(device: SimulatedNpu) -> None:
