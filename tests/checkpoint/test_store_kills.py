@@ -62,7 +62,7 @@ def assert_nothing_wrong(bucket: str, what: Trouble, every: int) -> None:
         assert len(result["found"]) == -(-len(result["changes"]) // every) + 1
 
 
-@pytest.mark.parametrize("what", ["killed", "full"])
+@pytest.mark.parametrize("what", ["killed", pytest.param("full", marks=pytest.mark.combinations)])
 def test_trouble_at_every_fourth_request_that_changes_the_store(what: Trouble, bucket: str) -> None:
     assert_nothing_wrong(bucket, what, 4)
 

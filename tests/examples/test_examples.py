@@ -64,7 +64,7 @@ def test_hydra(untouched: str, tmp_path: Path) -> None:
     assert "max_tries: 5" in (output_folder(tmp_path) / ".hydra" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(("rank", "standby"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("rank", "standby"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.combinations)])
 def test_hydra_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_path: Path) -> None:
     options = ["+experiment=lost_rank", "callbacks.kill.step=2", f"callbacks.kill.rank={rank}"]
     if standby:

@@ -23,7 +23,7 @@ def untouched() -> dict[str, str]:
     return results(output)
 
 
-@pytest.mark.parametrize("fixture", ["tmp_path", "bucket"])
+@pytest.mark.parametrize("fixture", ["tmp_path", pytest.param("bucket", marks=pytest.mark.combinations)])
 def test_sigterm_and_the_same_command_again(
     fixture: str, untouched: dict[str, str], request: pytest.FixtureRequest
 ) -> None:

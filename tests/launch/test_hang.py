@@ -206,7 +206,11 @@ def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Pa
     assert len(outcome.said) == 3
 
 
-@pytest.mark.parametrize("second", [Fault("stop", 3, "forward", 4), Fault("sleep", 0, "update", 5)], ids=str)
+@pytest.mark.parametrize(
+    "second",
+    [pytest.param(Fault("stop", 3, "forward", 4), marks=pytest.mark.combinations), Fault("sleep", 0, "update", 5)],
+    ids=str,
+)
 def test_two_hangs(second: Fault, untouched: world.Outcome, tmp_path: Path) -> None:
     faults = (Fault("stop", 0, "forward", 4), second)
     outcome = world.run(replace(WATCHED, faults=faults), tmp_path)

@@ -56,7 +56,7 @@ def untouched() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("rank", "standby"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("rank", "standby"), [pytest.param(0, 1, marks=pytest.mark.combinations), (1, 0)])
 def test_a_killed_rank_comes_back(rank: int, standby: int, untouched: dict[str, str]) -> None:
     process = start("kill", rank, STANDBY=str(standby))
     output = finish(process)
@@ -107,7 +107,7 @@ def other_than(process: "subprocess.Popen[str]", known: list[int]) -> int:
     return (set(ranks_of(process)) - set(known)).pop()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.combinations)])
 def test_a_signal_ends_all(signum: signal.Signals) -> None:
     process = start("wait", 1, STANDBY="1")
     wait_for(process, "waiting")
