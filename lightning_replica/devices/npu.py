@@ -157,7 +157,10 @@ class Npu:
 
     def clean(self, held: Mapping[str, Tensor]) -> Survived:
         """Asks which memory was hit, and which groups are connected; see [Note: memory] and [Note: connections]."""
-        return replace(self._survived(held), links=tuple(map(self._is_connected, self._waiting)))
+        survived = self._survived(held)
+        if survived.level in ("nothing", "spoiled"):
+            return survived  # and its groups need not answer any more
+        return replace(survived, links=tuple(map(self._is_connected, self._waiting)))
 
     def _survived(self, held: Mapping[str, Tensor]) -> Survived:
         try:
