@@ -107,6 +107,11 @@ STEPS_OF_AN_EPOCH = {"accumulation": 3, "images_with_batch_norm": 4, "several_lo
 CHANGED = {"averaged_weights_with_batch_norm": 8}
 
 
+def points(name: str) -> list[str]:
+    """Where a fault may come. Who ends an epoch from its hook gets no validation there, as under DDP."""
+    return [point for point in POINTS if (name, point) != ("ends_early", "validation")]
+
+
 def fitting(name: str, fault: Fault) -> Fault:
     """Aims a fault at the end of the first epoch where its point is there only."""
     if fault.point in ("validation", "epoch_end"):
@@ -190,7 +195,7 @@ def test_through_sockets(tmp_path: Path) -> None:
 def test_every_point(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     devices = 4
     _, untouched = results(Trained(name=name, devices=devices, options=options), tmp_path / "untouched")
-    for number, point in enumerate(POINTS):
+    for number, point in enumerate(points(name)):
         for kind in ("kill", "raise"):
             step = None if point in ("validation", "epoch_end") else 1
             fault = Fault(kind, number % devices, point, step)
