@@ -1,6 +1,7 @@
 """What a Lightning checkpoint holds under this strategy, and how a fit takes it back."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -21,6 +22,8 @@ from lightning_replica.save_beside import SaveBeside
 from lightning_replica.session import Session
 from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
+
+log = logging.getLogger(__name__)
 
 StateDictType: TypeAlias = Literal["full", "sharded"]
 # What other strategies have no use for, and drop when they write the checkpoint again.
@@ -239,9 +242,11 @@ class Checkpoints:
         Raises:
             ConfigurationError: If the checkpoint is another model's.
         """
-        training.state.follow_groups()
+        own = checkpoint.get(OWN_KEY, {}).get("resume", {})
         if checkpoint.get("loops"):
-            self._loaded = checkpoint["loops"]["fit_loop"], checkpoint.get(OWN_KEY, {}).get("resume", {})
+            self._loaded = checkpoint["loops"]["fit_loop"], own
+            _train_the_same(module, own.get("host", {}).get("requires_grad", ()))
+        training.state.follow_groups()
         directory, self._directory = self._directory, None
         if directory is not None:
             _load_shards(training, module, directory)
@@ -255,6 +260,17 @@ class Checkpoints:
         main = checkpoint.get(OWN_KEY, {}).get("main", {})
         for number, (sharded, state) in enumerate(zip(training.state.optimizers, saved, strict=True)):
             load_optimizer(sharded, state, main.get(number))
+
+
+def _train_the_same(module: pl.LightningModule, trained: Sequence[bool]) -> None:
+    """Freezes and unfreezes as the run had that wrote the checkpoint: the hook that did so is not called again."""
+    parameters = list(module.named_parameters())
+    if len(parameters) != len(trained):
+        return  # another strategy's, or another model's, which is refused where it matters
+    for (name, parameter), was in zip(parameters, trained, strict=True):
+        if parameter.requires_grad != was:
+            log.info("%s is %s, as in the checkpoint", name, "trained" if was else "frozen")
+            parameter.requires_grad_(was)
 
 
 def _load_shards(training: Training, module: pl.LightningModule, directory: Location) -> None:

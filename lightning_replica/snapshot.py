@@ -200,6 +200,7 @@ def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
         "logger_fx": logger_fx,
         "training": training,
         "accumulate": trainer.accumulate_grad_batches,
+        "requires_grad": [parameter.requires_grad for parameter in tree.parameters],
     }
 
 
@@ -209,7 +210,6 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
         **capture_progress(trainer, tree),
         "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         "groups": _groups(trainer, tree),
-        "requires_grad": [parameter.requires_grad for parameter in tree.parameters],
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(_callbacks(trainer)),
         "should_stop": trainer.should_stop,
