@@ -23,15 +23,8 @@ from lightning_replica.devices.npu import Npu
 from lightning_replica.errors import CollectiveError
 from tests.support import simulated_npu
 from tests.support.ranks import run_ranks
-from tests.support.simulated_npu import (
-    ERROR,
-    TEXTS,
-    Memory,
-    Module,
-    SimulatedAccelerator,
-    SimulatedNpu,
-    half_of,
-)
+from tests.support.simulated_hccl import half_of
+from tests.support.simulated_npu import ERROR, TEXTS, Memory, Module, SimulatedAccelerator, SimulatedNpu
 
 LEVELS = {
     "stop": "outside",

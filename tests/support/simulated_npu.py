@@ -13,17 +13,14 @@ trains sees every operation, in backward too, and does what a device would do:
   have the same connections, collectives wait for ever.
 
 Two things are other than on a device: operations are done when they return, and ``.cpu()`` is the same tensor.
-Whoever breaks a rule of torch_npu's ends at once, with `BROKEN_RULE`.
+Whoever breaks a rule of torch_npu's ends at once (`simulated_hccl.broken`).
 """
 
 import ctypes
-import os
 import sys
 import threading
 import time
-import uuid
 import weakref
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -32,7 +29,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -40,8 +36,8 @@ from lightning_replica._compat.torch import backend_of, registered_groups
 from lightning_replica.devices import gloo, host
 from lightning_replica.devices.npu import Npu
 from lightning_replica.sharding.state import ShardedState
+from tests.support.simulated_hccl import HALVES, HCCL, OTHER_HALF, broken, half_of, make_half
 
-BROKEN_RULE = 99
 ERROR = "operator():build/CMakeFiles/torch_npu.dir/compiler_depend.ts:33 NPU function error: {}, error code is {}\n"
 TEXTS = {
     "stop": ERROR.format(" FORCE STOP", 107022),
@@ -74,12 +70,6 @@ def garble(storage: Any) -> None:
     """What a kernel that was cut short leaves, or a memory error."""
     if storage is not None and storage.nbytes():
         ctypes.memset(storage.data_ptr(), 0x3F, storage.nbytes())
-
-
-def broken(rule: str) -> None:
-    sys.stderr.write(f"a rule of torch_npu's is broken: {rule}\n")
-    sys.stderr.flush()
-    os._exit(BROKEN_RULE)
 
 
 @cache
@@ -134,11 +124,12 @@ class Memory(TorchDispatchMode):
         views, written = writes(function)
         if not used or views:
             return function(*args, **kwargs)
-        if self.stopped:
-            raise RuntimeError(TEXTS["stop"])
+        self.look_for_a_stop()
         collective = function.namespace == "c10d"
         if collective:
-            half_of(dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))).work()
+            half_of(dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))).work(
+                self.look_for_a_stop
+            )
         targets = given if collective else tensors_in([a for a, w in zip(args, written, strict=False) if w])
         if not collective:
             self.look(function, used, targets)
@@ -151,6 +142,10 @@ class Memory(TorchDispatchMode):
         if function.overloadpacket is torch.ops.aten._local_scalar_dense:
             self.pending.clear()  # the host has the number, and so all that came before is done
         return made
+
+    def look_for_a_stop(self) -> None:
+        if self.stopped:
+            raise RuntimeError(TEXTS["stop"])
 
     def look(self, function: Any, used: list[Tensor], targets: list[Tensor]) -> None:
         over = {address(tensor) for tensor in targets} if function in COPIES else set()
@@ -245,92 +240,13 @@ class Module:
         assert stream == "default"
 
 
-class Hccl:
-    """The device's half of a group: its connections. What goes over them goes over gloo's.
-
-    Args:
-        own: What torch has for it.
-        store: Where ranks find each other.
-        rank: In the group.
-        size: Of the group.
-
-    Attributes:
-        settled: Whether it goes on or was given up, since the device was stopped last.
-    """
-
-    def __init__(self, own: Any, store: dist.Store, rank: int, size: int) -> None:
-        self.own, self._store, self._rank, self._size = own, store, rank, size
-        self.settled = True
-        self._connection, self._resumed = "", 0
-        self._tried: list[str] = []  # keys
-        self._together = False  # all ranks are known to have this connection
-
-    def name(self) -> str:
-        return HCCL
-
-    def get_hccl_comm_name(self, rankid: int, init_comm: bool = True) -> str:
-        assert not init_comm
-        return self._connection
-
-    def abort_hccl_comm(self, reason: str) -> None:
-        self.settled, self._together = True, False
-        self._connection, self._tried = "", []
-
-    def resume_hccl_comm(self, device_id: int) -> None:
-        if not MEMORY.stopped:
-            broken("resume_hccl_comm while the device runs")
-        self.settled, self._together = True, False
-        self._resumed += bool(self._connection)
-
-    def _delete_tcpstore_key(self) -> None:
-        for key in self._tried:
-            self._store.delete_key(key)
-
-    def work(self) -> None:
-        """A collective begins."""
-        if not self._connection:
-            self._connect()
-        if not self._together:
-            here = f"{self._connection} {self._resumed}"
-            self._store.add(here, 1)
-            self._wait(lambda: self._store.add(here, 0) == self._size)
-            self._together = True
-
-    def _connect(self) -> None:
-        key = str(len(self._tried))
-        self._tried.append(key)
-        if self._rank == 0:
-            self._store.set(key, uuid.uuid4().hex)
-        self._wait(lambda: self._store.check([key]))
-        self._connection = self._store.get(key).decode()
-
-    def _wait(self, come: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not come():
-            if MEMORY.stopped:
-                raise RuntimeError(TEXTS["stop"])
-            if time.monotonic() > deadline:
-                broken("ranks of a group that have other connections")
-            time.sleep(0.001)
-
-
-def half_of(group: Any) -> Hccl:
-    own = backend_of(group, OTHER_HALF)
-    return next(half for half in HALVES if half.own is own)
-
-
-def make_half(options: Any, _: Any) -> Any:
-    """What torch calls to open it."""
-    own = FakeProcessGroup._create_internal(options.group_rank, options.group_size)
-    HALVES.append(Hccl(own, options.store, options.group_rank, options.group_size))
-    return own
-
-
 class Distributed:
     """``torch_npu.distributed``: what `devices.npu` uses of it, as it is written there."""
 
     def reinit_process_group(self, group: Any = None, rebuild_link: bool = True) -> Any:
         if not rebuild_link:
+            if not MEMORY.stopped:
+                broken("resume_hccl_comm while the device runs")
             if MODULE.link_is_dead:
                 raise RuntimeError(TEXTS["link"])
             sys.stderr.write(f"{RESUMED}\n")
@@ -357,10 +273,7 @@ class SimulatedNpu(Npu):
 
 
 RESUMED = "simulated npu: connections go on"
-HCCL, OTHER_HALF = "simulated_hccl", torch.device("privateuseone")
-PATIENCE_S = 60.0
 MEMORY, MODULE = Memory(), Module()
-HALVES: list[Hccl] = []
 _device: list[SimulatedNpu] = []
 _module: list[L.LightningModule] = []
 
