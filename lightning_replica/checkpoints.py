@@ -284,3 +284,8 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Loca
 def absent(path: Location) -> dict[str, Any]:
     """What a replacement takes for a checkpoint that is gone by now; its state comes from a peer."""
     return {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}, "path": str(path)}
+
+
+def is_absent(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether this is what `absent` gives."""
+    return not checkpoint.get("state_dict") and "path" in checkpoint

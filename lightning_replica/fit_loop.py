@@ -107,6 +107,8 @@ class ReplicaFitLoop(_FitLoop):
         self.reset()
         self.on_run_start()
         training = self._training
+        if training.pass_loop():
+            return
         resume = training.begin(loaded)
         while True:
             try:

@@ -124,6 +124,26 @@ class LightningHost:
         self._held[taken.kind, taken.step] = taken
         return taken
 
+    def result(self) -> tuple[bytes, bytes]:
+        """What the training loop that has just ended has come to: the replicated and the private part.
+
+        Raises:
+            RecoveryError: If it holds what cannot be sent.
+        """
+        taken = self._take("tail", 0)
+        taken.replicated["attributes"] = plain(taken.attributes)
+        return taken.replicated_bytes(), taken.private_bytes()
+
+    def adopt_result(self, replicated: bytes, private: bytes) -> None:
+        """Take what `result` has returned; the weights are there already."""
+        taken = Snapshot.from_bytes("tail", 0, replicated, private)
+        taken.attributes = taken.replicated.pop("attributes")
+        snapshots.restore_groups(self._trainer, taken)
+        for optimizer in self._trainer.optimizers:
+            mark_stepped(optimizer)
+        snapshots.restore(self._trainer, taken)
+        self._device.set_rng_state(taken.rng)
+
     # recovery.interface.Host
 
     def held(self, kind: Kind) -> tuple[int, ...]:

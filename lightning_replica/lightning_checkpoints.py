@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
 from lightning_replica.checkpoint.location import Location, locate
-from lightning_replica.checkpoints import Checkpoints, absent
+from lightning_replica.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.dying_gasp import DyingGasp
 from lightning_replica.errors import CheckpointError, ReplicaError
 from lightning_replica.lightning_collectives import LightningCollectives
@@ -37,6 +37,8 @@ class LightningCheckpoints(LightningCollectives):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
+        if self.session.newborn:
+            return {}
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -49,14 +51,13 @@ class LightningCheckpoints(LightningCollectives):
         path = locate(checkpoint_path)
         if self.session.newborn and not exists(path):
             return absent(path)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        opened = self._checkpoints.open(path, fitting)
+        opened = self._checkpoints.open(path, self._is_fitting)
         return super().load_checkpoint(checkpoint_path, weights_only) if opened is None else opened
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes the weights, unless they come with the optimizers' shards or from a peer."""
-        if not self._checkpoints.is_open and not self.session.newborn:
+        from_a_peer = self.session.newborn and (self._is_fitting or is_absent(checkpoint))
+        if not self._checkpoints.is_open and not from_a_peer:
             super().load_model_state_dict(checkpoint, strict)
 
     def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
@@ -74,13 +75,20 @@ class LightningCheckpoints(LightningCollectives):
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint in the form of ``state_dict_type``."""
+        """Writes a checkpoint in the form of ``state_dict_type``; a replacement on its way leaves what is there."""
+        if self.session.newborn:
+            return
         if self._training is not None and self.lightning_module is not None:
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):
                 self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, locate(filepath))
                 return
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint; a replacement on its way leaves what is there."""
+        if not self.session.newborn:
+            super().remove_checkpoint(filepath)
 
     def save_periodic(self, path: Location) -> None:
         """Writes a sharded checkpoint, whatever form the others have. Collective."""
@@ -134,6 +142,10 @@ class LightningCheckpoints(LightningCollectives):
         trainer, training = self._fitting()
         gasp = DyingGasp(trainer, training, self._checkpoints, self.session.mirrors, directory, self.global_rank)
         training.write_last = gasp.write
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def _fitting(self) -> tuple[pl.Trainer, Training]:
         if self.lightning_module is None:

@@ -4,7 +4,7 @@ Loggers choose a version, or are given an id, when they begin. Every rank leaves
 its replacement puts that into its loggers before anything asks them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -45,6 +45,27 @@ def adopt(loggers: Sequence[Logger], recorded: Sequence[dict[str, Any]], writes:
             options.update(id=run["names"].get("_id"), resume="allow")
         if writes and isinstance(logger, CSVLogger):
             continue_csv(logger)
+
+
+def mute(loggers: Iterable[Logger]) -> Callable[[], None]:
+    """Have ``loggers`` write no metrics: a predecessor has written them.
+
+    Returns:
+        A function that ends it.
+    """
+    muted = [logger for logger in loggers if "log_metrics" not in vars(logger)]
+    for logger in muted:
+        vars(logger)["log_metrics"] = _write_nothing
+
+    def end() -> None:
+        for logger in muted:
+            del vars(logger)["log_metrics"]
+
+    return end
+
+
+def _write_nothing(*_: Any, **__: Any) -> None:
+    """In place of ``log_metrics``."""
 
 
 def _names(logger: Logger) -> dict[str, Any]:

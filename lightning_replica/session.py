@@ -24,16 +24,17 @@ from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.external import Patience, roll_call
-from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
+from lightning_replica.loop_results import LoopResults
 from lightning_replica.planned_save import LISTENS
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.recovery.journal import Journal
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.options import RecoveryOptions
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 # How often a rank that is busy looks whether the world moves on; without recovery, only whether the run has ended.
 _LOOKS_S, _SELDOM_LOOKS_S = 0.5, 1.0
+_RUN = "run"  # store key: number of the newest run of a training loop
 
 
 class Session:
@@ -62,7 +64,9 @@ class Session:
     Attributes:
         newborn: Whether this process is a replacement that has not joined the others yet.
         born: The generation that this process was born into.
-        journal: Set-up collectives, written down or read back.
+        fits: Fits that have begun.
+        journal: Collectives outside of training loops, written down or read back.
+        loop_results: What training loops came to, for a replacement on its way to a later one.
     """
 
     def __init__(
@@ -82,24 +86,30 @@ class Session:
         self._surroundings, self._armed = surroundings, False
         store = surroundings.connect()
         self.generations = Generations(store)
-        self.journal = Journal(store, rank, reading=self.newborn)
-        if not options.recovery:
-            self.journal.close()
-        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look)
+        self.journal = Journal(
+            store,
+            rank,
+            reading=int(store.get(_RUN)) if self.newborn else 0,
+            spool=surroundings.spool,
+            kept=options.recovery and surroundings.supervised,
+        )
+        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look, self.journal)
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
         self._monitor = Monitor(watched, self._wake, self.end_as_orphan, interval_s)
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
-        self._fits = 0
+        self.fits = self._runs = 0
+        self._when_joined: list[Callable[[], None]] = []
         self._beside = (-1, 0)  # generation, and how often `beside` was called in it
         self._deadline: threading.Timer | None = None
+        self.loop_results = LoopResults(surroundings.spool if options.recovery else None, rank, grid.world_size)
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
         self._compare_worlds()
         if self.newborn:
-            self._process_groups.stand_in()
+            self._process_groups.hold()
         else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
@@ -126,7 +136,14 @@ class Session:
         }
         advice = "Start every rank from the same script, with the same options, in the same environment."
         everyone = agreement.compare(
-            self.generations, "world", self.rank, self.grid, facts, advice, self.options.rendezvous_timeout_s
+            self.generations,
+            "world",
+            self.rank,
+            self.grid,
+            facts,
+            advice,
+            self._generation,
+            self.options.rendezvous_timeout_s,
         )
         together = self.grid.together([each["_node"] for each in everyone])
         if together and self.rank == 0:
@@ -138,9 +155,9 @@ class Session:
 
     def compare_models(self, module: nn.Module) -> None:
         """Makes sure that all ranks are about to train the same parameters."""
-        topic = f"model/{self._fits}"
+        topic = f"model/{self.fits}"
         agreement.compare_models(
-            self.generations, topic, self.rank, self.grid, module, self.options.rendezvous_timeout_s
+            self.generations, topic, self.rank, self.grid, module, self._generation, self.options.rendezvous_timeout_s
         )
 
     def leave_note(self, topic: str, plain: Any) -> None:
@@ -148,8 +165,9 @@ class Session:
         self.generations.store.set(f"note/{self.rank}/{topic}", json.dumps(plain))
 
     def read_note(self, topic: str) -> Any:
-        """What this replacement's predecessor has left."""
-        return json.loads(self.generations.store.get(f"note/{self.rank}/{topic}"))
+        """What this replacement's predecessor has left; None if it has left nothing."""
+        key = f"note/{self.rank}/{topic}"
+        return json.loads(self.generations.store.get(key)) if self.generations.store.check([key]) else None
 
     def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup.
@@ -159,7 +177,7 @@ class Session:
             hook: Called in every phase of a recovery; None if nobody wants to be told.
         """
         self._state = state
-        self._fits += 1
+        self.fits += 1
         self.mirrors = Mirrors(self.rank, self.wait)
         self.recovery = Recovery(
             self.grid,
@@ -207,31 +225,67 @@ class Session:
         return self._groups
 
     def arm(self) -> None:
-        """From here on a lost rank can be replaced; but a replacement only knows the way to a script's first fit."""
+        """From here on a lost rank can be replaced."""
         self.journal.close()
+        self._runs += 1
         if not self.options.recovery:
             return
-        self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self.options.rendezvous_timeout_s)
+        self.loop_results.write()
+        self.generations.store.set(_RUN, str(self._runs))
+        name = f"armed/{self._runs}"
+        self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = True
-        if self._fits == 1:
-            self.generations.store.set(PHASE, "fit")
-            if self.rank == 0:
-                self.call_standbys()
+        self.generations.store.set(PHASE, "fit")
+        if self.rank == 0:
+            self.call_standbys()
+
+    def join_loop(self) -> None:
+        """This replacement has found its way to the training loop in which it is wanted."""
+        self.journal.close()
+        self._runs += 1
+
+    def when_joined(self, do: Callable[[], None]) -> None:
+        """Have ``do`` called once this replacement has joined the others."""
+        self._when_joined.append(do)
+
+    def has_joined(self) -> None:
+        """This replacement is one of the others now."""
+        self.newborn = False
+        doing, self._when_joined = self._when_joined, []
+        for do in doing:
+            do()
+        self.call_standbys()
+
+    def pass_loop(self) -> int:
+        """It passes one that its predecessor had been through.
+
+        Returns:
+            The number of that loop.
+        """
+        self._runs += 1
+        self.journal.begin_segment()
+        return self._runs
 
     def call_standbys(self) -> None:
         """Ranks are under way: the supervisor may start processes that wait."""
         if self._surroundings.supervised:
             call(self.generations.store, imported())
 
-    def disarm(self) -> None:
-        """Training is over on every rank; nobody needs to be replaced any more."""
+    def disarm(self, keep: Callable[[int], None]) -> None:
+        """Training is over on every rank; nobody needs to be replaced any more.
+
+        Args:
+            keep: Called with the number of this training loop; keeps what it has come to.
+        """
         if not self.options.recovery:
             return
         self._generation = self.recovery.generation
-        name = f"finished/{self._fits}"
+        name = f"finished/{self._runs}"
         self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = False
         self.generations.store.set(PHASE, "done")
+        keep(self._runs)
+        self.journal.begin_segment()
 
     def leave(self) -> None:
         """All ranks have agreed to end; who goes is not replaced."""
@@ -306,7 +360,7 @@ class Session:
         The device first: an aborted collective leaves anything in its tensors, and nothing must be made from that.
         A replacement that is on its way is left in peace: whatever it does there needs nobody.
         """
-        if not self.journal.reading:
+        if self.journal.mode != "reading":
             self.device.stop()
         self._process_groups.abort()
 

@@ -71,7 +71,7 @@ class Training:
         shared_memory: bool = True,
     ) -> None:
         module = trainer.lightning_module
-        self._session, self._precision = session, precision
+        self._session, self._precision, self._module = session, precision, module
         self.recoverable = session.options.recovery
         self.manual = not module.automatic_optimization
         self.whole_gradients = _resolve(whole_gradients, trainer)
@@ -228,7 +228,7 @@ class Training:
             Where it goes on indeed.
         """
         if self._session.newborn:
-            self._session.journal.close()
+            self._session.join_loop()
             self._incidents.born()
             return self._recover("")
         if loaded is not None:
@@ -242,6 +242,18 @@ class Training:
         self._session.arm()
         return taken
 
+    def pass_loop(self) -> bool:
+        """On a replacement that is wanted in a later training loop: takes what this one came to.
+
+        Returns:
+            Whether that is so, and there is nothing to train here.
+        """
+        if not (self._session.newborn and self._session.journal.on_the_way):
+            return False
+        loop = self._session.pass_loop()
+        self.host.adopt_result(*self._session.loop_results.read(loop, self._module))
+        return True
+
     def end(self) -> None:
         """The last thing in a fit: from here on nobody needs to go back.
 
@@ -253,7 +265,8 @@ class Training:
             told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
             peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
             self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
-        self._session.disarm()
+        results = self._session.loop_results
+        self._session.disarm(lambda loop: results.keep(loop, self._module, self.host.result))
 
     def report(self) -> None:
         """After the end: tells of an incident that no further step has followed."""
@@ -305,8 +318,7 @@ class Training:
             session.let_go()
             raise
         if session.newborn:
-            session.newborn = False
-            session.call_standbys()
+            session.has_joined()
         self._window_is_open, self.weights_touched = False, True
         self._module_buffers.forget()
         if self.planned is not None:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,17 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def let_config_be_saved_again(trainer: Any) -> None:
-    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved."""
+    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved.
+
+    Its option ``overwrite`` is left alone: with it the callback leaves out a broadcast, which the predecessor made.
+    """
     for callback in _config_savers(trainer):
-        callback.overwrite = True
+        save = callback.parser.save
+        callback.parser.save = partial(_overwrite, save)
+
+
+def _overwrite(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return save(*args, **{**kwargs, "overwrite": True})
 
 
 class _ContinuedWriter(ExperimentWriter):

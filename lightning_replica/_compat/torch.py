@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -93,15 +92,6 @@ def backend_on_host(backend: str) -> tuple[str, torch.device]:
     parts = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {_HOST: backend}
     other = next((kind for kind in parts if kind != _HOST), _HOST)
     return f"{_HOST}:{parts[_HOST]}", torch.device(other)
-
-
-def keep_open(groups: Iterable[torch.distributed.ProcessGroup]) -> None:
-    """Has ``destroy_process_group``, called for all, forget ``groups`` without shutting down what they are made of.
-
-    It shuts down those that it has names of.
-    """
-    for group in groups:
-        distributed_c10d._world.pg_names.pop(group, None)
 
 
 def give_backend(group: torch.distributed.ProcessGroup, device: torch.device, backend: Any, names: str) -> None:

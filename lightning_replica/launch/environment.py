@@ -5,6 +5,7 @@
 | LIGHTNING_REPLICA_STORE | ``host:port`` of the supervisor's store |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
+| LIGHTNING_REPLICA_SPOOL | directory for what set-up collectives gave ranks and is large (recovery/journal.py) |
 | LIGHTNING_REPLICA_BEACONS | where the memory is found that it writes its progress to (beacons.py) |
 
 LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them.
@@ -15,6 +16,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
@@ -22,6 +24,7 @@ import torch.distributed as dist
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
+_SPOOL = "LIGHTNING_REPLICA_SPOOL"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("lo", "lo0")  # Linux, macOS
 _CONNECT = timedelta(seconds=60)
@@ -35,6 +38,10 @@ class Surroundings(Protocol):
     @property
     def generation(self) -> int:
         """Generation that the process is born into."""
+
+    @property
+    def spool(self) -> Path | None:
+        """The directory for what set-up collectives gave and is large; None where nobody will read it."""
 
     @property
     def supervised(self) -> bool:
@@ -56,12 +63,14 @@ class RankEnvironment:
         port: Its port.
         supervisor: Process id of the supervisor.
         generation: Generation that the process is born into.
+        spool: See `Surroundings.spool`.
     """
 
     host: str
     port: int
     supervisor: int
     generation: int
+    spool: Path | None = None
     supervised = True
 
     @classmethod
@@ -70,7 +79,9 @@ class RankEnvironment:
         if _STORE not in os.environ:
             return None
         host, port = os.environ[_STORE].rsplit(":", 1)
-        return cls(host, int(port), int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION]))
+        spool = os.environ.get(_SPOOL)
+        supervisor, generation = int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION])
+        return cls(host, int(port), supervisor, generation, None if spool is None else Path(spool))
 
     def connect(self) -> dist.Store:
         """A new connection to the supervisor's store."""
@@ -87,6 +98,7 @@ class RankEnvironment:
             _STORE: f"{self.host}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
+            **({} if self.spool is None else {_SPOOL: str(self.spool)}),
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
             "WORLD_SIZE": str(world_size),

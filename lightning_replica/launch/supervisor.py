@@ -4,8 +4,10 @@ import logging
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -101,6 +103,7 @@ class Supervisor:
         self._told: signal.Signals | None = None  # the first signal that this process was sent
         self._told_at = 0.0
         self._gasps = False  # those who are left are writing, or try to
+        self._spool: Path | None = None
 
     def run(self) -> int:
         """Starts all ranks and returns the exit code that this process should end with.
@@ -109,6 +112,7 @@ class Supervisor:
         signal n).
         """
         self._store = serve(LOOPBACK)
+        self._spool = Path(tempfile.mkdtemp(prefix="lightning_replica-"))
         self._generations = Generations(self._store)
         heard = [signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL, *([signal.SIGUSR1] if self._options.gasp else [])]
         previous = {s: signal.signal(s, self._on_signal) for s in heard}
@@ -129,6 +133,7 @@ class Supervisor:
             self._terminate(signal.SIGKILL)
             if self._standbys is not None:
                 self._standbys.end()
+            shutil.rmtree(self._spool, ignore_errors=True)
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
         return self._final_code()
@@ -142,7 +147,7 @@ class Supervisor:
 
     def _start(self, rank: int, generation: int) -> str:
         """Starts a rank's process, or finds it; says which."""
-        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
+        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation, self._spool)
         variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None

@@ -179,7 +179,8 @@ class Recovery:
         self._raised = self._device_said = ""
         if plan.resume:
             self._resumed = plan.step
-        self._groups.open(self.generation, self._connect, plan.resume)
+        held = {report.rank: report.groups for report in reports}
+        self._groups.open(self.generation, self._connect, plan.resume, held)
         self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
@@ -201,6 +202,7 @@ class Recovery:
         self._mirrors.begin(plan.kind, plan.step, host.private(plan.kind, plan.step))
         self._mirrors.settle()
         self._call_hook(Phase.RESUME, replaced, plan)
+        self._groups.hooks_are_through()
         self._count_try(plan.step, max(report.tries for report in reports))
         timeline.end()
         return plan
@@ -226,7 +228,7 @@ class Recovery:
         """What this rank has to say of itself."""
         if self._newborn:
             said = replace(Report.of_nothing(self._rank), hook=self._hook_said, hook_failures=self._hook_failures)
-            return replace(said, doubts=tuple(self._doubts))
+            return replace(said, doubts=tuple(self._doubts), groups=self._groups.held())
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -252,6 +254,7 @@ class Recovery:
             tainted=self._tainted(),
             links=self._links,
             resumed=self._resumed,
+            groups=self._groups.held(),
         )
 
     def _tainted(self) -> bool:
