@@ -283,7 +283,8 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Loca
 
 def absent(path: Location) -> dict[str, Any]:
     """What a replacement takes for a checkpoint that is gone by now; its state comes from a peer."""
-    return {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}, "path": str(path)}
+    nothing: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}}
+    return {**nothing, "pytorch-lightning_version": pl.__version__, "path": str(path)}
 
 
 def is_absent(checkpoint: Mapping[str, Any]) -> bool:

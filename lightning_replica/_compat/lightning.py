@@ -37,6 +37,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_replica.errors import ConfigurationError
@@ -48,6 +49,7 @@ __all__ = [
     "_AutomaticOptimization",
     "_BaseProgress",
     "_FitLoop",
+    "_LRCallback",
     "_Launcher",
     "_ManualOptimization",
     "_Metadata",

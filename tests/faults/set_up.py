@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
@@ -148,6 +149,7 @@ def trainer(case: SetUp, out: Path, loop: int, groups: Groups) -> L.Trainer:
         logger=CSVLogger(out, name=f"loop{loop}", flush_logs_every_n_steps=1),
         callbacks=[groups, Killer(case, out, loop), ModelCheckpoint(monitor="val", save_last=True)],
         log_every_n_steps=1,
+        default_root_dir=out,
     )
 
 
@@ -180,6 +182,56 @@ def twice(case: SetUp, out: Path) -> None:
     third = trainer(case, out, 3, Groups(case))
     third.fit(student, datamodule=Data())
     save(third, student, out, [total.tolist(), tested, teacher, first.callback_metrics["val"].item()])
+
+
+class Tuned(Net):
+    """Dies in its training step: a search for a learning rate takes the trainer's callbacks away."""
+
+    def __init__(self, case: SetUp) -> None:
+        super().__init__()
+        self.case, self.lr = case, 0.02
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        searches = type(self.trainer.callbacks[0]).__name__ == "_LRCallback"
+        here = self.trainer.global_rank, 1 if searches else 2, self.trainer.global_step
+        first = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
+        if first and here == (self.case.rank, self.case.loop, self.case.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, number)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def tuned(case: SetUp, out: Path) -> None:
+    """A search for a learning rate, and a fit with what it has found."""
+    torch.set_num_threads(1)
+    L.seed_everything(3, workers=True, verbose=False)
+    net, groups = Tuned(case), Groups(case)
+    own = trainer(SetUp(devices=case.devices), out, 1, groups)
+    finder = Tuner(own).lr_find(net, datamodule=Data(), num_training=8)
+    assert finder is not None
+    own.fit(net, datamodule=Data())
+    save(own, net, out, [net.lr, finder.results])
+
+
+def found_on_the_way(case: SetUp, out: Path) -> None:
+    """The same by a callback: two training loops in one fit."""
+    torch.set_num_threads(1)
+    L.seed_everything(3, workers=True, verbose=False)
+    net = Tuned(case)
+    own = L.Trainer(
+        strategy=ReplicaZeroStrategy(hang_min_s=20.0, hang_max_s=60.0),
+        accelerator="cpu",
+        devices=case.devices,
+        max_epochs=2,
+        logger=CSVLogger(out, name="loop1", flush_logs_every_n_steps=1),
+        callbacks=[LearningRateFinder(num_training_steps=8)],
+        log_every_n_steps=1,
+        default_root_dir=out,
+    )
+    own.fit(net, datamodule=Data())
+    save(own, net, out, net.lr)
 
 
 def save(own: L.Trainer, net: Net, out: Path, more: Any) -> None:

@@ -1,10 +1,11 @@
 """A replacement's way to the training loop: through collectives that nobody else calls any more."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.set_up import SetUp, once, twice
+from tests.faults.set_up import SetUp, found_on_the_way, once, tuned, twice
 from tests.support import world
 
 
@@ -68,3 +69,14 @@ def test_a_rank_is_replaced_in_a_later_fit(
     outcome = world.run(SetUp(rank, loop), tmp_path, target=twice)
     same((tmp_path, outcome), thrice)
     assert len(outcome.said) == 1, outcome.said
+
+
+@pytest.mark.parametrize("target", [tuned, found_on_the_way])
+def test_a_search_for_a_learning_rate(target: Any, tmp_path: Path) -> None:
+    untouched = tmp_path / "untouched", world.run(SetUp(), tmp_path / "untouched", target=target)
+    assert untouched[1].code == 0, untouched[1].logs
+    for rank, loop in ((1, 1), (0, 2)):
+        out = tmp_path / f"{rank} {loop}"
+        outcome = world.run(SetUp(rank, loop), out, target=target)
+        same((out, outcome), untouched)
+        assert len(outcome.said) == 1, outcome.said
