@@ -102,8 +102,8 @@ class ReplicaFitLoop(_FitLoop):
         """Trains to the end, through any number of faults."""
         self.setup_data()
         loaded = self._strategy.resumption(self.trainer)
-        if self.skip and (loaded is None or loaded.place in (None, "epoch_end")):
-            return  # an epoch that is under way is brought to its end
+        if self._strategy.session.remembered("skips", lambda: self._skips(loaded)):
+            return
         self.reset()
         self.on_run_start()
         training = self._training
@@ -127,6 +127,13 @@ class ReplicaFitLoop(_FitLoop):
             # Not in the clause above, where whatever is raised would drag the fault's traceback along.
             resume = training.recover_from(fault)
         training.report()
+
+    def _skips(self, loaded: Snapshot | None) -> bool:
+        """Whether there is nothing to train; an epoch that is under way is brought to its end.
+
+        A replacement does as its predecessor did: the checkpoint that the fit was given may have been written over.
+        """
+        return bool(self.skip) and (loaded is None or loaded.place in (None, "epoch_end"))
 
     def reset(self) -> None:
         """Leaves the counters that a checkpoint held as they are: we know where they stand."""

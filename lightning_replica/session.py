@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
@@ -101,6 +102,7 @@ class Session:
         self._generation = self.born = surroundings.generation
         self.fits = self._runs = 0
         self._when_joined: list[Callable[[], None]] = []
+        self._decided: Counter[str] = Counter()
         self._beside = (-1, 0)  # generation, and how often `beside` was called in it
         self._deadline: threading.Timer | None = None
         self.loop_results = LoopResults(surroundings.spool if options.recovery else None, rank, grid.world_size)
@@ -168,6 +170,21 @@ class Session:
         """What this replacement's predecessor has left; None if it has left nothing."""
         key = f"note/{self.rank}/{topic}"
         return json.loads(self.generations.store.get(key)) if self.generations.store.check([key]) else None
+
+    def remembered(self, topic: str, decide: Callable[[], Any]) -> Any:
+        """What ``decide`` returns, as plain data; in a replacement, what it has returned to its predecessor.
+
+        Args:
+            topic: What is decided; it may be decided again and again.
+            decide: Called where nobody has decided yet.
+        """
+        self._decided[topic] += 1
+        note = f"{topic}/{self._decided[topic]}"
+        found = self.read_note(note) if self.newborn else None
+        if found is None:
+            found = decide()
+            self.leave_note(note, found)
+        return found
 
     def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -82,7 +83,9 @@ class ProcessGroups:
         self._own_thread: int | None = None  # which opens groups for the package
         self._own_backend = device.backend
         journal = Journal(dist.HashStore(), rank, kept=False) if journal is None else journal
-        self._handles = UserGroups(rank, journal, self._timeout, self._open_behind, self._close)
+        self._handles = UserGroups(
+            rank, journal, self._timeout, self._open_behind, self._close, partial(answer_new_groups, None)
+        )
 
     def hold(self) -> None:
         """Give torch its default group: a handle, with nothing behind it until `open`.

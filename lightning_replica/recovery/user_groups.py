@@ -24,6 +24,7 @@ class UserGroups:
         timeout: For groups that other ranks have asked for.
         open_behind: Opens a real group under a key. All members call it.
         close_behind: Destroys one.
+        ended: Called when user code has destroyed the default group, and with it all others.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class UserGroups:
         timeout: timedelta,
         open_behind: Callable[[str, NewGroup], dist.ProcessGroup],
         close_behind: Callable[[dist.ProcessGroup], None],
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._journal, self._timeout = rank, journal, timeout
-        self._open_behind, self._close_behind = open_behind, close_behind
+        self._open_behind, self._close_behind, self._ended = open_behind, close_behind, ended
         self._handles: dict[str, Handle] = {}
         self._unclaimed: dict[str, Handle] = {}  # of groups that this rank's own script has not asked for yet
         self._gone: list[str] = []
@@ -118,6 +120,9 @@ class UserGroups:
             self._close_behind(behind)
         if self._handles.pop(handle.key, None) is not None:
             self._gone.append(handle.key)
+        if handle is self.default:
+            self.default = None
+            self._ended()
 
     def _all(self) -> list[Handle]:
         found = [*self._handles.values(), *self._unclaimed.values()]
