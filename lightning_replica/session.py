@@ -81,8 +81,8 @@ class Session:
     ) -> None:
         self.grid, self.rank, self.device = grid, rank, device
         planned_save.ignore()
-        self._show_progress(options)
         self.newborn = surroundings.generation > 0
+        self._show_progress(options)
         self._timeout_s, self.options = timeout_s, options
         self._surroundings, self._armed = surroundings, False
         store = surroundings.connect()
@@ -118,13 +118,11 @@ class Session:
 
     def _show_progress(self, options: RecoveryOptions) -> None:
         """From here on the supervisor sees how far this rank is, and can have its stacks."""
-        if VARIABLE in os.environ and options.recovery:
+        limits = HangLimits.of(options)
+        if VARIABLE in os.environ and options.recovery and not limits.off:
+            path, world_size = os.environ[VARIABLE], self.grid.world_size
             try:
-                points.watch(
-                    Beacon(
-                        os.environ[VARIABLE], self.rank, self.grid.world_size, HangLimits.of(options), stacks.answer()
-                    )
-                )
+                points.watch(Beacon(path, self.rank, world_size, limits, stacks.answer(), self.newborn))
             except OSError as error:
                 log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 

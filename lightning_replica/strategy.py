@@ -31,7 +31,7 @@ from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
-from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
+from lightning_replica.launch.choice import is_rank, launcher_for, once_for_all, surroundings
 from lightning_replica.launch.external import started_by_another
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
@@ -209,11 +209,16 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     def _configure_launcher(self) -> None:
         grid = self.grid  # raises, in the first process, before anyone waits for anyone
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
-        if grid.world_size == 1:
+        if grid.world_size == 1 and not is_rank(self.cluster_environment):
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment))
         self._launcher = launcher_for(
-            self.cluster_environment, self.num_processes, self.num_nodes, self.options_for, which.fill_in
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            chaos.overridden(self._given_options),
+            self.options_for,
+            WhichCheckpoint(self._resume, once_for_all()).fill_in,
+            logger_runs.hand_over,
         )
 
     def _device(self) -> Device:
@@ -253,8 +258,9 @@ class ReplicaZeroStrategy(LightningCheckpoints):
 
     def _stand_for(self, trainer: pl.Trainer, session: Session) -> None:
         """In a replacement, until it has joined: what its predecessor has done once is not done again."""
-        steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
-        session.when_joined(partial(setattr, trainer, "num_sanity_val_steps", steps))
+        if trainer.num_sanity_val_steps:
+            session.when_joined(partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps))
+            trainer.num_sanity_val_steps = 0
         let_config_be_saved_again(trainer)
         runs = session.read_note(f"loggers/{session.fits}")
         if runs is not None:
@@ -278,6 +284,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             fit_loop.adopt(trainer)
             if not self.session.newborn:
                 self.session.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
+                logger_runs.leave(self.session.generations.store, self.global_rank)
             self.setup_optimizers(trainer)
             self._training = Training(
                 trainer,

@@ -19,10 +19,11 @@ from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
 from lightning_replica.incidents import Incidents
+from lightning_replica.launch.rank import enter
 from lightning_replica.module_buffers import BufferSync
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.planned_save import PlannedSave
-from lightning_replica.points import reach
+from lightning_replica.points import at_step, reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.session import Session
@@ -113,6 +114,7 @@ class Training:
         Args:
             first_of_window: Whether the step's gradients begin here; under manual optimization, we know better.
         """
+        at_step(self.state.step)
         self._session.check()
         goes_on = self._window_is_open if self.manual else not first_of_window
         self._incidents.batch(first_of_window=not goes_on)
@@ -288,9 +290,7 @@ class Training:
         if device_said:
             log.warning("rank %d: %s", self._session.rank, device_said)
         if raised:
-            # Once, and first; a step that fails again in the same way adds no second traceback.
-            log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
-            self._shown = raised
+            self._show(raised, error)
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
         if fault is not None and fault.level == "lost":
             self._session.leave_without_device(device_said)
@@ -300,6 +300,15 @@ class Training:
             if raised:
                 raise error from final
             raise
+
+    def _show(self, raised: str, error: Exception) -> None:
+        """Shows the traceback, first and once, whichever rank meets the error, and however often."""
+        rank = enter()
+        if rank is not None:
+            rank.show(error)
+            return
+        log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
+        self._shown = raised
 
     def _recover(self, raised: str, device_said: str = "") -> Snapshot | None:
         session = self._session

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from when it is told "last" or "auto": the newest whole one.
 
-Chosen once for the whole run, by the process that starts the ranks; a replacement must not find a newer one.
+Chosen once for the whole run, by one rank; a replacement must not find a newer one.
 """
 
 import inspect
@@ -18,7 +18,6 @@ from lightning_replica.messages import say
 log = logging.getLogger(__name__)
 
 Resume: TypeAlias = Literal["auto"] | None
-VARIABLE = "LIGHTNING_REPLICA_RESUME"
 
 
 class WhichCheckpoint:
@@ -26,11 +25,11 @@ class WhichCheckpoint:
 
     Args:
         resume: "auto" goes on from the newest checkpoint in a fit that is given none; None begins anew.
-        is_rank: Whether this process is a rank, and not the one that starts them.
+        once: Makes a choice for all ranks, and for those that take their places.
     """
 
-    def __init__(self, resume: Resume, is_rank: Callable[[], bool]) -> None:
-        self._resume, self._is_rank = resume, is_rank
+    def __init__(self, resume: Resume, once: Callable[[Callable[[], str]], str]) -> None:
+        self._resume, self._once = resume, once
 
     def fill_in(
         self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -50,11 +49,7 @@ class WhichCheckpoint:
                 "resume='auto' goes on from the newest checkpoint, but no callback says where those are. Add"
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
-        if self._is_rank():
-            found = os.environ.pop(VARIABLE, None)  # of the first fit only: only that can have a replacement
-            found = self._newest(directories) if found is None else found
-        else:
-            found = os.environ[VARIABLE] = self._newest(directories)
+        found = self._once(lambda: self._newest(directories))
         if found:
             bound.arguments["ckpt_path"] = found
         return bound

@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,11 @@ import pytest
 from lightning_replica import ConfigurationError, DyingGaspCheckpoint
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import attempts_at
-from lightning_replica.which_checkpoint import VARIABLE, WhichCheckpoint
+from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
+from lightning_replica.launch.once import Once
+from lightning_replica.recovery.faults import Fault
+from lightning_replica.recovery.generation import Generations
+from lightning_replica.which_checkpoint import WhichCheckpoint
 from tests.checkpoint.small import directory_of, save
 from tests.support.ranks import free_port
 
@@ -24,8 +29,12 @@ def _fit_impl(model: str, ckpt_path: str | None = None) -> None:
     """As the trainer's."""
 
 
-def fill_in(callbacks: list[Any], is_rank: bool = True, **given: str) -> dict[str, Any]:
-    which = WhichCheckpoint("auto", is_rank=lambda: is_rank)
+def alone(choose: Callable[[], str]) -> str:
+    return choose()
+
+
+def fill_in(callbacks: list[Any], once: Callable[[Callable[[], str]], str] = alone, **given: str) -> dict[str, Any]:
+    which = WhichCheckpoint("auto", once)
     return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), given).arguments
 
 
@@ -35,18 +44,23 @@ def test_only_our_callbacks_say_where_checkpoints_are(tmp_path: Path) -> None:
         fill_in([Recorder()])
 
 
-def test_the_process_that_starts_the_ranks_chooses_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_chooses_for_all(tmp_path: Path) -> None:
     """A replacement runs the script again, and must not find what was saved meanwhile; a second fit shall."""
-    monkeypatch.setenv(VARIABLE, "")  # put back in the end
     callbacks = [DyingGaspCheckpoint(tmp_path)]
     directory = directory_of(tmp_path, 1)
-    assert fill_in(callbacks, is_rank=False, ckpt_path="last")["ckpt_path"] == str(directory.path_of(1))
-    inherited = os.environ[VARIABLE]
+    store = serve(LOOPBACK)
+
+    def once(rank: int, generation: int) -> Once:
+        return Once(RankEnvironment(LOOPBACK, store.port, os.getpid(), generation), rank)
+
+    ranks = [once(0, 0), once(1, 0)]
+    assert fill_in(callbacks, ranks[0], ckpt_path="last")["ckpt_path"] == str(directory.path_of(1))
     save(directory.path_of(2), 2, 2.0)
-    for _ in ("a rank", "its replacement"):
-        os.environ[VARIABLE] = inherited
-        assert fill_in(callbacks, ckpt_path="last")["ckpt_path"] == str(directory.path_of(1))
-    assert fill_in(callbacks, ckpt_path="last")["ckpt_path"] == str(directory.path_of(2))
+    Generations(store).begin(1, Fault("death", (0,), "rank 0 died"))
+    for each in (ranks[1], once(0, 1), once(1, 1)):
+        assert fill_in(callbacks, each, ckpt_path="last")["ckpt_path"] == str(directory.path_of(1))
+    for each in ranks:
+        assert fill_in(callbacks, each, ckpt_path="last")["ckpt_path"] == str(directory.path_of(2))
 
 
 def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

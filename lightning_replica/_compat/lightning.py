@@ -1,6 +1,8 @@
 """Private names of Lightning."""
 
 import csv
+import functools
+import os
 import signal
 import sys
 import threading
@@ -17,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -75,6 +78,7 @@ __all__ = [
     "rerun_command",
     "save_loops",
     "walk_loops",
+    "when_made",
 ]
 
 
@@ -174,11 +178,38 @@ def _overwrite(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return save(*args, **{**kwargs, "overwrite": True})
 
 
+def when_made(kind: type[Any], made: Callable[[Any], None]) -> None:
+    """Has ``made`` called with every instance of ``kind`` and its subclasses that is made in this process from now on.
+
+    The class of an instance wraps its ``__init__`` when the first one is made: whoever derives from `Logger` need not
+    know of it.
+    """
+
+    def new(cls: type[Any], *_: Any, **__: Any) -> Any:
+        if "_replica_init" not in vars(cls):
+            cls._replica_init = cls.__init__
+            cls.__init__ = _and_then(cls, cls.__init__, made)
+        return object.__new__(cls)
+
+    kind.__new__ = new  # type: ignore[assignment]
+
+
+def _and_then(cls: type[Any], original: Callable[..., None], made: Callable[[Any], None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self) is cls:  # not a subclass's call to super
+            made(self)
+
+    return init
+
+
 class _ContinuedWriter(ExperimentWriter):
     """Appends to the metrics that are there, where the original deletes them."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
+        self.hparams.update(load_hparams_from_yaml(os.path.join(log_dir, self.NAME_HPARAMS_FILE)))
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
                 self.metrics_keys = next(csv.reader(file), [])

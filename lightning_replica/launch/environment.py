@@ -28,6 +28,7 @@ _SPOOL = "LIGHTNING_REPLICA_SPOOL"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("lo", "lo0")  # Linux, macOS
 _CONNECT = timedelta(seconds=60)
+_FOREVER = timedelta(days=3650)
 
 LOOPBACK = "127.0.0.1"
 
@@ -115,7 +116,11 @@ def loopback_interface() -> dict[str, str]:
 
 def connect(host: str, port: int) -> dist.TCPStore:
     """A connection to a store."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    # Nobody waits for a key here but in slices. What a question waits for is a store whose process is stopped (Ctrl-Z),
+    # and that goes on some day; one that is gone closes the connection.
+    store.set_timeout(_FOREVER)
+    return store
 
 
 def serve(address: str, port: int = 0) -> dist.TCPStore:
