@@ -135,16 +135,15 @@ class Recovery:
                     ) from error
 
     def _standing(self, state: Recoverable) -> str:
-        """Which shards the ranks that ended the run take with them, and who still holds them."""
+        """Say which shards the ranks that ended the run held, and who still holds them."""
         newest = self._generations.newest(self.generation)
         end = self._generations.fault(newest) if newest else None
         ranks = end.ranks if end is not None and end.detected == "end" else ()
-        lines = [
-            f" Shard {self._grid.shard_of(rank)} at step {state.step} is lost with it; holders left: "
-            f"{', '.join(str(peer) for peer in self._grid.peers(rank) if peer not in ranks) or 'none'}."
+        return "".join(
+            f" Rank {rank} held shard {self._grid.shard_of(rank)} at step {state.step}; "
+            f"{_still_hold([peer for peer in self._grid.peers(rank) if peer not in ranks])}."
             for rank in ranks
-        ]
-        return "".join(lines)
+        )
 
     def _fault(self, state: Recoverable, raised: str, seen: str = "a peer is gone") -> Fault:
         if state.corrupted:
@@ -327,3 +326,12 @@ class Recovery:
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)
+
+
+def _still_hold(ranks: list[int]) -> str:
+    """Return the clause that names the ranks which still hold a shard."""
+    if not ranks:
+        return "no other rank holds it"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} still holds it"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} still hold it"
