@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -112,6 +113,8 @@ class Supervisor:
         self._generations = Generations(self._store)
         heard = [signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL, *([signal.SIGUSR1] if self._options.gasp else [])]
         previous = {s: signal.signal(s, self._on_signal) for s in heard}
+        asked = ExitStack()
+        asked.enter_context(planned_save.listening())
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
@@ -129,6 +132,7 @@ class Supervisor:
             self._terminate(signal.SIGKILL)
             if self._standbys is not None:
                 self._standbys.end()
+            asked.close()
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
         return self._final_code()
