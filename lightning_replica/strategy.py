@@ -33,6 +33,7 @@ from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
 from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
 from lightning_replica.launch.external import started_by_another
+from lightning_replica.launch.once import once
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
 from lightning_replica.points import begin
@@ -211,10 +212,14 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
         if grid.world_size == 1:
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment))
+        which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment), self._once)
         self._launcher = launcher_for(
             self.cluster_environment, self.num_processes, self.num_nodes, self.options_for, which.fill_in
         )
+
+    def _once(self, work: Callable[[], str]) -> str:
+        around = surroundings(self.cluster_environment, self.global_rank, self.num_nodes)
+        return once(self.global_rank, around.connect(), work)
 
     def _device(self) -> Device:
         return device_for(self.root_device, self.accelerator)

@@ -1,3 +1,4 @@
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,12 +7,15 @@ from typing import Any
 import fsspec
 import pytest
 
-from lightning_replica import ConfigurationError, DyingGaspCheckpoint
+from lightning_replica import CheckpointPublisher, ConfigurationError, DyingGaspCheckpoint
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import attempts_at
+from lightning_replica.launch.once import once
 from lightning_replica.which_checkpoint import VARIABLE, WhichCheckpoint
+from tests.checkpoint.rewrite import rewrite
 from tests.checkpoint.small import directory_of, save
-from tests.support.ranks import free_port
+from tests.checkpoint.test_directory import flip
+from tests.support.ranks import free_port, run_ranks
 
 
 class Recorder:
@@ -25,7 +29,7 @@ def _fit_impl(model: str, ckpt_path: str | None = None) -> None:
 
 
 def fill_in(callbacks: list[Any], is_rank: bool = True, **given: str) -> dict[str, Any]:
-    which = WhichCheckpoint("auto", is_rank=lambda: is_rank)
+    which = WhichCheckpoint("auto", is_rank=lambda: is_rank, once=lambda choose: choose())
     return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), given).arguments
 
 
@@ -49,6 +53,50 @@ def test_the_process_that_starts_the_ranks_chooses_for_all(tmp_path: Path, monke
     assert fill_in(callbacks, ckpt_path="last")["ckpt_path"] == str(directory.path_of(2))
 
 
+def test_one_with_a_flipped_bit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would be loaded, end the run, and be the newest again when that is started anew."""
+    directory, other = directory_of(tmp_path / "a", 1, 4), directory_of(tmp_path / "b", 2, 3)
+    callbacks = [DyingGaspCheckpoint(directory.path), CheckpointPublisher(other.path)]
+    assert fill_in(callbacks)["ckpt_path"] == str(directory.path_of(4))
+    flip(directory.path_of(4) / "__0_0.distcp")
+    assert fill_in(callbacks)["ckpt_path"] == str(other.path_of(3))
+    assert f"Passed over: The checkpoint {directory.path_of(4)} cannot be used: the checksum of" in caplog.text
+    rewrite(other.path_of(3), "plain.pt", b"not torch's")
+    assert fill_in(callbacks)["ckpt_path"] == str(other.path_of(2))
+    assert f"Passed over: The checkpoint {other.path_of(3)} cannot be used: plain.pt cannot be loaded" in caplog.text
+
+
+def test_none_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = directory_of(tmp_path, 1)
+    flip(directory.path_of(1) / "__0_0.distcp")
+    caplog.set_level(logging.INFO, "lightning.pytorch.replica_zero")
+    assert fill_in([DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
+    assert f"Passed over: The checkpoint {directory.path_of(1)} cannot be used" in caplog.text
+
+
+def choose(rank: int, store: Any, out: str) -> str:
+    def work() -> str:
+        with (Path(out) / "worked").open("a") as file:
+            file.write(f"{rank}")
+        return "the newest"
+
+    return once(rank, store, work)
+
+
+def refuse(rank: int, store: Any) -> str:
+    def work() -> str:
+        raise ConfigurationError("cannot be told")
+
+    return once(rank, store, work)
+
+
+def test_one_rank_chooses_for_all(tmp_path: Path) -> None:
+    assert run_ranks(3, choose, str(tmp_path)) == ["the newest"] * 3
+    assert (tmp_path / "worked").read_text() == "0"
+    for result in run_ranks(2, refuse):
+        assert "ConfigurationError: cannot be told" in result["raised"]
+
+
 def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that began anew then would cost what the last one has done."""
     callbacks = [DyingGaspCheckpoint(bucket)]
@@ -57,6 +105,11 @@ def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pyt
     assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
     damaged = save(directory.path_of(2), 2, 2.0)
     store.remove([attempt.url / "plain.pt" for attempt in attempts_at(damaged)])
+    assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
+    (attempt,) = attempts_at(save(directory.path_of(3), 3, 3.0))
+    content = store.read(attempt.url / "__0_0.distcp")
+    assert content is not None
+    store.write(attempt.url / "__0_0.distcp", content[:-1] + bytes([content[-1] ^ 1]))
     assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     fsspec.filesystem("s3").clear_instance_cache()

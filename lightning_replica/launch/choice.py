@@ -51,8 +51,14 @@ def is_rank(cluster: ClusterEnvironment | None) -> bool:
 
 
 def surroundings(cluster: ClusterEnvironment | None, rank: int, num_nodes: int) -> Surroundings:
-    """How a rank reaches the others."""
+    """How a rank reaches the others; another launcher's store is entered once."""
+    global _entered
     environment = RankEnvironment.current()
     if environment is not None or cluster is None:
         return cast("RankEnvironment", environment)
-    return ExternalEnvironment.enter(cluster, rank, num_nodes)
+    if _entered is None:
+        _entered = ExternalEnvironment.enter(cluster, rank, num_nodes)
+    return _entered
+
+
+_entered: ExternalEnvironment | None = None
