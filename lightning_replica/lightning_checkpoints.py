@@ -9,6 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_replica._compat.lightning import writes_archives
+from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
 from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoints import Checkpoints, absent, is_absent
@@ -47,12 +49,22 @@ class LightningCheckpoints(LightningCollectives):
             self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of either form."""
+        """Reads a checkpoint of either form.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
         path = locate(checkpoint_path)
         if self.session.newborn and not exists(path):
             return absent(path)
         opened = self._checkpoints.open(path, self._is_fitting)
-        return super().load_checkpoint(checkpoint_path, weights_only) if opened is None else opened
+        if opened is not None:
+            return opened
+        # What another plugin has written, it knows by itself; a replacement gets its state from a peer.
+        if writes_archives(self.checkpoint_io) and not self.session.newborn and can_be_checked(path):
+            check_archive(path)
+        with reading(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes the weights, unless they come with the optimizers' shards or from a peer."""

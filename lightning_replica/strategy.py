@@ -31,8 +31,9 @@ from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
-from lightning_replica.launch.choice import is_rank, launcher_for, once_for_all, surroundings
+from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
 from lightning_replica.launch.external import started_by_another
+from lightning_replica.launch.once import once
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
 from lightning_replica.points import begin
@@ -217,9 +218,13 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             self.num_nodes,
             chaos.overridden(self._given_options),
             self.options_for,
-            WhichCheckpoint(self._resume, once_for_all()).fill_in,
+            WhichCheckpoint(self._resume, self._once).fill_in,
             logger_runs.hand_over,
         )
+
+    def _once(self, work: Callable[[], str]) -> str:
+        rank = self.node_rank * self.num_processes + self.local_rank  # asked for before the environment is told
+        return once(rank, surroundings(self.cluster_environment, rank, self.num_nodes).connect(), work)
 
     def _device(self) -> Device:
         return device_for(self.root_device, self.accelerator)

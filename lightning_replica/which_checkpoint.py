@@ -1,6 +1,9 @@
 """Which checkpoint a run goes on from when it is told "last" or "auto": the newest whole one.
 
-Chosen once for the whole run, by one rank; a replacement must not find a newer one.
+Chosen once for each fit, by rank 0 for all ranks; a replacement must not find a newer one.
+
+Every byte of what is chosen has been read and compared with its checksum: a damaged one would end this run, and then be
+chosen by the next.
 """
 
 import inspect
@@ -9,9 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-from lightning_replica.checkpoint.directory import CheckpointDirectory, Latest
+from lightning_replica.checkpoint.directory import CheckpointDirectory, newest
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.messages import say
 
@@ -25,7 +26,7 @@ class WhichCheckpoint:
 
     Args:
         resume: "auto" goes on from the newest checkpoint in a fit that is given none; None begins anew.
-        once: Makes a choice for all ranks, and for those that take their places.
+        once: Calls a function on one rank, and gives all ranks its result.
     """
 
     def __init__(self, resume: Resume, once: Callable[[Callable[[], str]], str]) -> None:
@@ -60,22 +61,19 @@ class WhichCheckpoint:
 
     def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
         try:
-            found = [directory.latest() for directory in directories]
+            found = newest(directories, verify=True)
         except CheckpointError as error:
             raise ConfigurationError(f"Which checkpoint is the newest cannot be told: {error}") from error
-        # Where another launcher has started the ranks, each of them chooses.
-        tells = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-        for problem in (problem for latest in found for problem in latest.problems if tells):
-            log.warning("%s", problem)
-        whole = [latest for latest in found if latest.path is not None]
-        newest = max(whole, key=_age, default=None)
-        if newest is None:
+        for problem in found.problems:
+            log.warning("Passed over: %s", problem)
+        if found.path is None:
+            if found.problems:
+                say("no checkpoint is whole: goes on from none.")
             return ""
-        path = str(newest.path)
+        path = str(found.path)
         if not os.path.lexists(path.removesuffix(".old")):
             path = path.removesuffix(".old")  # the name that it gets back when the run begins; readers know both
-        if tells:
-            say(f"goes on from {path}.")
+        say(f"goes on from {path}.")
         return path
 
 
@@ -83,7 +81,3 @@ def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
     """Of our callbacks; others may have a ``directory`` of another kind."""
     given = (getattr(callback, "directory", None) for callback in callbacks)
     return {each.path: each for each in given if isinstance(each, CheckpointDirectory)}.values()
-
-
-def _age(latest: Latest) -> Any:
-    return latest.manifest.age if latest.manifest is not None else (-1,)

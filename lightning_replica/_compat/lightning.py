@@ -26,7 +26,8 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
@@ -79,6 +80,7 @@ __all__ = [
     "save_loops",
     "walk_loops",
     "when_made",
+    "writes_archives",
 ]
 
 
@@ -162,6 +164,13 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """What Lightning puts into a checkpoint; calls the hooks that add to it. Collective where they are."""
     dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return dumped
+
+
+def writes_archives(plugin: CheckpointIO | None) -> bool:
+    """Whether checkpoints of a plugin are what ``torch.save`` writes."""
+    while isinstance(plugin, _WrappingCheckpointIO):
+        plugin = plugin.checkpoint_io
+    return isinstance(plugin, TorchCheckpointIO)
 
 
 def let_config_be_saved_again(trainer: Any) -> None:

@@ -1,6 +1,5 @@
 """Who starts the ranks: the supervisor, or somebody else."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,7 +12,6 @@ from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment, Surroundings
 from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import RankLauncher, supervise
-from lightning_replica.launch.once import Once
 from lightning_replica.launch.refusal import RefusingLauncher, called_by_tests
 from lightning_replica.recovery.options import RecoveryOptions
 
@@ -59,20 +57,20 @@ def launcher_for(
     return supervise(num_processes, options, hand_over())
 
 
-def once_for_all() -> Callable[[Callable[[], str]], str]:
-    """What makes a choice for all ranks; where no supervisor has a store for it, each rank makes its own."""
-    environment = RankEnvironment.current()
-    return (lambda choose: choose()) if environment is None else Once(environment, int(os.environ["LOCAL_RANK"]))
-
-
 def is_rank(cluster: ClusterEnvironment | None) -> bool:
     """Whether this process is a rank; otherwise it is the one that the user started, and will be the supervisor."""
     return RankEnvironment.current() is not None or started_by_another(cluster)
 
 
 def surroundings(cluster: ClusterEnvironment | None, rank: int, num_nodes: int) -> Surroundings:
-    """How a rank reaches the others."""
+    """How a rank reaches the others; another launcher's store is entered once."""
+    global _entered
     environment = RankEnvironment.current()
     if environment is not None or cluster is None:
         return cast("RankEnvironment", environment)
-    return ExternalEnvironment.enter(cluster, rank, num_nodes)
+    if _entered is None:
+        _entered = ExternalEnvironment.enter(cluster, rank, num_nodes)
+    return _entered
+
+
+_entered: ExternalEnvironment | None = None

@@ -1,34 +1,40 @@
-"""A choice that one rank makes for all, and for whoever takes a rank's place."""
+"""Something that one rank does for all before there are process groups."""
 
-import math
+import itertools
+import json
+import time
 from collections.abc import Callable
 
-from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.recovery.generation import Generations
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.recovery.generation import Store
+
+_POLL_S = 0.05
+_numbers = itertools.count()  # of this process: a script calls in the same order in each of its ranks
 
 
-class Once:
-    """Has rank 0 make each choice; the others, and replacements, are told what it has chosen.
+def once(rank: int, store: Store, work: Callable[[], str]) -> str:
+    """Call ``work`` on rank 0, and return its result on every rank. A replacement is told the same.
+
+    The wait has no end of its own, as ``work`` may have much to read: it ends with the store or with this process.
 
     Args:
-        environment: What the supervisor has told this rank.
         rank: This rank.
+        store: Where the result is left.
+        work: What rank 0 does.
+
+    Raises:
+        ConfigurationError: On every rank, if ``work`` raised that.
     """
-
-    def __init__(self, environment: RankEnvironment, rank: int) -> None:
-        self._environment, self._rank, self._number = environment, rank, 0
-
-    def __call__(self, choose: Callable[[], str]) -> str:
-        """Return what was chosen. To be called equally often, for the same things, on all ranks.
-
-        Raises:
-            RecoveryError: If the run ends meanwhile.
-        """
-        self._number += 1
-        key, generations = f"choice/{self._number}", Generations(self._environment.connect())
-        store = generations.store
-        if self._rank == 0 and not store.check([key]):
-            store.set(key, choose())
-        what = "rank 0 to choose a checkpoint"
-        generations.wait_for(lambda: store.check([key]), self._environment.generation, math.inf, what)
-        return store.get(key).decode()
+    key = f"once/{next(_numbers)}"
+    if rank == 0 and not store.check([key]):
+        try:
+            store.set(key, json.dumps({"result": work()}))
+        except ConfigurationError as error:
+            store.set(key, json.dumps({"error": str(error)}))
+            raise
+    while not store.check([key]):
+        time.sleep(_POLL_S)
+    found: dict[str, str] = json.loads(store.get(key))
+    if "error" in found:
+        raise ConfigurationError(found["error"])
+    return found["result"]

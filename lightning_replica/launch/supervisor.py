@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -133,6 +134,8 @@ class Supervisor:
             self._store.set(key, note)
         self._handlers = {s: signal.signal(s, self._on_signal) for s in _HEARD}
         self._hear_usr1()
+        asked = ExitStack()
+        asked.enter_context(planned_save.listening())
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
@@ -150,6 +153,7 @@ class Supervisor:
             self._terminate(signal.SIGKILL)
             if self._standbys is not None:
                 self._standbys.end()
+            asked.close()
             shutil.rmtree(self._spool, ignore_errors=True)
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
