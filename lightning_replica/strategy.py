@@ -12,7 +12,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,9 +23,8 @@ from lightning_replica._compat.lightning import (
     let_config_be_saved_again,
 )
 from lightning_replica.checkpoints import Checkpoints, StateDictType
-from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import device_for
-from lightning_replica.devices.host import HOST, rng_state, set_rng_state
+from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
@@ -316,13 +315,6 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         """Moves the model."""
         if self.model is not None:
             self.model.to(self.root_device)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Makes the training data exact: it can be put back to any batch."""
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or trainer.state.stage != RunningStage.TRAINING or isinstance(dataloader, ExactLoader):
-            return dataloader
-        return ExactLoader(dataloader, rng_state, set_rng_state)
 
     @property
     def state(self) -> ShardedState:

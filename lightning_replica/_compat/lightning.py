@@ -21,7 +21,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
-from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
@@ -42,6 +42,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_replica.errors import ConfigurationError
@@ -52,6 +53,7 @@ __all__ = [
     "_AcceleratorRegistry",
     "_AutomaticOptimization",
     "_BaseProgress",
+    "_EvaluationLoop",
     "_FitLoop",
     "_LRCallback",
     "_Launcher",
@@ -73,6 +75,7 @@ __all__ = [
     "dump_checkpoint",
     "device_is_a_guess",
     "epoch_of",
+    "iterate_instead",
     "leave_config_unsaved",
     "let_config_be_saved_again",
     "load_loops",
@@ -158,6 +161,11 @@ def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
 def epoch_of(fit_loop: _FitLoop) -> int:
     """The epoch that samplers are told: the number of epochs that are done."""
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+def iterate_instead(combined: CombinedLoader, loaders: list[Any]) -> None:
+    """Has ``combined`` iterate ``loaders``; whoever asks for its ``iterables`` still gets those that it was made of."""
+    combined._flattened = loaders
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # costs a quarter of a second, which only those who save shall pay
     from torch.distributed.checkpoint.metadata import Metadata
@@ -157,8 +156,3 @@ def read_dcp_metadata(content: bytes) -> Metadata:
     """
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     return metadata
-
-
-def forget_workers(loader: DataLoader[Any]) -> None:
-    """Makes a loader with persistent workers start new ones."""
-    loader._iterator = None

@@ -15,8 +15,7 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 def die_with(supervisor: int) -> None:
     """Ends this process when ``supervisor`` ends, as far as the platform can; the monitor does the rest."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != supervisor:
         sys.exit(ORPHANED)
 
@@ -32,7 +31,12 @@ def born_mortal() -> Callable[[], None] | None:
 
 def _die_with(parent: int) -> None:
     """Run in the child before `exec`."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it has ended in between
         os._exit(ORPHANED)
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends, even if it is stopped; on Linux only."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
