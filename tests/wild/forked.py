@@ -1,0 +1,73 @@
+"""``python script.py`` without the seconds that Python takes to import torch and Lightning.
+
+A process forked from one that has imported them becomes the script: same command line, directory, environment, output,
+``__main__``. Pythons that the script starts are forked in the same way. For sweeps; other tests start real ones.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.forked import ForkedProcess
+
+_START = subprocess.Popen
+
+
+class ForkedPython(ForkedProcess):
+    """A Python that runs a script; what users of `subprocess.Popen` see of it."""
+
+    def __init__(self, line: list[str], cwd: str, environment: dict[str, str], output: str, group: int = 0) -> None:
+        super().__init__(environment, Path(output), _run, line, cwd, output, group)
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        if self._process.exitcode is not None:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        return super().wait()
+
+    def kill(self) -> None:
+        self.send_signal(9)
+
+
+def _run(line: list[str], cwd: str, output: str, group: int) -> None:
+    os.setpgid(0, group)
+    os.chdir(cwd)
+    if group == 0:  # the first of a run; `forked` tells every process that it is a rank
+        del os.environ["LIGHTNING_REPLICA_SUPERVISOR"]
+    sys.argv, sys.orig_argv = line[1:], line
+    sys.path[0:0] = [str(Path(line[1]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    _forget_main()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+    def start(command: Any, *args: Any, **kwargs: Any) -> Any:
+        if list(command)[:2] != line[:2]:
+            return _START(command, *args, **kwargs)
+        environment = dict(kwargs.get("env") or os.environ)
+        return ForkedPython(list(command), kwargs.get("cwd") or os.getcwd(), environment, output, os.getpgid(0))
+
+    subprocess.Popen = start  # type: ignore[assignment, misc]
+    runpy.run_path(line[1], run_name="__main__")
+
+
+def _forget_main() -> None:
+    """Keeps multiprocessing from importing the script a second time in what is forked from here."""
+    prepare = spawn.get_preparation_data
+
+    def without_main(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
+
+    spawn.get_preparation_data = without_main
+
+
+__all__ = ["ForkedPython"]
