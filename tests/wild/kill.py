@@ -33,7 +33,7 @@ class Kill:
             if number and lines[number - 1].fit == before.fit == after.fit
         ]
         at = random.Random(seed).uniform(0, sum(span for _, span in spans))
-        while at > spans[0][1]:
+        while len(spans) > 1 and at > spans[0][1]:
             at -= spans.pop(0)[1]
         return cls(rank, spans[0][0], at)
 

@@ -14,9 +14,12 @@ import torch
 
 # In the names of files: when a run began, who wrote. Runs are compared with what differs for that reason taken out.
 _ALIKE = (
-    (re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"), "TIME"),
+    (re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"), "TIME"),  # Hydra
+    (re.compile(r"-\d{8}_\d{6}-"), "-TIME-"),  # wandb
     (re.compile(r"events\.out\.tfevents\..*"), "events"),
 )
+# Names that loggers draw for their runs: the first that is met is run 0, and so on.
+_DRAWN = re.compile(r"(?<=mlruns/)\d{18}|(?<=/)[0-9a-f]{32}(?=/)|(?<=-TIME-)\w{8}|(?<=run-)\w{8}(?=\.wandb)")
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ class Outcome:
     @classmethod
     def read(cls, code: int, out: Path, work: Path, output: str, ranks: int = 2) -> "Outcome":
         """Reads what the run of ``work`` has left, and what its watcher has written to ``out``."""
-        files = sorted(path for path in work.rglob("*") if path.is_file())
+        files = _names(sorted(path for path in work.rglob("*") if path.is_file()), work)
         return cls(
             code,
             [_evidence(out / f"evidence{rank}.jsonl") for rank in range(ranks)],
-            dict(_rows(files, work)),
-            {_name(path, work): _checkpoint(path, work) for path in files if path.suffix == ".ckpt"},
-            sorted({_name(path, work) for path in files}),
+            dict(_rows(files)),
+            {name: _checkpoint(path, work) for path, name in files.items() if path.suffix == ".ckpt"},
+            sorted(set(files.values())),
             output,
             [progress(out / f"progress{rank}") for rank in range(ranks)],
         )
@@ -86,21 +89,33 @@ def _evidence(path: Path) -> dict[str, Any]:
     return {entry.pop("stage"): entry for entry in map(json.loads, lines)}
 
 
-def _name(path: Path, work: Path) -> str:
-    name = str(path.relative_to(work))
+def _names(files: list[Path], work: Path) -> dict[Path, str]:
+    """Names files in a way that does not depend on when they were written."""
+    drawn: dict[str, str] = {}
+    return {
+        path: _DRAWN.sub(
+            lambda match: drawn.setdefault(match.group(), f"RUN{len(drawn)}"), _alike(str(path.relative_to(work)))
+        )
+        for path in files
+    }
+
+
+def _alike(text: str) -> str:
     for pattern, alike in _ALIKE:
-        name = pattern.sub(alike, name)
-    return name
+        text = pattern.sub(alike, text)
+    return text
 
 
-def _rows(files: list[Path], work: Path) -> Iterator[tuple[str, list[Any]]]:
+def _rows(files: dict[Path, str]) -> Iterator[tuple[str, list[Any]]]:
     scalars: dict[str, list[Any]] = {}
-    for path in files:
+    for path, name in files.items():
         if path.name == "metrics.csv":
             with path.open() as file:
-                yield _name(path, work), [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+                yield name, [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+        elif path.parent.name == "metrics" and "mlruns" in path.parts:
+            yield name, [line.split()[1:] for line in path.read_text().splitlines()]  # without the time
         elif "tfevents" in path.name:
-            scalars.setdefault(_name(path, work), []).extend(_scalars(path))
+            scalars.setdefault(name, []).extend(_scalars(path))
     for name, found in scalars.items():
         yield name, sorted(found)
 
@@ -135,10 +150,7 @@ def _plain(value: Any, work: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v, work) for v in value]
     if isinstance(value, str):
-        text = value.replace(work, ".")
-        for pattern, alike in _ALIKE:
-            text = pattern.sub(alike, text)
-        return text
+        return _alike(value.replace(work, "."))
     return value if isinstance(value, (int, float, bool, type(None))) else repr(type(value))
 
 

@@ -32,7 +32,7 @@ SCRIPTS = {
     "swa": Script("scripts/swa.py"),
     "finetuning": Script("scripts/finetuning.py"),
     "pruning": Script("scripts/pruning.py"),
-    "loggers": Script("scripts/loggers.py", varies="wandb/|mlruns/"),
+    "loggers": Script("scripts/loggers.py", varies=r"wandb/.*\.(log|json|yaml|txt)"),
     "rich_bar": Script("scripts/bars.py", ("RichProgressBar",), terminal=True),
     "tqdm_bar": Script("scripts/bars.py", ("TQDMProgressBar",), terminal=True),
     "loaders": Script("scripts/loaders.py"),

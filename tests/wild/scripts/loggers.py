@@ -24,7 +24,7 @@ L.seed_everything(12)
 loggers = [
     CSVLogger("csv", flush_logs_every_n_steps=4),
     TensorBoardLogger("tensorboard", log_graph=False, default_hp_metric=False),
-    MLFlowLogger("wild", tracking_uri="sqlite:///mlflow.db"),
+    MLFlowLogger("wild", tracking_uri="file:./mlruns"),
     WandbLogger("wild", offline=True),
 ]
 trainer = L.Trainer(
