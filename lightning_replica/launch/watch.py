@@ -1,5 +1,6 @@
 """The supervisor's eye on the progress of its ranks: notices a hang, says whose and where, writes the stacks."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from lightning_replica.launch.stacks import Finding, Stack
 from lightning_replica.points import PHASES
 
 DIRECTORY: Final = "replica_stacks"
+INSTEAD: Final = "LIGHTNING_REPLICA_STACKS"  # environment: where that directory is made, whatever the script says
 _WHERE: Final[dict[str, str]] = {
     "start": "at the start, before its first batch",
     "batch_start": "while loading a batch",
@@ -77,7 +79,7 @@ class Watch:
     Args:
         world_size: Number of ranks.
         limits: The user's limits.
-        directory: Where stacks are written to, in a folder of their own.
+        directory: Where stacks are written to, in a folder of their own; the environment may name another place.
     """
 
     def __init__(self, world_size: int, limits: HangLimits, directory: Path) -> None:
@@ -89,7 +91,7 @@ class Watch:
 
     def use(self, limits: HangLimits, directory: Path) -> None:
         """Go by other limits and write to another directory from now on."""
-        self._limits, self._directory = limits, directory
+        self._limits, self._directory = limits, Path(os.environ.get(INSTEAD) or directory)
         self.interval_s = min(max(0.25 * limits.min_s, 0.05), 1.0)
         self._judge = Judge(limits, self.interval_s)
         self._set_up = SetUp(limits)
