@@ -122,7 +122,7 @@ class ReplicaFitLoop(_FitLoop):
         """Trains to the end, through any number of faults."""
         self.setup_data()
         loaded = self._strategy.resumption(self.trainer)
-        if self._strategy.session.remembered("skips", lambda: self._skips(loaded)):
+        if self._strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
             return
         self.reset()
         self.on_run_start()

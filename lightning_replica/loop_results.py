@@ -72,15 +72,20 @@ class LoopResults:
         flat = parameter.detach().reshape(-1)
         return flat[_start(flat, self._rank, self._world_size) : _start(flat, self._rank + 1, self._world_size)]
 
-    def write(self) -> None:
-        """Write what is kept, as another loop is about to begin. Every rank does, before any can be replaced."""
+    def write(self) -> str:
+        """Write what is kept, as another loop is about to begin. Every rank does, before any can be replaced.
+
+        Returns:
+            Why no replacement could take it; empty if one can.
+        """
         if self._kept is None or self._directory is None:
-            return
+            return ""
         (loop, result), self._kept = self._kept, None
         path = self._path(loop, self._rank)
         part = path.with_suffix(".part")
         torch.save(vars(result), part)
         part.replace(path)
+        return result.problem
 
     def read(self, loop: int, module: nn.Module) -> tuple[bytes, bytes]:
         """Give ``module`` the weights that loop number ``loop`` came to.

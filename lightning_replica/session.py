@@ -1,12 +1,10 @@
 """One process's part in the world: its connections, its groups, its way in and out."""
 
 import atexit
-import json
 import logging
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,27 +26,25 @@ from lightning_replica.launch.external import Patience, roll_call
 from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
-from lightning_replica.loop_results import LoopResults
 from lightning_replica.planned_save import LISTENS
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
-from lightning_replica.recovery.journal import Journal
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
+from lightning_replica.succession import Succession
 from lightning_replica.works import Ordered, Work, finish, wait
 
 log = logging.getLogger(__name__)
 
 # How often a rank that is busy looks whether the world moves on; without recovery, only whether the run has ended.
 _LOOKS_S, _SELDOM_LOOKS_S = 0.5, 1.0
-_RUN = "run"  # store key: number of the newest run of a training loop
 
 
 class Session:
@@ -63,11 +59,9 @@ class Session:
         options: What the user has chosen about recovery.
 
     Attributes:
-        newborn: Whether this process is a replacement that has not joined the others yet.
         born: The generation that this process was born into.
         fits: Fits that have begun.
-        journal: Collectives outside of training loops, written down or read back.
-        loop_results: What training loops came to, for a replacement on its way to a later one.
+        succession: What this process leaves to a replacement, or has from its predecessor.
     """
 
     def __init__(
@@ -81,48 +75,46 @@ class Session:
     ) -> None:
         self.grid, self.rank, self.device = grid, rank, device
         planned_save.ignore()
-        self.newborn = surroundings.generation > 0
-        self._show_progress(options)
+        newborn = surroundings.generation > 0
+        self._show_progress(options, newborn)
         self._timeout_s, self.options = timeout_s, options
         self._surroundings, self._armed = surroundings, False
         store = surroundings.connect()
         self.generations = Generations(store)
-        self.journal = Journal(
-            store,
-            rank,
-            reading=int(store.get(_RUN)) if self.newborn else 0,
-            spool=surroundings.spool,
-            kept=options.recovery and surroundings.supervised,
-        )
-        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look, self.journal)
+        kept = options.recovery and surroundings.supervised
+        self.succession = Succession(store, rank, grid.world_size, newborn, surroundings.spool, kept)
+        journal = self.succession.journal
+        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look, journal)
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
         self._monitor = Monitor(watched, self._wake, self.end_as_orphan, interval_s)
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
-        self.fits = self._runs = 0
-        self._when_joined: list[Callable[[], None]] = []
-        self._decided: Counter[str] = Counter()
+        self.fits = 0
         self._beside = (-1, 0)  # generation, and how often `beside` was called in it
         self._deadline: threading.Timer | None = None
-        self.loop_results = LoopResults(surroundings.spool if options.recovery else None, rank, grid.world_size)
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
         self._compare_worlds()
-        if self.newborn:
+        if newborn:
             self._process_groups.hold()
         else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
 
-    def _show_progress(self, options: RecoveryOptions) -> None:
+    @property
+    def newborn(self) -> bool:
+        """Whether this process is a replacement that has not joined the others yet."""
+        return self.succession.newborn
+
+    def _show_progress(self, options: RecoveryOptions, newborn: bool) -> None:
         """From here on the supervisor sees how far this rank is, and can have its stacks."""
         limits = HangLimits.of(options)
         if VARIABLE in os.environ and options.recovery and not limits.off:
             path, world_size = os.environ[VARIABLE], self.grid.world_size
             try:
-                points.watch(Beacon(path, self.rank, world_size, limits, stacks.answer(), self.newborn))
+                points.watch(Beacon(path, self.rank, world_size, limits, stacks.answer(), newborn))
             except OSError as error:
                 log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 
@@ -159,30 +151,6 @@ class Session:
         agreement.compare_models(
             self.generations, topic, self.rank, self.grid, module, self._generation, self.options.rendezvous_timeout_s
         )
-
-    def leave_note(self, topic: str, plain: Any) -> None:
-        """Leaves plain data for a process that may have to take this one's place."""
-        self.generations.store.set(f"note/{self.rank}/{topic}", json.dumps(plain))
-
-    def read_note(self, topic: str) -> Any:
-        """What this replacement's predecessor has left; None if it has left nothing."""
-        key = f"note/{self.rank}/{topic}"
-        return json.loads(self.generations.store.get(key)) if self.generations.store.check([key]) else None
-
-    def remembered(self, topic: str, decide: Callable[[], Any]) -> Any:
-        """What ``decide`` returns, as plain data; in a replacement, what it has returned to its predecessor.
-
-        Args:
-            topic: What is decided; it may be decided again and again.
-            decide: Called where nobody has decided yet.
-        """
-        self._decided[topic] += 1
-        note = f"{topic}/{self._decided[topic]}"
-        found = self.read_note(note) if self.newborn else None
-        if found is None:
-            found = decide()
-            self.leave_note(note, found)
-        return found
 
     def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup.
@@ -241,66 +209,36 @@ class Session:
 
     def arm(self) -> None:
         """From here on a lost rank can be replaced."""
-        self.journal.close()
-        self._runs += 1
+        self.succession.begin_loop()
         if not self.options.recovery:
             return
-        self.loop_results.write()
-        self.generations.store.set(_RUN, str(self._runs))
-        name = f"armed/{self._runs}"
+        name = f"armed/{self.succession.loop}"
         self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = True
         self.generations.store.set(PHASE, "fit")
         if self.rank == 0:
             self.call_standbys()
 
-    def join_loop(self) -> None:
-        """This replacement has found its way to the training loop in which it is wanted."""
-        self.journal.close()
-        self._runs += 1
-
-    def when_joined(self, do: Callable[[], None]) -> None:
-        """Have ``do`` called once this replacement has joined the others."""
-        self._when_joined.append(do)
-
     def has_joined(self) -> None:
         """This replacement is one of the others now."""
-        self.newborn = False
-        doing, self._when_joined = self._when_joined, []
-        for do in doing:
-            do()
+        self.succession.has_joined()
         self.call_standbys()
-
-    def pass_loop(self) -> int:
-        """It passes one that its predecessor had been through.
-
-        Returns:
-            The number of that loop.
-        """
-        self._runs += 1
-        self.journal.begin_segment()
-        return self._runs
 
     def call_standbys(self) -> None:
         """Ranks are under way: the supervisor may start processes that wait."""
         if self._surroundings.supervised:
             call(self.generations.store, imported())
 
-    def disarm(self, keep: Callable[[int], None]) -> None:
-        """Training is over on every rank; nobody needs to be replaced any more.
-
-        Args:
-            keep: Called with the number of this training loop; keeps what it has come to.
-        """
+    def disarm(self, module: nn.Module, result: Callable[[], tuple[bytes, bytes]]) -> None:
+        """Training is over on every rank; nobody needs to be replaced any more. See `Succession.end_loop`."""
         if not self.options.recovery:
             return
         self._generation = self.recovery.generation
-        name = f"finished/{self._runs}"
+        name = f"finished/{self.succession.loop}"
         self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = False
         self.generations.store.set(PHASE, "done")
-        keep(self._runs)
-        self.journal.begin_segment()
+        self.succession.end_loop(module, result)
 
     def leave(self) -> None:
         """All ranks have agreed to end; who goes is not replaced."""
@@ -375,7 +313,7 @@ class Session:
         The device first: an aborted collective leaves anything in its tensors, and nothing must be made from that.
         A replacement that is on its way is left in peace: whatever it does there needs nobody.
         """
-        if self.journal.mode != "reading":
+        if self.succession.journal.mode != "reading":
             self.device.stop()
         self._process_groups.abort()
 

@@ -254,7 +254,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
             self._session = join(self.grid, self.global_rank, enter, self._device(), self._timeout_s, options)
             if trainer is not None:
-                self._session.journal.may_be_left_out = partial(getattr, trainer, "sanity_checking")
+                self._session.succession.journal.may_be_left_out = partial(getattr, trainer, "sanity_checking")
                 if self._session.newborn:
                     self._stand_for(trainer, self._session)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -263,13 +263,15 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     def _stand_for(self, trainer: pl.Trainer, session: Session) -> None:
         """In a replacement, until it has joined: what its predecessor has done once is not done again."""
         if trainer.num_sanity_val_steps:
-            session.when_joined(partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps))
+            session.succession.when_joined(
+                partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps)
+            )
             trainer.num_sanity_val_steps = 0
         let_config_be_saved_again(trainer)
-        runs = session.read_note(f"loggers/{session.fits}")
+        runs = session.succession.read_note(f"loggers/{session.fits}")
         if runs is not None:
             logger_runs.adopt(trainer.loggers, runs, writes=self.is_global_zero)
-        session.when_joined(logger_runs.mute(trainer.loggers))
+        session.succession.when_joined(logger_runs.mute(trainer.loggers))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""
@@ -287,7 +289,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
             if not self.session.newborn:
-                self.session.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
+                self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
                 logger_runs.leave(self.session.generations.store, self.global_rank)
             self.setup_optimizers(trainer)
             self._training = Training(

@@ -230,7 +230,7 @@ class Training:
             Where it goes on indeed.
         """
         if self._session.newborn:
-            self._session.join_loop()
+            self._session.succession.join_loop()
             self._incidents.born()
             return self._recover("")
         if loaded is not None:
@@ -250,11 +250,10 @@ class Training:
         Returns:
             Whether that is so, and there is nothing to train here.
         """
-        if not (self._session.newborn and self._session.journal.on_the_way):
-            return False
-        loop = self._session.pass_loop()
-        self.host.adopt_result(*self._session.loop_results.read(loop, self._module))
-        return True
+        result = self._session.succession.pass_loop(self._module)
+        if result is not None:
+            self.host.adopt_result(*result)
+        return result is not None
 
     def end(self) -> None:
         """The last thing in a fit: from here on nobody needs to go back.
@@ -267,8 +266,7 @@ class Training:
             told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
             peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
             self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
-        results = self._session.loop_results
-        self._session.disarm(lambda loop: results.keep(loop, self._module, self.host.result))
+        self._session.disarm(self._module, self.host.result)
 
     def report(self) -> None:
         """After the end: tells of an incident that no further step has followed."""

@@ -21,7 +21,7 @@ LAYERS = [
     ["recovery"],
     ["checkpoint"],
     ["launch"],
-    ["data", "loop_results"],
+    ["data", "loop_results", "succession"],
     [
         "agreement",
         "attributes",

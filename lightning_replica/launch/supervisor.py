@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _END_S: Final = 10.0  # between being told to end and being killed
 _END_EARLY_S: Final = 2.0  # the same before the first batch, where nothing is lost
 PHASE = "phase"  # store key: "fit" between `armed` and `finished`, when a death can be recovered from
+NO_REPLACEMENT = "no_replacement"  # store key: why a rank that is lost now cannot be replaced
 
 
 class Process(Protocol):
@@ -238,6 +239,9 @@ class Supervisor:
         elif self._repeats.again(event.rank, event.process.returncode or 0, self._watch.slot(event.rank)):
             where = self._watch.where(event.rank)
             self._fail(f"{how}, twice {where}: another process would end there too.", code, (event.rank,))
+        elif self._store.check([NO_REPLACEMENT]):
+            why = self._store.get(NO_REPLACEMENT).decode()
+            self._fail(f"{how}, and no replacement could find its way here: {why}", GAVE_UP, (event.rank,))
         elif self._restarts >= self._options.max_restarts:
             used = f"{self._restarts} of max_restarts={self._options.max_restarts} are used"
             self._fail(f"{how}, and no replacement can be had: {used}.", GAVE_UP, (event.rank,))

@@ -184,6 +184,26 @@ def twice(case: SetUp, out: Path) -> None:
     save(third, student, out, [total.tolist(), tested, teacher, first.callback_metrics["val"].item()])
 
 
+class Opaque:
+    """What no rank sends to another."""
+
+
+class Unsendable(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": Opaque()}
+
+
+def after_what_cannot_be_sent(case: SetUp, out: Path) -> None:
+    """Two fits; what the first came to cannot be given to a replacement."""
+    torch.set_num_threads(1)
+    L.seed_everything(3, workers=True, verbose=False)
+    net = Net()
+    first = trainer(case, out, 1, Groups(case))
+    first.callbacks.append(Unsendable())  # type: ignore[attr-defined]
+    first.fit(net, datamodule=Data())
+    trainer(case, out, 2, Groups(case)).fit(net, datamodule=Data())
+
+
 class Tuned(Net):
     """Dies in its training step: a search for a learning rate takes the trainer's callbacks away."""
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.set_up import SetUp, found_on_the_way, once, tuned, twice
+from lightning_replica.exit_codes import GAVE_UP
+from tests.faults.set_up import SetUp, after_what_cannot_be_sent, found_on_the_way, once, tuned, twice
 from tests.support import world
 
 
@@ -80,3 +81,11 @@ def test_a_search_for_a_learning_rate(target: Any, tmp_path: Path) -> None:
         outcome = world.run(SetUp(rank, loop), out, target=target)
         same((out, outcome), untouched)
         assert len(outcome.said) == 1, outcome.said
+
+
+def test_where_no_replacement_can_come_none_is_started(tmp_path: Path) -> None:
+    outcome = world.run(SetUp(1, 2), tmp_path, target=after_what_cannot_be_sent)
+    assert outcome.code == GAVE_UP
+    said = "Rank 1 died (SIGKILL), and no replacement could find its way here: this script has trained before."
+    assert [line[: len(said)] for line in outcome.said] == [said]
+    assert "the state of callback 'Unsendable' cannot be sent, it holds tests.faults.set_up.Opaque" in outcome.said[0]
