@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-INPUTS, BATCH, BATCHES = 4, 2, 5
+FEATURES, BATCH, BATCHES = 3, 2, 5
 
 
 def noise() -> float:
@@ -22,12 +22,19 @@ def noise() -> float:
     return float(torch.rand(())) + random.random() + float(np.random.rand())
 
 
+def features(index: int) -> Tensor:
+    return torch.arange(FEATURES).add(index).cos()
+
+
 class Noisy(Dataset[Tensor]):
+    """The last number of a sample is what was drawn for it."""
+
     def __len__(self) -> int:
         return 2 * BATCH * BATCHES
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.arange(INPUTS).add(index).cos() + 0.1 * noise()
+        drawn = noise()
+        return torch.cat([features(index) + 0.1 * drawn, torch.tensor([drawn])])
 
 
 class Stream(IterableDataset[Tensor]):
@@ -40,15 +47,16 @@ class Stream(IterableDataset[Tensor]):
         for index in range(rank, 2 * BATCH * BATCHES, 2)[info.id :: info.num_workers] if info else range(8):
             while noise() > 1.8:
                 pass
-            yield torch.arange(INPUTS).add(index).cos() + 0.1 * (noise() + start + own.random())
+            drawn = noise() + start + own.random()
+            yield torch.cat([features(index) + 0.1 * drawn, torch.tensor([drawn])])
         noise()
 
 
 class Net(L.LightningModule):
     def __init__(self, plan: "Plan") -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(INPUTS, 6), nn.Dropout(0.3), nn.Linear(6, 1))
-        self.plan, self.seen = plan, []
+        self.net = nn.Sequential(nn.Linear(FEATURES + 1, 6), nn.Dropout(0.3), nn.Linear(6, 1))
+        self.plan, self.seen, self.noise = plan, [], []
 
     def draw(self) -> None:
         self.seen.append(noise())
@@ -68,6 +76,7 @@ class Net(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = torch.cat(list(batch.values())) if isinstance(batch, dict) else batch
         self.seen.append(hashlib.sha256(x.numpy().tobytes()).hexdigest()[:8])
+        self.noise += x[:, -1].tolist()
         return (self.net(x).squeeze(1) - x.sum(1)).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -166,4 +175,4 @@ def run(plan: Plan, strategy: Any) -> dict[str, Any]:
                 own = trainer(plan, strategy())
         own.fit(net, *data)
         net.seen.append(noise())
-    return {"seen": net.seen, "weights": [p.tolist() for p in net.parameters()]}
+    return {"seen": net.seen, "noise": net.noise, "weights": [p.tolist() for p in net.parameters()]}

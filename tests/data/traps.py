@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.points import listen
 from tests.support.job import Case, Injected
 
 INPUTS, BATCH, BATCHES, EPOCHS = 4, 2, 6, 2
@@ -45,6 +46,7 @@ class Plan(Case):
     data: str = "map"
     workers: int = 2
     persistent: bool = False
+    generator: bool = False
     traps: tuple[Trap, ...] = ()
     devices: int = 2
     limits: dict[str, int] = field(default_factory=dict)
@@ -127,8 +129,15 @@ def epoch(out: Path, rank: int, stage: str) -> int:
 class Watcher(Callback):
     """Says which epoch it is, and writes down what the rank is given."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.out = plan, plan.out
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        listen(lambda point: self.reach(point, trainer))
+
+    def reach(self, point: str, trainer: L.Trainer) -> None:
+        for number, fault in enumerate(self.plan.faults):
+            fault.reach(point, trainer.global_step, self.out / f"fired{number}")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         temporary = self.out / f"epoch{trainer.global_rank}.new"
@@ -137,6 +146,7 @@ class Watcher(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
         self.write("train", trainer, batch, batch_idx)
+        self.reach("train_batch_start", trainer)
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
         if not trainer.sanity_checking:
@@ -169,24 +179,26 @@ def loader(plan: Plan, stage: str) -> DataLoader[Tensor]:
     options: dict[str, Any] = {"batch_size": BATCH, "num_workers": plan.workers}
     if plan.workers:
         options["persistent_workers"] = plan.persistent
+    if plan.generator:
+        options["generator"] = torch.Generator().manual_seed(3)
     if plan.data == "iterable":
         return DataLoader(Stream(plan, stage), **options)
     data = Map(plan, stage)
     return DataLoader(data, sampler=DistributedSampler(data, 2, int(os.environ["LOCAL_RANK"]), seed=8), **options)
 
 
-def train(plan: Plan, out: Path, callbacks: tuple[Callback, ...] = (), **options: Any) -> None:
+def train(plan: Plan, out: Path) -> None:
     """In a rank."""
     torch.set_num_threads(1)
     plan.out = out
     L.seed_everything(7, workers=True, verbose=False)
     net = Net()
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(bucket_bytes=128, hang_min_s=plan.hang[0], hang_max_s=plan.hang[1], **options),
+        strategy=ReplicaZeroStrategy(bucket_bytes=128, hang_min_s=plan.hang[0], hang_max_s=plan.hang[1]),
         accelerator="cpu",
         devices=plan.devices,
         max_epochs=EPOCHS,
-        callbacks=[Watcher(out), *callbacks],
+        callbacks=[Watcher(plan)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
