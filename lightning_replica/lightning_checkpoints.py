@@ -1,6 +1,7 @@
 """What Lightning asks a strategy for about checkpoints, and what this one has beside."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory, examine,
 from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.dying_gasp import DyingGasp
-from lightning_replica.errors import CheckpointError, ReplicaError
+from lightning_replica.errors import CheckpointError, CollectiveError, ReplicaError
+from lightning_replica.hooks import fault_behind
 from lightning_replica.lightning_collectives import LightningCollectives
 from lightning_replica.messages import say
 from lightning_replica.planned_save import PlannedSave
@@ -103,14 +105,21 @@ class LightningCheckpoints(LightningCollectives):
             super().remove_checkpoint(filepath)
 
     def save_periodic(self, path: Location) -> None:
-        """Writes a sharded checkpoint, whatever form the others have. Collective."""
+        """Writes a sharded checkpoint, whatever form the others have. Collective.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write.
+            CollectiveError: If a device's fault, or a lost rank, is the reason: that must be recovered from.
+        """
         trainer, training = self._fitting()
-        self._checkpoints.save_periodic(trainer, training, path)
+        with self._faults_apart():
+            self._checkpoints.save_periodic(trainer, training, path)
 
     def save_beside(self, path: Location) -> None:
         """Likewise, but returns once what is to be written has been copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
-        self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
+        with self._faults_apart():
+            self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
 
     def settle_save(self, path: Location) -> bool:
         """Waits for what `save_beside` has begun. Collective.
@@ -145,9 +154,24 @@ class LightningCheckpoints(LightningCollectives):
 
     def _save_planned(self, trainer: pl.Trainer, training: Training, directory: CheckpointDirectory) -> None:
         path = directory.path_of(trainer.global_step)
-        self._checkpoints.save_periodic(trainer, training, path, "planned")
+        said = f"{path} is written, as asked."
+        try:
+            with self._faults_apart():
+                self._checkpoints.save_periodic(trainer, training, path, "planned")
+        except CheckpointError as error:  # on every rank
+            said = f"the checkpoint that was asked for could not be written: {error} Training goes on; ask again."
         if trainer.is_global_zero:
-            say(f"{path} is written, as asked.")
+            say(said)
+
+    @contextmanager
+    def _faults_apart(self) -> Iterator[None]:
+        """Tell a save that fails because of the machine from one that cannot be written."""
+        try:
+            yield
+        except CheckpointError as error:
+            if fault_behind(error, self.training.device) is not None:
+                raise CollectiveError(str(error)) from error
+            raise
 
     def gasps_to(self, directory: CheckpointDirectory) -> None:
         """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""

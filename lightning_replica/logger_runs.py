@@ -120,19 +120,30 @@ def mute(loggers: Iterable[Logger]) -> Callable[[], None]:
     Returns:
         A function that ends it.
     """
-    muted = [logger for logger in loggers if "log_metrics" not in vars(logger)]
-    for logger in muted:
-        vars(logger)["log_metrics"] = _write_nothing
+    muted = [_Muted(logger) for logger in loggers]
 
     def end() -> None:
-        for logger in muted:
-            del vars(logger)["log_metrics"]
+        for each in muted:
+            each.end()
 
     return end
 
 
-def _write_nothing(*_: Any, **__: Any) -> None:
-    """In place of ``log_metrics``."""
+class _Muted:
+    """In place of a logger's ``log_metrics``. Others may wrap it meanwhile, so in the end it stays, and passes on."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger, self._write, self._muted = logger, logger.log_metrics, True
+        vars(logger)["log_metrics"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._muted:
+            self._write(*args, **kwargs)
+
+    def end(self) -> None:
+        self._muted = False
+        if vars(self._logger).get("log_metrics") is self and not isinstance(self._write, _Muted):
+            del vars(self._logger)["log_metrics"]
 
 
 def _names(logger: Logger) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def staged(path: Path) -> Iterator[Path]:
     try:
         yield directory
     except Exception:
-        discard(directory)
+        with suppress(OSError):  # the next start tidies up
+            discard(directory)
         raise
 
 
@@ -277,7 +278,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{file} could not be written: {error.strerror}.") from error
+        raise CheckpointError(f"{file} could not be written: {error.strerror or error}.") from error
 
 
 def _temporary(path: Path, ending: str) -> Path:
