@@ -5,7 +5,10 @@ import os
 import signal
 import sys
 
-ORPHANED = 70  # exit code of a process whose supervisor is gone
+from lightning_replica.exit_codes import ORPHANED
+
+__all__ = ["ORPHANED", "die_with"]
+
 _PR_SET_PDEATHSIG = 1
 
 
