@@ -3,6 +3,9 @@
 Any other code is that of the rank that failed first, 128 + n for signal n.
 """
 
+ORPHANED = 70
+"""Of a rank: its supervisor is gone, or, under another launcher, the store through which ranks agree."""
+
 GASP_WRITTEN = 75
 """The run has ended before its time, and left a complete checkpoint: start it again (sysexits.h: EX_TEMPFAIL)."""
 

@@ -134,6 +134,7 @@ class _Muted:
 
     def __init__(self, logger: Logger) -> None:
         self._logger, self._write, self._muted = logger, logger.log_metrics, True
+        self._before = vars(logger).get("log_metrics")  # someone's own
         vars(logger)["log_metrics"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -142,8 +143,10 @@ class _Muted:
 
     def end(self) -> None:
         self._muted = False
-        if vars(self._logger).get("log_metrics") is self and not isinstance(self._write, _Muted):
+        if vars(self._logger).get("log_metrics") is self:
             del vars(self._logger)["log_metrics"]
+            if self._before is not None:
+                vars(self._logger)["log_metrics"] = self._before
 
 
 def _names(logger: Logger) -> dict[str, Any]:

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-ORPHANED = 70  # exit code of a process whose supervisor is gone
+from lightning_replica.exit_codes import ORPHANED
+
+__all__ = ["ORPHANED", "die_with"]
+
 _PR_SET_PDEATHSIG = 1
 # Looked up here: between fork and exec a process may do hardly more than call it.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -25,6 +25,11 @@ SEARCH_PATH = "hydra.searchpath=[pkg://lightning_replica.conf]"
 
 
 @pytest.fixture
+def readme() -> str:
+    return (CONF.parent.parent / "README.md").read_text()
+
+
+@pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A user's folder, as lightning-hydra-template lays it out."""
     (tmp_path / "trainer").mkdir()
@@ -81,6 +86,19 @@ def test_a_user_takes_the_trainer(project: Path) -> None:
 def test_a_user_takes_the_strategy_alone(project: Path) -> None:
     config = composed(project, "+strategy=replica_zero", "+trainer.strategy=${strategy}", "trainer.devices=2")
     assert isinstance(instantiate(config.trainer).strategy, ReplicaZeroStrategy)
+
+
+@pytest.mark.parametrize("line", ["", "strategy: ddp\n", "strategy: auto\n"])
+def test_a_project_that_is_not_changed_at_all(line: str, project: Path, readme: str) -> None:
+    """By one override, as the README has it; the name "replica_zero" is known only after an import."""
+    (found,) = re.findall(r"'(\+\+trainer\.strategy=\{_target_:.*?\})'", readme)
+    with (project / "trainer" / "default.yaml").open("a") as file:
+        file.write(line)
+    with initialize_config_dir(str(project), version_base="1.3"):
+        config = compose("train", [found, "trainer.devices=4"])
+    strategy = instantiate(config.trainer).strategy
+    assert isinstance(strategy, ReplicaZeroStrategy)
+    assert (strategy.grid.world_size, strategy.grid.replicas) == (4, 2)
 
 
 def test_a_project_without_a_trainer(tmp_path: Path) -> None:

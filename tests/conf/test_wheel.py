@@ -1,5 +1,6 @@
 """The built wheel, alone: nothing of the source tree is on the path."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("lightning_replica", "conf", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/package_index.md"):
+        (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source / name)
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
@@ -44,6 +46,17 @@ def test_its_files(wheel: Path) -> None:
         "lightning_replica/conf/trainer/replica_zero.yaml",
         "lightning_replica/py.typed",
     }
+
+
+def test_its_description(wheel: Path) -> None:
+    """What a package index shows: it has none of the project's other files, so nothing may lead there."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    description = text.partition("\n\n")[2]
+    assert description.strip() == (ROOT / "docs" / "package_index.md").read_text().strip()
+    assert re.findall(r"\]\(([^)]*)\)", description) == []
 
 
 def test_its_configuration(wheel: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ ROUNDED = {"bf16_true"}
 # DDP never reduces gradients of parameters that were frozen when it wrapped the module: its ranks drift apart.
 DDP_IS_WRONG = {"finetuning"}
 NAMES = [name for name in SCENARIOS if name not in DDP_IS_WRONG]
+EXACT = [name for name in NAMES if name not in CLIPPED | ROUNDED]
 PARTS = 4
 
 
@@ -28,6 +29,11 @@ def check(name: str, ddp: dict[str, Any], ours: dict[str, Any], limit: float = 0
         assert float((value - ours["tensors"][key]).abs().max() if value.numel() else 0) <= limit, (name, key)
     assert ours["plain"]["steps"] == ddp["plain"]["steps"]
     assert ours["plain"]["precision"] == ddp["plain"]["precision"]
+
+
+def test_what_the_readme_counts() -> None:
+    assert set(SCENARIOS) >= CLIPPED | ROUNDED | DDP_IS_WRONG
+    assert f"{len(EXACT)} trainings" in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])
