@@ -18,7 +18,8 @@ from lightning_replica._compat.lightning import _LRCallback
 
 # Attributes beside the `state_dict` that decide what the callback does next.
 _EXTRAS: dict[type[pl.Callback], tuple[str, ...]] = {
-    ModelCheckpoint: ("_last_global_step_saved", "_last_checkpoint_saved"),
+    # The score is in its `state_dict`, but is not loaded from there.
+    ModelCheckpoint: ("_last_global_step_saved", "_last_checkpoint_saved", "current_score"),
     StochasticWeightAveraging: ("_initialized", "n_averaged", "_latest_update_epoch", "_scheduler_state")
     + ("_accumulate_grad_batches",),
     WeightAveraging: ("_latest_update_step", "_latest_update_epoch"),

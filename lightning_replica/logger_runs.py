@@ -10,7 +10,6 @@ import gc
 import json
 import sys
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,7 +30,13 @@ _made: "list[weakref.ref[Logger]]" = []
 def record(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
     """What names the runs of ``loggers``, as plain data; asks none of them for anything that it has not chosen yet."""
     return [
-        {"class": type(logger).__name__, "names": _names(logger), "begun": _has_begun(logger)} for logger in loggers
+        {
+            "class": type(logger).__name__,
+            "settings": _settings(logger),
+            "names": _names(logger),
+            "begun": _has_begun(logger),
+        }
+        for logger in loggers
     ]
 
 
@@ -62,7 +67,7 @@ def hand_over() -> dict[str, str]:
     Returns:
         What the ranks find in the supervisor's store.
     """
-    loggers = [each for each in gc.get_objects() if isinstance(each, Logger)]  # in the order in which they were made
+    loggers = [each for each in gc.get_objects() if isinstance(each, Logger)]
     recorded = record(loggers)
     for logger in loggers:
         if _has_begun(logger):
@@ -83,17 +88,14 @@ def _follow(rank: SupervisedRank) -> None:
     """From here on, loggers go on with the runs of whoever came before this process."""
     store = rank.connect()
     key = next((key for key in (_OF_RANK.format(rank.rank), _FIRST) if store.check([key])), None)
-    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run in json.loads(store.get(key)) if key is not None else ():
-        runs[run["class"]].append(run)
-    counts: Counter[str] = Counter()
+    runs: list[dict[str, Any]] = json.loads(store.get(key)) if key is not None else []
 
     def made(logger: Logger) -> None:
-        name = type(logger).__name__
         _made.append(weakref.ref(logger))
-        counts[name] += 1
-        if counts[name] <= len(runs[name]):
-            _adopt(logger, runs[name][counts[name] - 1], writes=rank.rank == 0)
+        run = next((run for run in runs if _is_like(logger, run)), None)
+        if run is not None:
+            runs.remove(run)
+            _adopt(logger, run, writes=rank.rank == 0)
 
     when_made(Logger, made)
 
@@ -108,6 +110,16 @@ def _adopt(logger: Logger, run: dict[str, Any], writes: bool) -> None:
         options.update(id=run["names"]["_id"], resume="allow")
     if writes and run["begun"] and isinstance(logger, CSVLogger):
         continue_csv(logger)
+
+
+def _settings(logger: Logger) -> dict[str, str]:
+    return {name: value for name, value in vars(logger).items() if isinstance(value, str) and name not in _NAMES}
+
+
+def _is_like(logger: Logger, run: dict[str, Any]) -> bool:
+    """Whether a logger that was just made was made like the one of a run, which may have got more since."""
+    same = all(run["settings"].get(name) == value for name, value in _settings(logger).items())
+    return same and run["class"] == type(logger).__name__
 
 
 def _has_begun(logger: Logger) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
@@ -20,12 +21,14 @@ from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
 from lightning_replica.incidents import Incidents
 from lightning_replica.launch.rank import enter
+from lightning_replica.logger_rows import LoggerRows
 from lightning_replica.module_buffers import BufferSync
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.planned_save import PlannedSave
 from lightning_replica.points import at_step, reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.gasp import GaspPlan
+from lightning_replica.recovery.interface import Kind
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import Groups, all_gather_bytes
 from lightning_replica.sharding.commit import Commit, Request
@@ -102,6 +105,9 @@ class Training:
         self._hooks = Hooks(trainer, self.device)
         self._incidents = Incidents(trainer, session, self._hooks)
         self._shown = ""  # the newest exception whose traceback has been printed
+        writes = self.recoverable and trainer.is_global_zero
+        self._loggers: list[Logger] = trainer.loggers
+        self._rows = LoggerRows(session.generations.store, self._loggers) if writes else None
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
@@ -128,6 +134,7 @@ class Training:
             self.host.pass_window(self.state.step)
             return
         taken = self.host.begin_window(self.state.step)
+        self._rows_since("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:
             self._session.mirrors.settle()
@@ -136,6 +143,10 @@ class Training:
         if self.planned is not None and self.planned.agreed:
             self._session.mirrors.settle()
             self.planned.write()
+
+    def _rows_since(self, kind: Kind, step: int) -> None:
+        if self._rows is not None:
+            self._rows.taken(kind, step)
 
     def before_backward(self, accumulating: bool) -> None:
         """Makes ready for reductions that overlap backward."""
@@ -189,6 +200,7 @@ class Training:
         finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
+            self._rows_since("tail", taken.step)
             found = state.look()
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
@@ -319,11 +331,13 @@ class Training:
             raise
         except RecoveryError as final:
             session.generations.give_up(str(final))
-            self._incidents.failed(str(final), self.state.step)
+            self._incidents.failed(str(final), -1 if session.newborn else self.state.step)
             if session.options.gasp:
                 self._end_with_gasp()
             session.let_go()
             raise
+        if self._rows is not None:
+            self._rows.restored(outcome.plan.kind, outcome.plan.step, session.newborn)
         if session.newborn:
             session.has_joined()
         self._window_is_open, self.weights_touched = False, True
@@ -359,6 +373,8 @@ class Training:
 
     def release(self) -> None:
         """The trainer is done with this fit."""
+        if self._rows is not None:
+            self._rows.release(self._loggers)
         if not self._released:
             self._released = True
             self.state.release()

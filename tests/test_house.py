@@ -27,6 +27,7 @@ LAYERS = [
         "attributes",
         "callback_state",
         "hooks",
+        "logger_rows",
         "logger_runs",
         "objects",
         "save_beside",

@@ -21,6 +21,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_replica.errors import ConfigurationError
+
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
@@ -76,13 +78,23 @@ class RankEnvironment:
 
     @classmethod
     def current(cls) -> "RankEnvironment | None":
-        """This process's; None where no supervisor started it."""
+        """This process's; None where no supervisor started it.
+
+        Raises:
+            ConfigurationError: If the variables are not those that a supervisor sets.
+        """
         if _STORE not in os.environ:
             return None
-        host, port = os.environ[_STORE].rsplit(":", 1)
-        spool = os.environ.get(_SPOOL)
-        supervisor, generation = int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION])
-        return cls(host, int(port), supervisor, generation, None if spool is None else Path(spool))
+        try:
+            host, port = os.environ[_STORE].rsplit(":", 1)
+            spool = Path(os.environ[_SPOOL]) if _SPOOL in os.environ else None
+            return cls(host, int(port), int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION]), spool)
+        except (KeyError, ValueError) as error:
+            given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in (_STORE, _SUPERVISOR, _GENERATION))
+            raise ConfigurationError(
+                f"{given}: these are set by the supervisor for its ranks, and not like this. Unset all variables that"
+                " begin with LIGHTNING_REPLICA_, and start the script again."
+            ) from error
 
     def connect(self) -> dist.Store:
         """A new connection to the supervisor's store."""

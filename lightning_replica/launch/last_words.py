@@ -41,8 +41,8 @@ class LastWords:
     def of(cls, rank: int, error: BaseException) -> "LastWords":
         """Put an error into words."""
         own = not isinstance(error, _OF_OTHERS) and not is_collective_failure(error)
-        said = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
-        return cls(rank, own, said[0] if said else type(error).__name__, _place(error))
+        said = str(error).strip().splitlines()
+        return cls(rank, own, ": ".join([type(error).__name__, *said[:1]]), _place(error))
 
     def leave(self, store: Store, generation: int) -> None:
         """Leave them for the supervisor."""

@@ -116,7 +116,8 @@ class Incident:
 def describe(incident: Incident) -> str:
     """One line for the user: what happened, what was decided, where each shard came from, how long it took."""
     if incident.outcome == "failed":
-        return f"recovery failed at step {incident.step}: {incident.error}"
+        where = f" at step {incident.step}" if incident.step >= 0 else ""  # a replacement does not know
+        return f"recovery failed{where}: {incident.error}"
     who = ", ".join(map(str, incident.replaced))
     ranks = f"rank{'s' * (len(incident.replaced) > 1)} {who}"
     what = f"{ranks} {'were' if len(incident.replaced) > 1 else 'was'} replaced" if who else "no process was lost"

@@ -80,7 +80,6 @@ def test_a_hook_that_always_fails(rank: int, kind: str, tmp_path: Path) -> None:
         f" rank {rank}: Recorder.on_recovery_rollback: ValueError: the hook of rollback fails"
     )
     assert outcome.logs.count(f"replica_zero: recovery failed at step 2: {said}") == 1, outcome.logs
-    assert f"RecoveryError: {said}" in outcome.logs
     assert (tmp_path / "failed0").read_bytes() == b"xxx"
 
 

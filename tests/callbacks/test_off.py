@@ -1,5 +1,6 @@
 """recovery=False: the same training, the same bits, and a fault ends it as it would under DDP."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def test_the_first_fault_ends_the_run(kind: str, code: int, tmp_path: Path) -> N
     case = Hooked(faults=(Fault(kind, 1, "backward", 2),), recovery=False, devices=2)
     outcome = world.run(case, tmp_path, target=train, recovery=False)
     assert outcome.code == code, outcome.logs
-    how = "died (SIGKILL)" if kind == "kill" else "ended with exit code 1"
+    raised = rf"ended with Injected: at backward of step 2 \({re.escape(job.__file__)}:\d+\)"
+    how = r"died \(SIGKILL\)" if kind == "kill" else raised
     assert len(outcome.said) == 1
-    assert outcome.said[0].endswith(f"{how}. With recovery=False the run ends with it.")
+    assert re.fullmatch(rf"Rank 1 {how}\. With recovery=False the run ends with it\.", outcome.said[0]), outcome.said
     assert outcome.logs.count("tests.support.job.Injected: at backward of step 2") == (kind == "raise")
     assert not list(tmp_path.glob("hooks*"))
     assert not (tmp_path / "recovery.jsonl").exists()

@@ -1,0 +1,92 @@
+"""Loggers as a user's script has them, used before there is a Trainer, and before `fit`: DDP's runs, files and rows."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "support" / "logging_script.py"
+LOSSES = ["loss", "lr-SGD", "val", "epoch"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """DDP's folder, and that of a run in which rank 0 and then rank 1 were killed."""
+    commands = {"ddp": ["ddp"], "killed": ["replica_zero", "0:3", "1:7"]}
+    folders = {name: tmp_path_factory.mktemp(name) for name in commands}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "WANDB_SILENT": "true",
+        "WANDB_MODE": "offline",
+    }
+    for name, arguments in commands.items():
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
+        done = subprocess.run(command, cwd=folders[name], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in folders["killed"].glob("killed*")) == ["killed0", "killed1"]
+    return folders
+
+
+def test_csv(runs: dict[str, Path]) -> None:
+    def seen(folder: Path) -> dict[str, Any]:
+        rows = {str(path.relative_to(folder)): path.read_text() for path in folder.glob("*/version_*/hparams.yaml")}
+        for path in folder.glob("*/version_*/metrics.csv"):
+            with path.open() as file:
+                rows[str(path.relative_to(folder))] = list(csv.DictReader(file))  # type: ignore[assignment]
+        return rows
+
+    killed = seen(runs["killed"])
+    assert killed == seen(runs["ddp"])
+    assert (
+        sorted(killed)
+        == [f"{name}/version_0/{file}" for name in ("early", "late") for file in FILES]
+        + ["tensorboard/version_0/hparams.yaml"] * (runs["ddp"] / "tensorboard").exists()
+    )
+
+
+FILES = ("hparams.yaml", "metrics.csv")
+
+
+def test_tensorboard(runs: dict[str, Path]) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def seen(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        (version,) = (folder / "tensorboard").iterdir()
+        events = accumulator.EventAccumulator(str(version)).Reload()
+        return {tag: [(row.step, row.value) for row in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    killed = seen(runs["killed"])
+    assert killed == seen(runs["ddp"])
+    assert len(killed["loss"]) == 12
+
+
+def test_mlflow(runs: dict[str, Path]) -> None:
+    pytest.importorskip("mlflow")
+
+    def seen(folder: Path) -> dict[str, Any]:
+        (run,) = (path.parent for path in (folder / "mlflow").glob("*/*/meta.yaml"))
+        status = [line for line in (run / "meta.yaml").read_text().splitlines() if line.startswith("status")]
+        params = {path.name: path.read_text() for path in (run / "params").iterdir()}
+        rows = {path.name: [line.split()[1:] for line in path.read_text().splitlines()] for path in _files(run)}
+        return {"status": status, "params": params, "rows": rows}
+
+    killed = seen(runs["killed"])
+    assert killed == seen(runs["ddp"])
+    assert len(killed["rows"]["loss"]) == 12
+
+
+def _files(run: Path) -> list[Path]:
+    return [path for path in (run / "metrics").rglob("*") if path.is_file()]
+
+
+def test_wandb(runs: dict[str, Path]) -> None:
+    pytest.importorskip("wandb")
+    for folder in runs.values():
+        ids = {path.name.rpartition("-")[2] for path in (folder / "wandb").glob("offline-run-*")}
+        assert len(ids) == 1, ids
