@@ -103,4 +103,3 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         }
         with OUT.open("a") as file:
             file.write(json.dumps(line) + "\n")
-
