@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                                  # 10 runs of 22 faults
     python benchmarks/chaos.py --kinds kill,exception --runs 1 --faults 5
+    python benchmarks/chaos.py --outside 20 --targets rank,worker,standby,supervisor    # signals to any process
 
 Everything is as for a user: the tool runs this script (with --train), a lost rank's replacement starts Python and imports
 torch and lightning. A run is flaky if it fails, or ends with other bits than the untouched one.
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
-import lightning_replica  # noqa: F401  registers "replica_zero"
+from lightning_replica import ReplicaZeroStrategy
 
 warnings.filterwarnings("ignore")
 KINDS = "kill,exception,hang,exit,memory,corrupt,sigterm"
@@ -60,16 +61,16 @@ class Module(L.LightningModule):
         return [optimizer], [per_step, {"scheduler": plateau, "monitor": "val", "strict": False}]
 
 
-def train(ranks: int, steps: int) -> None:
+def train(args: argparse.Namespace) -> None:
     L.seed_everything(7, verbose=False)
-    x = torch.randn(4 * ranks * 40, 32)  # 20 steps an epoch, of two batches each
+    x = torch.randn(4 * args.ranks * 40, 32)  # 20 steps an epoch, of two batches each
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            strategy="replica_zero",
+            strategy=ReplicaZeroStrategy(standby=args.standby),
             accelerator="cpu",
-            devices=ranks,
-            max_steps=steps,
+            devices=args.ranks,
+            max_steps=args.steps,
             accumulate_grad_batches=2,
             gradient_clip_val=0.7,
             val_check_interval=10,
@@ -80,7 +81,8 @@ def train(ranks: int, steps: int) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4))
+        training = DataLoader(data, batch_size=4, shuffle=True, num_workers=args.workers)
+        trainer.fit(Module(), training, DataLoader(data, batch_size=4))
 
 
 def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
@@ -95,8 +97,13 @@ def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
         str(args.ranks),
         "--steps",
         str(args.steps),
+        *(["--workers", "1", "--standby", "1"] if args.outside else []),
     ]
-    options = ["--runs", str(args.runs), "--faults", str(args.faults), "--seed", str(args.seed), "--kinds", args.kinds]
+    options = ["--runs", str(args.runs), "--seed", str(args.seed)]
+    if args.outside:
+        options += ["--outside", str(args.outside), "--signals", args.signals, "--targets", args.targets]
+    else:
+        options += ["--faults", str(args.faults), "--kinds", args.kinds]
     options += ["--points", args.points] if args.points else []
     begin = time.monotonic()
     done = subprocess.Popen(
@@ -122,15 +129,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=KINDS)
     parser.add_argument("--points", help="where faults strike (everywhere)")
+    parser.add_argument("--outside", type=int, metavar="N", help="send N signals from outside in each run instead")
+    parser.add_argument("--signals", default="kill,stop,segv,bus,abort")
+    parser.add_argument("--targets", default="rank,worker,standby,supervisor")
+    parser.add_argument("--workers", type=int, default=0, help="of each DataLoader")
+    parser.add_argument("--standby", type=int, default=0)
     parser.add_argument("--train", action="store_true", help="be the script that is tried")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and fingerprints")
     args = parser.parse_args()
     if args.train:
-        train(args.ranks, args.steps)
+        train(args)
         return
     out = args.keep or Path(tempfile.mkdtemp()) / "chaos"
     code, text, took_s = measure(args, out)
-    rows = re.findall(r"^  (\d+) +((\w+):\d+:(\w+):\d+) +(step \d+|not reached) +(.*?)  +(\S+)$", text, re.M)
+    rows = re.findall(
+        r"^  (\d+) +((?:outside:)?(\w+):[\d-]+:([\w-]+):\d+) +(step \d+\S*.*?|not reached)  +(.*?)  +(\S+)$", text, re.M
+    )
     if not rows:
         sys.exit(code)
     struck = [row for row in rows if row[4] != "not reached"]
@@ -148,7 +162,7 @@ def main() -> None:
     table.append(["all", str(len(struck)), *(str(total[column]) for column in columns)])
     places = ", ".join(f"{place} {count}" for place, count in Counter(row[3] for row in struck).most_common())
     notes = f"""
-{len(struck)} seeded faults in {len(runs)} runs of {args.steps} steps, {total["identical"]} bit-identical. Flake rate: {flaky} of
+{len(struck)} seeded {"signals from outside" if args.outside else "faults"} in {len(runs)} runs of {args.steps} steps, {total["identical"]} bit-identical. Flake rate: {flaky} of
 {len(runs)} runs. {len(rows) - len(struck)} faults were not reached. {args.ranks} ranks, R=2; {took_s / 60:.1f} minutes in all. A
 fault counts as what its run came to. SIGTERM ends a run; up to there it is compared.
 
@@ -156,8 +170,8 @@ Where: {places}.
 """
     raw = {"code": code, "seconds": took_s, "runs": runs, "faults": [[row[0], row[1], row[4], row[6]] for row in rows]}
     write(
-        "chaos",
-        "Chaos: seeded faults, compared bit by bit",
+        "chaos_outside" if args.outside else "chaos",
+        "Chaos: seeded signals from outside" if args.outside else "Chaos: seeded faults, compared bit by bit",
         ["kind", "faults", *columns],
         table,
         notes,

@@ -39,7 +39,14 @@ def describe_model(module: nn.Module) -> dict[str, str]:
 
 
 def compare(
-    generations: Generations, topic: str, rank: int, grid: Grid, facts: Mapping[str, Any], advice: str, timeout_s: float
+    generations: Generations,
+    topic: str,
+    rank: int,
+    grid: Grid,
+    facts: Mapping[str, Any],
+    advice: str,
+    generation: int,
+    timeout_s: float,
 ) -> list[dict[str, Any]]:
     """Makes sure that ``facts`` are the same on every rank.
 
@@ -50,6 +57,7 @@ def compare(
         grid: The table of ranks.
         facts: Plain data by name. Names that begin with an underscore are exchanged but may differ.
         advice: What to do where facts differ.
+        generation: In which this rank is; the next one ends the wait.
         timeout_s: How long to wait for the others.
 
     Returns:
@@ -58,7 +66,7 @@ def compare(
     Raises:
         ConfigurationError: On every rank, if facts differ; it says on which ranks, and what they have.
     """
-    everyone = generations.share(f"facts/{topic}", rank, dict(facts), 0, range(grid.world_size), timeout_s)
+    everyone = generations.share(f"facts/{topic}", rank, dict(facts), generation, range(grid.world_size), timeout_s)
     for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
         said = _difference([json.dumps(each.get(name)) for each in everyone])
         if said:
@@ -67,7 +75,13 @@ def compare(
 
 
 def compare_models(
-    generations: Generations, topic: str, rank: int, grid: Grid, module: nn.Module, timeout_s: float
+    generations: Generations,
+    topic: str,
+    rank: int,
+    grid: Grid,
+    module: nn.Module,
+    generation: int,
+    timeout_s: float,
 ) -> None:
     """Makes sure that all ranks train the same parameters.
 
@@ -77,10 +91,11 @@ def compare_models(
     own = describe_model(module)
     advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    everyone = generations.share(f"facts/{topic}", rank, {"model": digest}, 0, range(grid.world_size), timeout_s)
+    ranks = range(grid.world_size)
+    everyone = generations.share(f"facts/{topic}", rank, {"model": digest}, generation, ranks, timeout_s)
     if len({each["model"] for each in everyone}) == 1:
         return
-    models = generations.share(f"facts/{topic}/parameters", rank, own, 0, range(grid.world_size), timeout_s)
+    models = generations.share(f"facts/{topic}/parameters", rank, own, generation, ranks, timeout_s)
     for name in dict.fromkeys(name for model in models for name in model):
         said = _difference([model.get(name, "missing") for model in models])
         if said:

@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 
+from lightning_replica._compat.lightning import _LRCallback
+
 # Attributes beside the `state_dict` that decide what the callback does next.
 _EXTRAS: dict[type[pl.Callback], tuple[str, ...]] = {
     ModelCheckpoint: ("_last_global_step_saved", "_last_checkpoint_saved"),
@@ -21,6 +23,7 @@ _EXTRAS: dict[type[pl.Callback], tuple[str, ...]] = {
     + ("_accumulate_grad_batches",),
     WeightAveraging: ("_latest_update_step", "_latest_update_epoch"),
     BackboneFinetuning: ("_restarting", "previous_backbone_lr"),
+    _LRCallback: ("lrs", "losses", "avg_loss", "best_loss"),
 }
 # These hold a second model, which changes only when one of their extras does.
 _WITH_MODEL = (StochasticWeightAveraging, WeightAveraging)

@@ -38,6 +38,7 @@ class Experiment:
         spaced: Whether the faults leave each other time.
         every_n_steps: Steps between fingerprints.
         options: Options of recovery that the script's own give way to.
+        hurt: Whether something strikes, from inside or from outside.
     """
 
     folder: str
@@ -45,6 +46,7 @@ class Experiment:
     spaced: bool = True
     every_n_steps: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    hurt: bool = False
 
     @classmethod
     def current(cls) -> "Experiment | None":
@@ -72,7 +74,7 @@ class Experiment:
         folder = Path(self.folder)
         injector = FaultInjector(self.faults, spaced=self.spaced, record=folder / STRUCK)
         report = RecoveryReport(folder / INCIDENTS)
-        return [Fingerprint(folder, self.every_n_steps), *([injector, report] if self.faults else [_Map(folder)])]
+        return [Fingerprint(folder, self.every_n_steps), *([injector, report] if self.hurt else [_Map(folder)])]
 
 
 def overridden(options: RecoveryOptions) -> RecoveryOptions:

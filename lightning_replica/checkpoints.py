@@ -17,7 +17,8 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_s
 from lightning_replica.checkpoint.full import gather_optimizer, load_optimizer
 from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.together import Together, TogetherBeside
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.errors import CheckpointError, ConfigurationError
+from lightning_replica.messages import warn
 from lightning_replica.save_beside import SaveBeside
 from lightning_replica.session import Session
 from lightning_replica.snapshot import Snapshot
@@ -197,7 +198,7 @@ class Checkpoints:
             write(staged, together)
             return
         self.settle(training.check)  # one that was given up may still be at its last file
-        self._beside = SaveBeside(partial(write, staged.copied(), beside))
+        self._beside = SaveBeside(partial(write, together.run(staged.copied), beside))
 
     def publish_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
         """Has the tracker of ``directory`` name what is published there, and only the newest stay."""
@@ -205,14 +206,17 @@ class Checkpoints:
         self._directories[directory.path] = directory, keep_last or kept
 
     def _published(self, path: Location, first: bool) -> None:
-        """A checkpoint is whole on the disk."""
+        """A checkpoint is whole on the disk, on one rank; what fails from here on is no reason to write it again."""
         found = self._directories.get(path.parent)
         if found is None or not first:
             return
         directory, keep_last = found
-        directory.track(path.name)
-        if keep_last is not None:
-            directory.retain(keep_last)
+        try:
+            directory.track(path.name)
+            if keep_last is not None:
+                directory.retain(keep_last)
+        except (CheckpointError, OSError) as error:
+            warn(f"{path} is written; but it could not be tracked, or older ones not be removed: {error}")
 
     # Loading, in the order of calls
 
@@ -283,4 +287,10 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Loca
 
 def absent(path: Location) -> dict[str, Any]:
     """What a replacement takes for a checkpoint that is gone by now; its state comes from a peer."""
-    return {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}, "path": str(path)}
+    nothing: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}}
+    return {**nothing, "pytorch-lightning_version": pl.__version__, "path": str(path)}
+
+
+def is_absent(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether this is what `absent` gives."""
+    return not checkpoint.get("state_dict") and "path" in checkpoint

@@ -3,6 +3,7 @@
 ReplicaError
 ├── ConfigurationError       what was asked for cannot be done; raised before any process group waits
 ├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
+├── ClosedGroupError         a process group was used that no recovery could open again
 ├── Interrupted              the world has moved to a new generation; this rank's step ends here
 ├── CorruptedShardError      bits of this rank's shard have changed by themselves, or its peers have others
 ├── TransferError            a shard or a snapshot arrived damaged or not at all
@@ -24,6 +25,10 @@ class ConfigurationError(ReplicaError, ValueError):
 
 class CollectiveError(ReplicaError):
     """A collective did not finish: a peer is gone or the process group was aborted."""
+
+
+class ClosedGroupError(ReplicaError):
+    """A process group was used that a recovery could not open again, as not every member has it."""
 
 
 class Interrupted(ReplicaError):

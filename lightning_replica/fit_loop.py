@@ -20,16 +20,18 @@ from lightning_replica._compat.lightning import (
     _AutomaticOptimization,
     _call_callback_hooks,
     _call_lightning_module_hook,
+    _EvaluationLoop,
     _FitLoop,
     _ManualOptimization,
     _TrainingEpochLoop,
     _TunerExitException,
-    epoch_of,
     walk_loops,
 )
+from lightning_replica.data.deaths import told_while_loading
+from lightning_replica.data.in_loops import put_in, take_out
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.points import begin, reach
-from lightning_replica.snapshot import Snapshot, exact_loaders
+from lightning_replica.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from lightning_replica.strategy import ReplicaZeroStrategy
@@ -49,6 +51,7 @@ def adopt(trainer: pl.Trainer) -> None:
     swaps = (
         (fit_loop, _FitLoop, ReplicaFitLoop),
         (fit_loop.epoch_loop, _TrainingEpochLoop, ReplicaEpochLoop),
+        (fit_loop.epoch_loop.val_loop, _EvaluationLoop, ReplicaValidationLoop),
         (fit_loop.epoch_loop.automatic_optimization, _AutomaticOptimization, ReplicaOptimization),
         (fit_loop.epoch_loop.manual_optimization, _ManualOptimization, ReplicaManualOptimization),
     )
@@ -87,6 +90,23 @@ class ReplicaManualOptimization(_ManualOptimization):
         return output
 
 
+class ReplicaValidationLoop(_EvaluationLoop):
+    """Reads data that can be put back: workers that live longer than a validation go on from one to the next."""
+
+    def setup_data(self) -> None:
+        """Puts exact loaders in place of those that were set up."""
+        before = self._combined_loader
+        super().setup_data()
+        if self._combined_loader is not before:
+            take_out(before)
+            put_in(self._combined_loader)
+
+    def teardown(self) -> None:
+        """Leaves no workers behind."""
+        take_out(self._combined_loader)
+        super().teardown()
+
+
 class ReplicaFitLoop(_FitLoop):
     """`_FitLoop` that recovers."""
 
@@ -102,12 +122,18 @@ class ReplicaFitLoop(_FitLoop):
         """Trains to the end, through any number of faults."""
         self.setup_data()
         loaded = self._strategy.resumption(self.trainer)
-        if self.skip and (loaded is None or loaded.place in (None, "epoch_end")):
-            return  # an epoch that is under way is brought to its end
+        if self._strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
+            return
         self.reset()
         self.on_run_start()
+        if self._training.pass_loop():
+            return
+        with told_while_loading():
+            self._run(self._training.begin(loaded))
+        self._training.report()
+
+    def _run(self, resume: Snapshot | None) -> None:
         training = self._training
-        resume = training.begin(loaded)
         while True:
             try:
                 self._epochs(resume)
@@ -115,7 +141,7 @@ class ReplicaFitLoop(_FitLoop):
                 begin("fit_end")
                 self.on_run_end()
                 training.end()
-                break
+                return
             except _PASS:
                 raise
             except Exception as error:
@@ -124,7 +150,24 @@ class ReplicaFitLoop(_FitLoop):
                 fault = error
             # Not in the clause above, where whatever is raised would drag the fault's traceback along.
             resume = training.recover_from(fault)
-        training.report()
+
+    def _load_combined_loader_states(self) -> None:
+        """Called by `setup_data` once all is done to the loaders, right before they are iterated: by exact ones.
+
+        States of stateful loaders in another strategy's checkpoint are not needed: we know how many batches were taken.
+        """
+        self._combined_loader_states_to_load = []
+        fetcher = self._data_fetcher
+        if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
+            take_out(fetcher._combined_loader)
+        put_in(self._combined_loader)
+
+    def _skips(self, loaded: Snapshot | None) -> bool:
+        """Whether there is nothing to train; an epoch that is under way is brought to its end.
+
+        A replacement does as its predecessor did: the checkpoint that the fit was given may have been written over.
+        """
+        return bool(self.skip) and (loaded is None or loaded.place in (None, "epoch_end"))
 
     def reset(self) -> None:
         """Leaves the counters that a checkpoint held as they are: we know where they stand."""
@@ -150,13 +193,10 @@ class ReplicaFitLoop(_FitLoop):
         begin("epoch_start")
         super().on_advance_start()
         self._training.weights_touched = True  # by hooks of the epoch's end or start
-        for loader in exact_loaders(self.trainer):
-            loader.begin_epoch(epoch_of(self))
 
     def teardown(self) -> None:
         """Leaves no workers behind."""
-        for loader in exact_loaders(self.trainer):
-            loader.close()
+        take_out(self._combined_loader)
         super().teardown()
 
     def _epochs(self, resume: Snapshot | None) -> None:

@@ -23,16 +23,10 @@ from lightning_replica.errors import (
 )
 from lightning_replica.points import PHASES
 from lightning_replica.recovery.context import RecoveryContext
-from lightning_replica.recovery.groups import uses_closed_group
 from lightning_replica.recovery.incident import Incident
 from lightning_replica.recovery.options import RecoveryOptions
 
 log = logging.getLogger(__name__)
-
-_CLOSED_GROUP = (
-    "a process group was used that a recovery has closed. Make groups of your own anew in"
-    " `RecoveryCallback.on_recovery_regroup`, which is called whenever the old ones are gone"
-)
 
 
 def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOptions:
@@ -69,15 +63,12 @@ def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOption
 
 
 def explain(error: BaseException) -> str:
-    """What an exception is about, in one line; where it is a closed process group, what to do about that."""
-    said = f"{type(error).__name__}: {error}"
-    return f"{_CLOSED_GROUP} ({said})" if uses_closed_group(error) else said
+    """What an exception is about, in one line."""
+    return f"{type(error).__name__}: {error}"
 
 
 def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
     """What of ``device``, or of another rank, made this rank fail; None if that is the user's own business."""
-    if uses_closed_group(error):
-        return None
     fault = fault_of(error, device)
     if fault is None and isinstance(error, (CollectiveError, Interrupted)):
         return DeviceFault("outside", str(error))

@@ -10,7 +10,7 @@ from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica.attributes import plain
-from lightning_replica.data.position import ExactLoader
+from lightning_replica.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import from_plain, to_plain
@@ -36,6 +36,7 @@ class LightningHost:
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._loss: tuple[int, Any] = (0, None)
         self._passed = -1
+        self._adopted = False  # whether the snapshot is another process's
         self.resume: Snapshot | None = None  # where the fit loop goes on; set by `restore`
 
     # Taking
@@ -98,7 +99,7 @@ class LightningHost:
 
     def _mark(self) -> None:
         ahead = snapshots.fetched_ahead(self._trainer)
-        for loader in snapshots.exact_loaders(self._trainer):
+        for loader in training_loaders(self._trainer):
             loader.mark(ahead)
 
     def closure_output(self) -> dict[str, Any]:
@@ -124,6 +125,26 @@ class LightningHost:
         self._held[taken.kind, taken.step] = taken
         return taken
 
+    def result(self) -> tuple[bytes, bytes]:
+        """What the training loop that has just ended has come to: the replicated and the private part.
+
+        Raises:
+            RecoveryError: If it holds what cannot be sent.
+        """
+        taken = self._take("tail", 0)
+        taken.replicated["attributes"] = plain(taken.attributes)
+        return taken.replicated_bytes(), taken.private_bytes()
+
+    def adopt_result(self, replicated: bytes, private: bytes) -> None:
+        """Take what `result` has returned; the weights are there already."""
+        taken = Snapshot.from_bytes("tail", 0, replicated, private)
+        taken.attributes = taken.replicated.pop("attributes")
+        snapshots.restore_groups(self._trainer, taken)
+        for optimizer in self._trainer.optimizers:
+            mark_stepped(optimizer)
+        snapshots.restore(self._trainer, taken)
+        self._device.set_rng_state(taken.rng)
+
     # recovery.interface.Host
 
     def held(self, kind: Kind) -> tuple[int, ...]:
@@ -148,7 +169,7 @@ class LightningHost:
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Takes what a peer sent as this rank's own."""
-        self._held = {}
+        self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         parameters = dict(self._trainer.lightning_module.named_parameters())
         with torch.no_grad():
@@ -169,6 +190,9 @@ class LightningHost:
         taken = self._held[kind, step]
         snapshots.restore(self._trainer, taken)
         self._rewind(taken)
+        for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
+            (loader.inherit if self._adopted else loader.return_to)(state)
+        self._adopted = False
         self._device.set_rng_state(taken.rng)
         self.resume = taken
 
@@ -181,18 +205,30 @@ class LightningHost:
         if taken.place in ("batch", "tail", "batch_end", "validation_end"):
             self._rewind(taken)
         else:
-            for loader, state in zip(snapshots.exact_loaders(self._trainer), taken.loaders, strict=False):
-                loader.inherit(state)
+            self._inherit(taken)
+        for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
+            loader.inherit(state)
         self._device.set_rng_state(taken.rng)
+
+    def _inherit(self, taken: Snapshot) -> None:
+        """Between epochs; the first one's iteration may have begun already."""
+        loaders = training_loaders(self._trainer)
+        for loader, state in zip(loaders, taken.loaders, strict=False):
+            if state.begun is not None and not state.batches:
+                loader.rewind(state)
+            else:
+                loader.inherit(state)
+        if any(state.begun is not None and not state.batches for state in taken.loaders):
+            fetcher: Any = self._trainer.fit_loop._data_fetcher
+            iter(fetcher)
 
     def _rewind(self, taken: Snapshot) -> None:
         """Puts the data back; where hooks want to see the batch before, that is fetched again."""
         fit_loop = self._trainer.fit_loop
         epoch = epoch_of(fit_loop)
-        loaders: list[ExactLoader] = snapshots.exact_loaders(self._trainer)
-        for loader, state in zip(loaders, taken.loaders, strict=True):
+        for loader, state in zip(training_loaders(self._trainer), taken.loaders, strict=True):
             _set_sampler_epoch(loader, epoch)
-            loader.rewind(epoch, state)
+            loader.rewind(state)
         fetcher: Any = fit_loop._data_fetcher
         iter(fetcher)
         again = taken.ends_with_batch

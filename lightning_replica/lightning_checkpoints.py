@@ -1,6 +1,7 @@
 """What Lightning asks a strategy for about checkpoints, and what this one has beside."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,11 +10,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_replica._compat.lightning import writes_archives
+from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
 from lightning_replica.checkpoint.location import Location, locate
-from lightning_replica.checkpoints import Checkpoints, absent
+from lightning_replica.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.dying_gasp import DyingGasp
-from lightning_replica.errors import CheckpointError, ReplicaError
+from lightning_replica.errors import CheckpointError, CollectiveError, ReplicaError
+from lightning_replica.hooks import fault_behind
 from lightning_replica.lightning_collectives import LightningCollectives
 from lightning_replica.messages import say
 from lightning_replica.planned_save import PlannedSave
@@ -37,6 +41,8 @@ class LightningCheckpoints(LightningCollectives):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
+        if self.session.newborn:
+            return {}
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -45,18 +51,27 @@ class LightningCheckpoints(LightningCollectives):
             self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of either form."""
+        """Reads a checkpoint of either form.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
         path = locate(checkpoint_path)
         if self.session.newborn and not exists(path):
             return absent(path)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        opened = self._checkpoints.open(path, fitting)
-        return super().load_checkpoint(checkpoint_path, weights_only) if opened is None else opened
+        opened = self._checkpoints.open(path, self._is_fitting)
+        if opened is not None:
+            return opened
+        # What another plugin has written, it knows by itself; a replacement gets its state from a peer.
+        if writes_archives(self.checkpoint_io) and not self.session.newborn and can_be_checked(path):
+            check_archive(path)
+        with reading(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes the weights, unless they come with the optimizers' shards or from a peer."""
-        if not self._checkpoints.is_open and not self.session.newborn:
+        from_a_peer = self.session.newborn and (self._is_fitting or is_absent(checkpoint))
+        if not self._checkpoints.is_open and not from_a_peer:
             super().load_model_state_dict(checkpoint, strict)
 
     def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
@@ -74,7 +89,9 @@ class LightningCheckpoints(LightningCollectives):
         return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint in the form of ``state_dict_type``."""
+        """Writes a checkpoint in the form of ``state_dict_type``; a replacement on its way leaves what is there."""
+        if self.session.newborn:
+            return
         if self._training is not None and self.lightning_module is not None:
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):
@@ -82,15 +99,27 @@ class LightningCheckpoints(LightningCollectives):
                 return
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint; a replacement on its way leaves what is there."""
+        if not self.session.newborn:
+            super().remove_checkpoint(filepath)
+
     def save_periodic(self, path: Location) -> None:
-        """Writes a sharded checkpoint, whatever form the others have. Collective."""
+        """Writes a sharded checkpoint, whatever form the others have. Collective.
+
+        Raises:
+            CheckpointError: On every rank, if one could not write.
+            CollectiveError: If a device's fault, or a lost rank, is the reason: that must be recovered from.
+        """
         trainer, training = self._fitting()
-        self._checkpoints.save_periodic(trainer, training, path)
+        with self._faults_apart():
+            self._checkpoints.save_periodic(trainer, training, path)
 
     def save_beside(self, path: Location) -> None:
         """Likewise, but returns once what is to be written has been copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
-        self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
+        with self._faults_apart():
+            self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
 
     def settle_save(self, path: Location) -> bool:
         """Waits for what `save_beside` has begun. Collective.
@@ -125,15 +154,34 @@ class LightningCheckpoints(LightningCollectives):
 
     def _save_planned(self, trainer: pl.Trainer, training: Training, directory: CheckpointDirectory) -> None:
         path = directory.path_of(trainer.global_step)
-        self._checkpoints.save_periodic(trainer, training, path, "planned")
+        said = f"{path} is written, as asked."
+        try:
+            with self._faults_apart():
+                self._checkpoints.save_periodic(trainer, training, path, "planned")
+        except CheckpointError as error:  # on every rank
+            said = f"the checkpoint that was asked for could not be written: {error} Training goes on; ask again."
         if trainer.is_global_zero:
-            say(f"{path} is written, as asked.")
+            say(said)
+
+    @contextmanager
+    def _faults_apart(self) -> Iterator[None]:
+        """Tell a save that fails because of the machine from one that cannot be written."""
+        try:
+            yield
+        except CheckpointError as error:
+            if fault_behind(error, self.training.device) is not None:
+                raise CollectiveError(str(error)) from error
+            raise
 
     def gasps_to(self, directory: CheckpointDirectory) -> None:
         """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""
         trainer, training = self._fitting()
         gasp = DyingGasp(trainer, training, self._checkpoints, self.session.mirrors, directory, self.global_rank)
         training.write_last = gasp.write
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def _fitting(self) -> tuple[pl.Trainer, Training]:
         if self.lightning_module is None:

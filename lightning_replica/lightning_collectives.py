@@ -13,7 +13,7 @@ from lightning_replica.session import Session
 
 
 class LightningCollectives(ParallelStrategy):
-    """Lightning's own collectives: waited for in slices, and journalled while ranks are set up."""
+    """Lightning's own collectives, waited for in slices."""
 
     _session: Session | None
 
@@ -26,22 +26,20 @@ class LightningCollectives(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until all ranks are here."""
-        if name is not None and self._session is not None:
-            self._session.journal.mark(name)
-        if self._session is not None and not self._session.journal.reading:
+        if self._session is not None:
             self._session.wait(dist.barrier(async_op=True))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Gives every rank the object of rank ``src``."""
         session = self._session
-        return obj if session is None else session.journal.entry(lambda: objects.broadcast(obj, src, session.wait))
+        return obj if session is None else objects.broadcast(obj, src, session.wait)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks; anything else is returned as it is."""
         session = self._session
         if not isinstance(tensor, Tensor) or session is None:
             return tensor
-        return session.journal.entry(lambda: objects.reduce(tensor, group, reduce_op, session.wait))
+        return objects.reduce(tensor, group, reduce_op, session.wait)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stacks the tensors of all ranks."""
@@ -50,5 +48,4 @@ class LightningCollectives(ParallelStrategy):
             return tensor
         if sync_grads:
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)
-        gathered: Tensor = session.journal.entry(lambda: objects.all_gather(tensor, group, session.wait))
-        return gathered
+        return objects.all_gather(tensor, group, session.wait)

@@ -1,24 +1,38 @@
-"""A replacement's loggers go on with the runs of its predecessor: no second directory, no second run.
+"""Loggers of one training write to one run, whichever process they are made in.
 
-Loggers choose a version, or are given an id, when they begin. Every rank leaves in the store what its own have got, and
-its replacement puts that into its loggers before anything asks them.
+A logger chooses a version, or is given an id, when it begins. The script makes its loggers in the process that the user
+starts, in every rank, and again in a rank's replacement, and may use them before `fit`. So whoever comes first leaves
+what its loggers have got, and whoever comes later puts that into its own, as soon as they are made: the n-th of a class
+gets what the n-th of that class had.
 """
 
-from collections.abc import Iterable, Sequence
+import gc
+import json
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lightning_replica._compat.lightning import continue_csv
+from lightning_replica._compat.lightning import continue_csv, when_made
 from lightning_replica.errors import RecoveryError
+from lightning_replica.launch.rank import SupervisedRank, at_entry
+from lightning_replica.recovery.generation import Store
 
 # Where loggers keep what names their run: CSV, TensorBoard and Lightning's own; Weights & Biases; MLflow; Comet.
 _NAMES = ("_version", "_id", "_run_id", "_experiment_id", "_experiment_key")
+_FIRST, _OF_RANK = "runs/first", "runs/{}"  # store keys: what the first process had, and what a rank has
+
+_made: "list[weakref.ref[Logger]]" = []
 
 
 def record(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
     """What names the runs of ``loggers``, as plain data; asks none of them for anything that it has not chosen yet."""
-    return [{"class": type(logger).__name__, "names": _names(logger)} for logger in loggers]
+    return [
+        {"class": type(logger).__name__, "names": _names(logger), "begun": _has_begun(logger)} for logger in loggers
+    ]
 
 
 def adopt(loggers: Sequence[Logger], recorded: Sequence[dict[str, Any]], writes: bool) -> None:
@@ -39,12 +53,97 @@ def adopt(loggers: Sequence[Logger], recorded: Sequence[dict[str, Any]], writes:
             " The script must do the same on every start until `fit` begins."
         )
     for logger, run in zip(loggers, recorded, strict=True):
-        vars(logger).update(run["names"])
-        options = vars(logger).get("_wandb_init")
-        if options is not None:
-            options.update(id=run["names"].get("_id"), resume="allow")
-        if writes and isinstance(logger, CSVLogger):
-            continue_csv(logger)
+        _adopt(logger, run, writes)
+
+
+def hand_over() -> dict[str, str]:
+    """End this process's part in the runs of its loggers, for ranks to go on with them.
+
+    Returns:
+        What the ranks find in the supervisor's store.
+    """
+    loggers = [each for each in gc.get_objects() if isinstance(each, Logger)]  # in the order in which they were made
+    recorded = record(loggers)
+    for logger in loggers:
+        if _has_begun(logger):
+            logger.save()
+        if "_wandb_init" in vars(logger) and _has_begun(logger):
+            vars(logger)["_experiment"].finish()
+            sys.modules["wandb"].teardown()  # its service would be the ranks' too
+    return {_FIRST: json.dumps(recorded)} if any(run["names"] for run in recorded) else {}
+
+
+def leave(store: Store, rank: int) -> None:
+    """Leave what the loggers made so far have got, for a process that may have to take this one's place."""
+    loggers = [logger for logger in (reference() for reference in _made) if logger is not None]
+    store.set(_OF_RANK.format(rank), json.dumps(record(loggers)))
+
+
+def _follow(rank: SupervisedRank) -> None:
+    """From here on, loggers go on with the runs of whoever came before this process."""
+    store = rank.connect()
+    key = next((key for key in (_OF_RANK.format(rank.rank), _FIRST) if store.check([key])), None)
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in json.loads(store.get(key)) if key is not None else ():
+        runs[run["class"]].append(run)
+    counts: Counter[str] = Counter()
+
+    def made(logger: Logger) -> None:
+        name = type(logger).__name__
+        _made.append(weakref.ref(logger))
+        counts[name] += 1
+        if counts[name] <= len(runs[name]):
+            _adopt(logger, runs[name][counts[name] - 1], writes=rank.rank == 0)
+
+    when_made(Logger, made)
+
+
+at_entry(_follow)
+
+
+def _adopt(logger: Logger, run: dict[str, Any], writes: bool) -> None:
+    vars(logger).update(run["names"])
+    options = vars(logger).get("_wandb_init")
+    if options is not None and run["names"].get("_id") is not None:
+        options.update(id=run["names"]["_id"], resume="allow")
+    if writes and run["begun"] and isinstance(logger, CSVLogger):
+        continue_csv(logger)
+
+
+def _has_begun(logger: Logger) -> bool:
+    return vars(logger).get("_experiment") is not None or bool(vars(logger).get("_initialized"))
+
+
+def mute(loggers: Iterable[Logger]) -> Callable[[], None]:
+    """Have ``loggers`` write no metrics: a predecessor has written them.
+
+    Returns:
+        A function that ends it.
+    """
+    muted = [_Muted(logger) for logger in loggers]
+
+    def end() -> None:
+        for each in muted:
+            each.end()
+
+    return end
+
+
+class _Muted:
+    """In place of a logger's ``log_metrics``. Others may wrap it meanwhile, so in the end it stays, and passes on."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger, self._write, self._muted = logger, logger.log_metrics, True
+        vars(logger)["log_metrics"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._muted:
+            self._write(*args, **kwargs)
+
+    def end(self) -> None:
+        self._muted = False
+        if vars(self._logger).get("log_metrics") is self and not isinstance(self._write, _Muted):
+            del vars(self._logger)["log_metrics"]
 
 
 def _names(logger: Logger) -> dict[str, Any]:

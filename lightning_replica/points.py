@@ -53,6 +53,9 @@ class Watcher(Protocol):
     def begins(self, place: Point | Stretch) -> None:
         """This rank has passed a point, or a stretch begins."""
 
+    def at_step(self, step: int) -> None:
+        """A batch begins, with ``step`` updates applied."""
+
     def waits(self) -> None:
         """This rank waits for others, and is alive: called every few milliseconds while it does."""
 
@@ -78,6 +81,12 @@ def begin(stretch: Stretch) -> None:
     """Tells the watcher that a stretch begins; it lasts until the next stretch or point."""
     if _watcher is not None:
         _watcher.begins(stretch)
+
+
+def at_step(step: int) -> None:
+    """Tell the watcher that a batch begins, with ``step`` updates applied."""
+    if _watcher is not None:
+        _watcher.at_step(step)
 
 
 def waits() -> None:

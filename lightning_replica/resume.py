@@ -33,7 +33,8 @@ import torch
 from lightning_replica import plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.tree import Tree
-from lightning_replica.data.position import LoaderState
+from lightning_replica.data.in_loops import training_loaders
+from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import all_gather_bytes
 from lightning_replica.snapshot import Place, Snapshot
@@ -74,7 +75,8 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         taken = Snapshot("tail", 0, host, rng, [], loss=loss, fresh=True)
         snapshots.take_private(trainer, taken, tree)
         if host["place"] in (None, "epoch_end"):
-            taken.loaders = [loader.state_between_epochs() for loader in snapshots.exact_loaders(trainer)]
+            ahead = snapshots.fetched_ahead(trainer)
+            taken.loaders = [loader.state_between_epochs(ahead) for loader in training_loaders(trainer)]
     buffer = io.BytesIO()
     torch.save(_private(taken), buffer)
     groups = training.groups
@@ -131,6 +133,7 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "rng": taken.rng,
         "results": taken.results,
         "loaders": [tuple(state) for state in taken.loaders],
+        "validation": [tuple(state) for state in taken.validation],
         "loss": taken.loss,
         "metric_states": taken.metric_states,
     }
@@ -149,8 +152,9 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         return None
     if own and own["world_size"] == session.grid.world_size:
         host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
-        loaders = [LoaderState(*state) for state in private["loaders"]]
-        taken = Snapshot("tail", 0, host, private["rng"], private["results"], loaders, private["loss"], fresh=True)
+        taken = Snapshot("tail", 0, host, private["rng"], private["results"], loss=private["loss"], fresh=True)
+        taken.loaders = [LoaderState.of(state) for state in private["loaders"]]
+        taken.validation = [LoaderState.of(state) for state in private.get("validation", ())]
         taken.metric_states = private["metric_states"]
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
@@ -182,7 +186,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
             _put_batches(batch, done)
     host["place"], host["logger_fx"] = place, [done == 1 if place else None, None]
     state = LoaderState(done - (place == "batch_end"))
-    loaders = [_within(loader, state) for loader in snapshots.exact_loaders(trainer)]
+    loaders = [_within(loader, state) for loader in training_loaders(trainer)]
     return Snapshot("tail", 0, host, session.device.rng_state(), [], loaders, fresh=True)
 
 
@@ -212,7 +216,7 @@ def _put_batches(progress: dict[str, Any], batches: int) -> None:
 
 def _batch_samples(trainer: pl.Trainer, world_size: int) -> int | None:
     """Samples of one batch on all ranks, as the first loader has it."""
-    loaders = snapshots.exact_loaders(trainer)
+    loaders = training_loaders(trainer)
     size = getattr(loaders[0], "batch_size", None) if loaders else None
     return size * world_size if isinstance(size, int) else None
 

@@ -1,7 +1,6 @@
 """One process's part in the world: its connections, its groups, its way in and out."""
 
 import atexit
-import json
 import logging
 import os
 import sys
@@ -24,7 +23,6 @@ from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.external import Patience, roll_call
-from lightning_replica.launch.journal import Journal
 from lightning_replica.launch.orphans import ORPHANED
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.launch.supervisor import PHASE
@@ -40,6 +38,7 @@ from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.collectives import Groups, make_groups
 from lightning_replica.sharding.state import ShardedState
+from lightning_replica.succession import Succession
 from lightning_replica.works import Ordered, Work, finish, wait
 
 log = logging.getLogger(__name__)
@@ -60,9 +59,9 @@ class Session:
         options: What the user has chosen about recovery.
 
     Attributes:
-        newborn: Whether this process is a replacement that has not joined the others yet.
         born: The generation that this process was born into.
-        journal: Set-up collectives, written down or read back.
+        fits: Fits that have begun.
+        succession: What this process leaves to a replacement, or has from its predecessor.
     """
 
     def __init__(
@@ -76,43 +75,46 @@ class Session:
     ) -> None:
         self.grid, self.rank, self.device = grid, rank, device
         planned_save.ignore()
-        self._show_progress(options)
-        self.newborn = surroundings.generation > 0
+        newborn = surroundings.generation > 0
+        self._show_progress(options, newborn)
         self._timeout_s, self.options = timeout_s, options
         self._surroundings, self._armed = surroundings, False
         store = surroundings.connect()
         self.generations = Generations(store)
-        self.journal = Journal(store, rank, reading=self.newborn)
-        if not options.recovery:
-            self.journal.close()
-        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look)
+        kept = options.recovery and surroundings.supervised
+        self.succession = Succession(store, rank, grid.world_size, newborn, surroundings.spool, kept)
+        journal = self.succession.journal
+        self._process_groups = ProcessGroups(store, rank, grid.world_size, device, timeout_s, self.look, journal)
         watched = Generations(surroundings.connect())
         interval_s = _LOOKS_S if options.recovery else _SELDOM_LOOKS_S
         self._monitor = Monitor(watched, self._wake, self.end_as_orphan, interval_s)
         self._monitor.start(surroundings.generation)
         self._generation = self.born = surroundings.generation
-        self._fits = 0
+        self.fits = 0
         self._beside = (-1, 0)  # generation, and how often `beside` was called in it
         self._deadline: threading.Timer | None = None
         self.mirrors = Mirrors(rank, self.wait)
         self._state: ShardedState | None = None
         self._groups: Groups | None = None
         self._compare_worlds()
-        if self.newborn:
-            self._process_groups.stand_in()
+        if newborn:
+            self._process_groups.hold()
         else:
             self._process_groups.open(0, self._make_groups)
         atexit.register(self.close)  # gloo's threads must end before the interpreter does
 
-    def _show_progress(self, options: RecoveryOptions) -> None:
+    @property
+    def newborn(self) -> bool:
+        """Whether this process is a replacement that has not joined the others yet."""
+        return self.succession.newborn
+
+    def _show_progress(self, options: RecoveryOptions, newborn: bool) -> None:
         """From here on the supervisor sees how far this rank is, and can have its stacks."""
-        if VARIABLE in os.environ and options.recovery:
+        limits = HangLimits.of(options)
+        if VARIABLE in os.environ and options.recovery and not limits.off:
+            path, world_size = os.environ[VARIABLE], self.grid.world_size
             try:
-                points.watch(
-                    Beacon(
-                        os.environ[VARIABLE], self.rank, self.grid.world_size, HangLimits.of(options), stacks.answer()
-                    )
-                )
+                points.watch(Beacon(path, self.rank, world_size, limits, stacks.answer(), newborn))
             except OSError as error:
                 log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 
@@ -126,7 +128,14 @@ class Session:
         }
         advice = "Start every rank from the same script, with the same options, in the same environment."
         everyone = agreement.compare(
-            self.generations, "world", self.rank, self.grid, facts, advice, self.options.rendezvous_timeout_s
+            self.generations,
+            "world",
+            self.rank,
+            self.grid,
+            facts,
+            advice,
+            self._generation,
+            self.options.rendezvous_timeout_s,
         )
         together = self.grid.together([each["_node"] for each in everyone])
         if together and self.rank == 0:
@@ -138,18 +147,10 @@ class Session:
 
     def compare_models(self, module: nn.Module) -> None:
         """Makes sure that all ranks are about to train the same parameters."""
-        topic = f"model/{self._fits}"
+        topic = f"model/{self.fits}"
         agreement.compare_models(
-            self.generations, topic, self.rank, self.grid, module, self.options.rendezvous_timeout_s
+            self.generations, topic, self.rank, self.grid, module, self._generation, self.options.rendezvous_timeout_s
         )
-
-    def leave_note(self, topic: str, plain: Any) -> None:
-        """Leaves plain data for a process that may have to take this one's place."""
-        self.generations.store.set(f"note/{self.rank}/{topic}", json.dumps(plain))
-
-    def read_note(self, topic: str) -> Any:
-        """What this replacement's predecessor has left."""
-        return json.loads(self.generations.store.get(f"note/{self.rank}/{topic}"))
 
     def attach(self, state: ShardedState, hook: Callable[[RecoveryContext], None] | None) -> None:
         """A fit begins: ``state`` uses this session's groups, now and after every regroup.
@@ -159,7 +160,7 @@ class Session:
             hook: Called in every phase of a recovery; None if nobody wants to be told.
         """
         self._state = state
-        self._fits += 1
+        self.fits += 1
         self.mirrors = Mirrors(self.rank, self.wait)
         self.recovery = Recovery(
             self.grid,
@@ -207,31 +208,37 @@ class Session:
         return self._groups
 
     def arm(self) -> None:
-        """From here on a lost rank can be replaced; but a replacement only knows the way to a script's first fit."""
-        self.journal.close()
+        """From here on a lost rank can be replaced."""
+        self.succession.begin_loop()
         if not self.options.recovery:
             return
-        self.generations.meet(f"armed/{self._fits}", 0, self.grid.world_size, self.options.rendezvous_timeout_s)
+        name = f"armed/{self.succession.loop}"
+        self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = True
-        if self._fits == 1:
-            self.generations.store.set(PHASE, "fit")
-            if self.rank == 0:
-                self.call_standbys()
+        self.generations.store.set(PHASE, "fit")
+        if self.rank == 0:
+            self.call_standbys()
+
+    def has_joined(self) -> None:
+        """This replacement is one of the others now."""
+        self.succession.has_joined()
+        self.call_standbys()
 
     def call_standbys(self) -> None:
         """Ranks are under way: the supervisor may start processes that wait."""
         if self._surroundings.supervised:
             call(self.generations.store, imported())
 
-    def disarm(self) -> None:
-        """Training is over on every rank; nobody needs to be replaced any more."""
+    def disarm(self, module: nn.Module, result: Callable[[], tuple[bytes, bytes]]) -> None:
+        """Training is over on every rank; nobody needs to be replaced any more. See `Succession.end_loop`."""
         if not self.options.recovery:
             return
         self._generation = self.recovery.generation
-        name = f"finished/{self._fits}"
+        name = f"finished/{self.succession.loop}"
         self.generations.meet(name, self._generation, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = False
         self.generations.store.set(PHASE, "done")
+        self.succession.end_loop(module, result)
 
     def leave(self) -> None:
         """All ranks have agreed to end; who goes is not replaced."""
@@ -306,7 +313,7 @@ class Session:
         The device first: an aborted collective leaves anything in its tensors, and nothing must be made from that.
         A replacement that is on its way is left in peace: whatever it does there needs nobody.
         """
-        if not self.journal.reading:
+        if self.succession.journal.mode != "reading":
             self.device.stop()
         self._process_groups.abort()
 

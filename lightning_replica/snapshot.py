@@ -24,7 +24,8 @@ from lightning_replica.callback_state import (
     follow_weight_averaging,
     restore_callbacks,
 )
-from lightning_replica.data.position import ExactLoader, LoaderState
+from lightning_replica.data.in_loops import training_loaders, validation_loaders
+from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
@@ -52,6 +53,7 @@ class Snapshot:
         results: Metrics under way, as `metrics.export_results` gives them.
         loss: The training step's loss, as `metrics.to_plain` gives it; only in a tail.
         loaders: Where the training loaders stand; in a tail, before the step's last batch.
+        validation: What lasts of validation loaders from one validation to the next.
         fresh: Whether this fit has yet to begin: the tail before its first step.
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; likewise.
@@ -66,6 +68,7 @@ class Snapshot:
     rng: bytes
     results: list[dict[str, Any]]
     loaders: list[LoaderState] = field(default_factory=list)
+    validation: list[LoaderState] = field(default_factory=list)
     loss: list[Any] | None = None
     fresh: bool = False
     batch: Any = None
@@ -87,8 +90,8 @@ class Snapshot:
 
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
-        loaders = [list(state) for state in self.loaders]
-        return plain.pack_lists([self.rng, self.results, loaders, self.loss, self.fresh, self._packed_states()])
+        loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
+        return plain.pack_lists([self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states()])
 
     def _packed_states(self) -> bytes:
         """Metric states are the user's, and may hold tuples and more."""
@@ -124,10 +127,9 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, loss, fresh, states = plain.unpack(private)
-        taken = cls(kind, step, {}, rng, results, [], loss, fresh)
-        for batches, begun, generator, workers, reused, before in loaders:
-            taken.loaders.append(LoaderState(batches, begun, generator, tuple(workers), reused, tuple(before)))
+        rng, results, loaders, validation, loss, fresh, states = plain.unpack(private)
+        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh)
+        taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.metric_states = plain.unpack(states) if states else []
         return taken
 
@@ -287,12 +289,6 @@ def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
                 optimizer.param_groups.append(group)
 
 
-def exact_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
-    """The training loaders that can be put back."""
-    combined = trainer.fit_loop._combined_loader
-    return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined is not None else []
-
-
 def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer, and of the generators of its device, as they are now."""
     tree = Tree.of(trainer.lightning_module)
@@ -306,7 +302,8 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapsho
     snapshot.attributes = attributes.take(trainer.lightning_module)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
-    snapshot.loaders = [loader.state(back) for loader in exact_loaders(trainer)]
+    snapshot.loaders = [loader.state(back) for loader in training_loaders(trainer)]
+    snapshot.validation = [loader.state_between() for loader in validation_loaders(trainer)]
     return snapshot
 
 

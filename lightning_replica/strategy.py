@@ -12,7 +12,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,9 +23,8 @@ from lightning_replica._compat.lightning import (
     let_config_be_saved_again,
 )
 from lightning_replica.checkpoints import Checkpoints, StateDictType
-from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices import device_for
-from lightning_replica.devices.host import HOST, rng_state, set_rng_state
+from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
@@ -33,6 +32,7 @@ from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
 from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
 from lightning_replica.launch.external import started_by_another
+from lightning_replica.launch.once import once
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.messages import say
 from lightning_replica.points import begin
@@ -209,12 +209,21 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     def _configure_launcher(self) -> None:
         grid = self.grid  # raises, in the first process, before anyone waits for anyone
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
-        if grid.world_size == 1:
+        if grid.world_size == 1 and not is_rank(self.cluster_environment):
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
-        which = WhichCheckpoint(self._resume, partial(is_rank, self.cluster_environment))
         self._launcher = launcher_for(
-            self.cluster_environment, self.num_processes, self.num_nodes, self.options_for, which.fill_in
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            chaos.overridden(self._given_options),
+            self.options_for,
+            WhichCheckpoint(self._resume, self._once).fill_in,
+            logger_runs.hand_over,
         )
+
+    def _once(self, work: Callable[[], str]) -> str:
+        rank = self.node_rank * self.num_processes + self.local_rank  # asked for before the environment is told
+        return once(rank, surroundings(self.cluster_environment, rank, self.num_nodes).connect(), work)
 
     def _device(self) -> Device:
         return device_for(self.root_device, self.accelerator)
@@ -244,11 +253,25 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             options = self.options_for(trainer)
             enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
             self._session = join(self.grid, self.global_rank, enter, self._device(), self._timeout_s, options)
-            if self._session.newborn and trainer is not None:
-                let_config_be_saved_again(trainer)
-                logger_runs.adopt(trainer.loggers, self._session.read_note("loggers"), writes=self.is_global_zero)
+            if trainer is not None:
+                self._session.succession.journal.may_be_left_out = partial(getattr, trainer, "sanity_checking")
+                if self._session.newborn:
+                    self._stand_for(trainer, self._session)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 chaos.enter(trainer)
+
+    def _stand_for(self, trainer: pl.Trainer, session: Session) -> None:
+        """In a replacement, until it has joined: what its predecessor has done once is not done again."""
+        if trainer.num_sanity_val_steps:
+            session.succession.when_joined(
+                partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps)
+            )
+            trainer.num_sanity_val_steps = 0
+        let_config_be_saved_again(trainer)
+        runs = session.succession.read_note(f"loggers/{session.fits}")
+        if runs is not None:
+            logger_runs.adopt(trainer.loggers, runs, writes=self.is_global_zero)
+        session.succession.when_joined(logger_runs.mute(trainer.loggers))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Lays the parameters out and shards the optimizers."""
@@ -266,7 +289,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
             if not self.session.newborn:
-                self.session.leave_note("loggers", logger_runs.record(trainer.loggers))
+                self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
+                logger_runs.leave(self.session.generations.store, self.global_rank)
             self.setup_optimizers(trainer)
             self._training = Training(
                 trainer,
@@ -293,13 +317,6 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         """Moves the model."""
         if self.model is not None:
             self.model.to(self.root_device)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Makes the training data exact: it can be put back to any batch."""
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or trainer.state.stage != RunningStage.TRAINING or isinstance(dataloader, ExactLoader):
-            return dataloader
-        return ExactLoader(dataloader, rng_state, set_rng_state)
 
     @property
     def state(self) -> ShardedState:

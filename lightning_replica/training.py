@@ -19,10 +19,11 @@ from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
 from lightning_replica.incidents import Incidents
+from lightning_replica.launch.rank import enter
 from lightning_replica.module_buffers import BufferSync
 from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.planned_save import PlannedSave
-from lightning_replica.points import reach
+from lightning_replica.points import at_step, reach
 from lightning_replica.precision import ShardedStep
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.session import Session
@@ -71,7 +72,7 @@ class Training:
         shared_memory: bool = True,
     ) -> None:
         module = trainer.lightning_module
-        self._session, self._precision = session, precision
+        self._session, self._precision, self._module = session, precision, module
         self.recoverable = session.options.recovery
         self.manual = not module.automatic_optimization
         self.whole_gradients = _resolve(whole_gradients, trainer)
@@ -113,6 +114,7 @@ class Training:
         Args:
             first_of_window: Whether the step's gradients begin here; under manual optimization, we know better.
         """
+        at_step(self.state.step)
         self._session.check()
         goes_on = self._window_is_open if self.manual else not first_of_window
         self._incidents.batch(first_of_window=not goes_on)
@@ -228,7 +230,7 @@ class Training:
             Where it goes on indeed.
         """
         if self._session.newborn:
-            self._session.journal.close()
+            self._session.succession.join_loop()
             self._incidents.born()
             return self._recover("")
         if loaded is not None:
@@ -242,6 +244,17 @@ class Training:
         self._session.arm()
         return taken
 
+    def pass_loop(self) -> bool:
+        """On a replacement that is wanted in a later training loop: takes what this one came to.
+
+        Returns:
+            Whether that is so, and there is nothing to train here.
+        """
+        result = self._session.succession.pass_loop(self._module)
+        if result is not None:
+            self.host.adopt_result(*result)
+        return result is not None
+
     def end(self) -> None:
         """The last thing in a fit: from here on nobody needs to go back.
 
@@ -253,7 +266,7 @@ class Training:
             told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
             peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
             self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
-        self._session.disarm()
+        self._session.disarm(self._module, self.host.result)
 
     def report(self) -> None:
         """After the end: tells of an incident that no further step has followed."""
@@ -275,9 +288,7 @@ class Training:
         if device_said:
             log.warning("rank %d: %s", self._session.rank, device_said)
         if raised:
-            # Once, and first; a step that fails again in the same way adds no second traceback.
-            log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
-            self._shown = raised
+            self._show(raised, error)
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
         if fault is not None and fault.level == "lost":
             self._session.leave_without_device(device_said)
@@ -287,6 +298,15 @@ class Training:
             if raised:
                 raise error from final
             raise
+
+    def _show(self, raised: str, error: Exception) -> None:
+        """Shows the traceback, first and once, whichever rank meets the error, and however often."""
+        rank = enter()
+        if rank is not None:
+            rank.show(error)
+            return
+        log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
+        self._shown = raised
 
     def _recover(self, raised: str, device_said: str = "") -> Snapshot | None:
         session = self._session
@@ -305,8 +325,7 @@ class Training:
             session.let_go()
             raise
         if session.newborn:
-            session.newborn = False
-            session.call_standbys()
+            session.has_joined()
         self._window_is_open, self.weights_touched = False, True
         self._module_buffers.forget()
         if self.planned is not None:

@@ -1,6 +1,9 @@
 """Which checkpoint a run goes on from when it is told "last" or "auto": the newest whole one.
 
-Chosen once for the whole run, by the process that starts the ranks; a replacement must not find a newer one.
+Chosen once for each fit, by rank 0 for all ranks; a replacement must not find a newer one.
+
+Every byte of what is chosen has been read and compared with its checksum: a damaged one would end this run, and then be
+chosen by the next.
 """
 
 import inspect
@@ -9,16 +12,13 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-from lightning_replica.checkpoint.directory import CheckpointDirectory, Latest
+from lightning_replica.checkpoint.directory import CheckpointDirectory, newest
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.messages import say
 
 log = logging.getLogger(__name__)
 
 Resume: TypeAlias = Literal["auto"] | None
-VARIABLE = "LIGHTNING_REPLICA_RESUME"
 
 
 class WhichCheckpoint:
@@ -26,11 +26,11 @@ class WhichCheckpoint:
 
     Args:
         resume: "auto" goes on from the newest checkpoint in a fit that is given none; None begins anew.
-        is_rank: Whether this process is a rank, and not the one that starts them.
+        once: Calls a function on one rank, and gives all ranks its result.
     """
 
-    def __init__(self, resume: Resume, is_rank: Callable[[], bool]) -> None:
-        self._resume, self._is_rank = resume, is_rank
+    def __init__(self, resume: Resume, once: Callable[[Callable[[], str]], str]) -> None:
+        self._resume, self._once = resume, once
 
     def fill_in(
         self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -50,11 +50,7 @@ class WhichCheckpoint:
                 "resume='auto' goes on from the newest checkpoint, but no callback says where those are. Add"
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
-        if self._is_rank():
-            found = os.environ.pop(VARIABLE, None)  # of the first fit only: only that can have a replacement
-            found = self._newest(directories) if found is None else found
-        else:
-            found = os.environ[VARIABLE] = self._newest(directories)
+        found = self._once(lambda: self._newest(directories))
         if found:
             bound.arguments["ckpt_path"] = found
         return bound
@@ -65,22 +61,19 @@ class WhichCheckpoint:
 
     def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
         try:
-            found = [directory.latest() for directory in directories]
+            found = newest(directories, verify=True)
         except CheckpointError as error:
             raise ConfigurationError(f"Which checkpoint is the newest cannot be told: {error}") from error
-        # Where another launcher has started the ranks, each of them chooses.
-        tells = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-        for problem in (problem for latest in found for problem in latest.problems if tells):
-            log.warning("%s", problem)
-        whole = [latest for latest in found if latest.path is not None]
-        newest = max(whole, key=_age, default=None)
-        if newest is None:
+        for problem in found.problems:
+            log.warning("Passed over: %s", problem)
+        if found.path is None:
+            if found.problems:
+                say("no checkpoint is whole: goes on from none.")
             return ""
-        path = str(newest.path)
+        path = str(found.path)
         if not os.path.lexists(path.removesuffix(".old")):
             path = path.removesuffix(".old")  # the name that it gets back when the run begins; readers know both
-        if tells:
-            say(f"goes on from {path}.")
+        say(f"goes on from {path}.")
         return path
 
 
@@ -88,7 +81,3 @@ def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
     """Of our callbacks; others may have a ``directory`` of another kind."""
     given = (getattr(callback, "directory", None) for callback in callbacks)
     return {each.path: each for each in given if isinstance(each, CheckpointDirectory)}.values()
-
-
-def _age(latest: Latest) -> Any:
-    return latest.manifest.age if latest.manifest is not None else (-1,)

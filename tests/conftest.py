@@ -1,12 +1,31 @@
 """What the whole run has to say, and what takes long to start."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import world
 from tests.support.bucket import Server
+from tests.support.tidy import strewn
+
+ROOT = Path(__file__).parents[1]
+BEFORE, LEFT = pytest.StashKey[set[str]](), pytest.StashKey[list[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[BEFORE] = strewn(ROOT)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fails a run that leaves files in the repository: a test must write somewhere else."""
+    left = sorted(strewn(ROOT) - session.stash.get(BEFORE, set()))
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    session.config.stash[LEFT] = left
+    return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +44,13 @@ def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return server.url()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Ranks that hung though they were not meant to: recovered from, or their test has failed; not to be overlooked."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Files that were left behind; and ranks that hung though they were not meant to: recovered from, or their test
+    has failed; not to be overlooked."""
+    if config.stash.get(LEFT, []):
+        terminalreporter.section("The run has left files in the repository", red=True)
+        for name in config.stash[LEFT]:
+            terminalreporter.line(name)
     if world.HUNG:
         terminalreporter.section(f"{len(world.HUNG)} lines about ranks that hung by themselves")
         for line in world.HUNG:

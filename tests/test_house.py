@@ -21,7 +21,7 @@ LAYERS = [
     ["recovery"],
     ["checkpoint"],
     ["launch"],
-    ["data"],
+    ["data", "loop_results", "succession"],
     [
         "agreement",
         "attributes",

@@ -1,10 +1,13 @@
 """Private names of Lightning."""
 
 import csv
+import functools
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,15 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
-from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
@@ -36,6 +41,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_replica.errors import ConfigurationError
@@ -46,7 +53,9 @@ __all__ = [
     "_AcceleratorRegistry",
     "_AutomaticOptimization",
     "_BaseProgress",
+    "_EvaluationLoop",
     "_FitLoop",
+    "_LRCallback",
     "_Launcher",
     "_ManualOptimization",
     "_Metadata",
@@ -66,12 +75,15 @@ __all__ = [
     "dump_checkpoint",
     "device_is_a_guess",
     "epoch_of",
+    "iterate_instead",
     "leave_config_unsaved",
     "let_config_be_saved_again",
     "load_loops",
     "rerun_command",
     "save_loops",
     "walk_loops",
+    "when_made",
+    "writes_archives",
 ]
 
 
@@ -151,16 +163,62 @@ def epoch_of(fit_loop: _FitLoop) -> int:
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
 
+def iterate_instead(combined: CombinedLoader, loaders: list[Any]) -> None:
+    """Has ``combined`` iterate ``loaders``; whoever asks for its ``iterables`` still gets those that it was made of."""
+    combined._flattened = loaders
+
+
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """What Lightning puts into a checkpoint; calls the hooks that add to it. Collective where they are."""
     dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return dumped
 
 
+def writes_archives(plugin: CheckpointIO | None) -> bool:
+    """Whether checkpoints of a plugin are what ``torch.save`` writes."""
+    while isinstance(plugin, _WrappingCheckpointIO):
+        plugin = plugin.checkpoint_io
+    return isinstance(plugin, TorchCheckpointIO)
+
+
 def let_config_be_saved_again(trainer: Any) -> None:
-    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved."""
+    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved.
+
+    Its option ``overwrite`` is left alone: with it the callback leaves out a broadcast, which the predecessor made.
+    """
     for callback in _config_savers(trainer):
-        callback.overwrite = True
+        save = callback.parser.save
+        callback.parser.save = partial(_overwrite, save)
+
+
+def _overwrite(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return save(*args, **{**kwargs, "overwrite": True})
+
+
+def when_made(kind: type[Any], made: Callable[[Any], None]) -> None:
+    """Has ``made`` called with every instance of ``kind`` and its subclasses that is made in this process from now on.
+
+    The class of an instance wraps its ``__init__`` when the first one is made: whoever derives from `Logger` need not
+    know of it.
+    """
+
+    def new(cls: type[Any], *_: Any, **__: Any) -> Any:
+        if "_replica_init" not in vars(cls):
+            cls._replica_init = cls.__init__
+            cls.__init__ = _and_then(cls, cls.__init__, made)
+        return object.__new__(cls)
+
+    kind.__new__ = new  # type: ignore[assignment]
+
+
+def _and_then(cls: type[Any], original: Callable[..., None], made: Callable[[Any], None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self) is cls:  # not a subclass's call to super
+            made(self)
+
+    return init
 
 
 class _ContinuedWriter(ExperimentWriter):
@@ -168,6 +226,7 @@ class _ContinuedWriter(ExperimentWriter):
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
+        self.hparams.update(load_hparams_from_yaml(os.path.join(log_dir, self.NAME_HPARAMS_FILE)))
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
                 self.metrics_keys = next(csv.reader(file), [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:  # costs a quarter of a second, which only those who save shall pay
     from torch.distributed.checkpoint.metadata import Metadata
@@ -95,15 +93,6 @@ def backend_on_host(backend: str) -> tuple[str, torch.device]:
     return f"{_HOST}:{parts[_HOST]}", torch.device(other)
 
 
-def keep_open(groups: Iterable[torch.distributed.ProcessGroup]) -> None:
-    """Has ``destroy_process_group``, called for all, forget ``groups`` without shutting down what they are made of.
-
-    It shuts down those that it has names of.
-    """
-    for group in groups:
-        distributed_c10d._world.pg_names.pop(group, None)
-
-
 def give_backend(group: torch.distributed.ProcessGroup, device: torch.device, backend: Any, names: str) -> None:
     """Gives ``group``, which was opened for the host's tensors only, what carries those of ``device``.
 
@@ -167,8 +156,3 @@ def read_dcp_metadata(content: bytes) -> Metadata:
     """
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     return metadata
-
-
-def forget_workers(loader: DataLoader[Any]) -> None:
-    """Makes a loader with persistent workers start new ones."""
-    loader._iterator = None

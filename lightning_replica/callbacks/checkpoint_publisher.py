@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_replica import checks
 from lightning_replica.callbacks.run_directory import RunDirectory
+from lightning_replica.errors import CheckpointError
+from lightning_replica.messages import warn
 
 
 class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Checkpoint` last
@@ -24,10 +26,13 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
             written, which takes memory for the shard and its part of the weights, and for a checkpoint that is still
             under way when the next is due, or at the end. One that loses a rank before it is whole is written anew
             after the recovery.
+        must_save: Whether a checkpoint that cannot be written (a full disk, a store that is down) ends the run.
+            Otherwise the run says so, keeps the checkpoints that are there, and tries again when the next is due.
 
     Raises:
         ConfigurationError: If a value makes no sense; at the start of ``fit``, if the directory cannot be written to
             or the strategy is another.
+        CheckpointError: With ``must_save``, on every rank, if a checkpoint cannot be written.
     """
 
     def __init__(
@@ -36,12 +41,14 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
         every_n_train_steps: int | None = None,
         keep_last: int | None = None,
         async_save: bool = False,
+        must_save: bool = False,
     ) -> None:
         super().__init__(dirpath, keep_last)
         given = {"every_n_train_steps": every_n_train_steps, "keep_last": keep_last}
         checks.whole(1, **{name: value for name, value in given.items() if value is not None})
         checks.choice("async_save", async_save, (True, False))
-        self._every, self._saved, self._async = every_n_train_steps, 0, async_save
+        checks.choice("must_save", must_save, (True, False))
+        self._every, self._saved, self._async, self._must = every_n_train_steps, 0, async_save, must_save
         self._under_way: int | None = None  # the step of a checkpoint that may not be whole yet
         self._look = False  # at what has become of it: the world has gone back meanwhile
 
@@ -56,31 +63,54 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
         """Writes where a step's end is due."""
         step = trainer.global_step
         due = self._every is not None and step != self._saved and step % self._every == 0
-        missing = (due or self._look) and not self._settle(trainer)
+        missing = (due or self._look) and not self._settle(trainer, "One is written now.")
         self._look = False
         if due or missing:
             self._saved = step
-            self._save(trainer, beside=self._async and not missing)
+            self._save(trainer, beside=self._async and not missing, then=self._next(step))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Waits for what is under way."""
-        if not self._settle(trainer):
-            self._save(trainer, beside=False)
+        if not self._settle(trainer, "It is tried once more."):
+            self._save(trainer, beside=False, then="It was the last of this run.")
 
-    def _save(self, trainer: pl.Trainer, beside: bool) -> None:
+    def _save(self, trainer: pl.Trainer, beside: bool, then: str) -> None:
         strategy: Any = trainer.strategy
-        step = trainer.global_step
-        (strategy.save_beside if beside else strategy.save_periodic)(self.directory.path_of(step))
-        self._under_way = step if beside else None
+        step, self._under_way = trainer.global_step, None
+        try:
+            (strategy.save_beside if beside else strategy.save_periodic)(self.directory.path_of(step))
+        except CheckpointError as error:  # on every rank
+            self._bear(trainer, step, error, then)
+        else:
+            self._under_way = step if beside else None
 
-    def _settle(self, trainer: pl.Trainer) -> bool:
+    def _settle(self, trainer: pl.Trainer, then: str) -> bool:
         """Whether nothing is missing, once nothing is under way any more."""
-        if self._under_way is None:
+        step, self._under_way = self._under_way, None
+        if step is None:
             return True
         strategy: Any = trainer.strategy
-        whole: bool = strategy.settle_save(self.directory.path_of(self._under_way))
-        self._under_way = None
+        try:
+            whole: bool = strategy.settle_save(self.directory.path_of(step))
+        except CheckpointError as error:  # on every rank
+            self._bear(trainer, step, error, then)
+            return False
         return whole
+
+    def _bear(self, trainer: pl.Trainer, step: int, error: CheckpointError, then: str) -> None:
+        """Say that the checkpoint of ``step`` could not be written; raise ``error`` if that ends the run."""
+        if self._must:
+            raise error
+        if trainer.is_global_zero:
+            warn(
+                f"the checkpoint of step {step} could not be written: {error} Training goes on, and those that are"
+                f" whole stay. {then} (`CheckpointPublisher(must_save=True)` would end the run.)"
+            )
+
+    def _next(self, step: int) -> str:
+        if self._every is None:
+            return "Make it possible to write there."
+        return f"The next is due at step {step - step % self._every + self._every}: make it possible to write by then."
 
     def state_dict(self) -> dict[str, Any]:
         """When it has saved last, and what may not be whole yet."""

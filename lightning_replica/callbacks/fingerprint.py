@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class Fingerprint(pl.Callback):
 
     | line | keys |
     |---|---|
-    | of a fit | fit, world |
+    | of a fit | fit, world, pid, time |
     | of a batch | fit, batch: [epoch, number], data |
     | of a step | fit, step, weights (and buffers), shard, optimizer, random |
     | of the end | fit, end, and those of a step, schedulers, metrics, progress |
@@ -94,7 +95,7 @@ class Fingerprint(pl.Callback):
         self._fit += 1
         self._step_before = None
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._write(trainer, {"world": trainer.world_size})
+        self._write(trainer, {"world": trainer.world_size, "pid": os.getpid(), "time": time.time()})
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch is seen."""

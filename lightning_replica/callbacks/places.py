@@ -87,25 +87,51 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 
 def _before(owner: Any, name: str, call: Callable[[], None]) -> Callable[[], None]:
-    """Has ``call`` called before a method of one object; returns what ends that."""
-    method, own = getattr(owner, name), name in vars(owner)
-    live = True
-
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        if live:
-            call()
-        return method(*args, **kwargs)
+    """Have ``call`` called before a method of one object; return what ends that."""
+    hooked = vars(owner).get(name)
+    if not isinstance(hooked, _Hooked):
+        hooked = _Hooked(owner, name)
+    hooked.calls.append(call)
 
     def undo() -> None:
-        nonlocal live
-        live = False
-        if vars(owner).get(name) is not both:
-            return  # another callback has put itself before us
-        if own:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
+        hooked.calls.remove(call)
+        hooked.leave_if_idle()
 
-    setattr(owner, name, both)
     return undo
+
+
+class _Hooked:
+    """Stands in for a method of one object.
+
+    All callbacks share one, so that the object's own method comes back with the last of them, in whatever order they
+    leave.
+
+    Args:
+        owner: The object.
+        name: The method's.
+
+    Attributes:
+        calls: What is called before the method.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._own = name in vars(owner)
+        self._method = getattr(owner, name)
+        functools.update_wrapper(self, self._method, updated=())
+        self._owner, self._name = owner, name
+        self.calls: list[Callable[[], None]] = []
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for call in tuple(self.calls):
+            call()
+        return self._method(*args, **kwargs)
+
+    def leave_if_idle(self) -> None:
+        """Give the method back, unless there are calls, or something else has put itself before us."""
+        if self.calls or vars(self._owner).get(self._name) is not self:
+            return
+        if self._own:
+            setattr(self._owner, self._name, self._method)
+        else:
+            delattr(self._owner, self._name)

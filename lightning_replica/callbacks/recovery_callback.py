@@ -32,10 +32,13 @@ class RecoveryCallback(Callback):
         """
 
     def on_recovery_clean(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
-        """All process groups are aborted. Let go of those of your own, and of whatever else a fault spoils."""
+        """All process groups are aborted. Let go of whatever else a fault spoils."""
 
     def on_recovery_regroup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
-        """New process groups are open. Make your own anew: ``torch.distributed.new_group``."""
+        """Process groups are open again, those of your own too: every handle that torch has given you stays valid.
+
+        Renew here what a library has opened without torch.distributed, and groups that only some ranks still have.
+        """
 
     def on_recovery_repair(self, trainer: pl.Trainer, pl_module: pl.LightningModule, context: RecoveryContext) -> None:
         """Every rank has its shard. Give replacements (``context.replaced``) what they need of your own state."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_replica.checkpoint import publish
-from lightning_replica.checkpoint.files import Readable
+from lightning_replica.checkpoint.files import Readable, damaged
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
 
 CONTENTS = "contents.pt"
+PLAIN = "plain.pt"
 WEIGHTS_AT = "weights_at"  # in plain data: the key of a checkpoint that its weights belong to, if not "state_dict"
 _NAMED_AT_MOST = 3
 
@@ -31,6 +32,20 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse strides with which elements would overlap or leave holes.
+
+        Raises:
+            ValueError: If they do; it says which.
+        """
+        if not all(type(each) is int and each >= 0 for each in (*self.shape, *self.stride)):
+            raise ValueError(f"there is no tensor of shape {self.shape} and stride {self.stride}")
+        numel = 1
+        for stride, length in sorted(zip(self.stride, self.shape, strict=True)):
+            if length != 1 and stride != numel and 0 not in self.shape:
+                raise ValueError(f"a tensor of shape {self.shape} and stride {self.stride} overlaps or has holes")
+            numel *= length
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorInfo":
@@ -140,10 +155,16 @@ def read_plain(directory: Readable, name: str) -> dict[str, Any]:
     """What ``torch.save`` has put into the file ``name`` of a published directory: tensors and plain data.
 
     Raises:
-        CheckpointError: If the file is damaged.
+        CheckpointError: If the file is damaged, or holds something else.
     """
     content = io.BytesIO(publish.read_file(directory, name))
-    read: dict[str, Any] = torch.load(content, weights_only=True, map_location=HOST)
+    try:
+        read = torch.load(content, weights_only=True, map_location=HOST)
+    except Exception as error:  # torch promises no type
+        said = str(error).partition("\n")[0]
+        raise damaged(directory, f"{name} cannot be loaded ({type(error).__name__}: {said})") from error
+    if not isinstance(read, dict):
+        raise damaged(directory, f"{name} holds a {type(read).__name__}, not a dict")
     return read
 
 
@@ -151,9 +172,13 @@ def read_contents(directory: Readable) -> Contents:
     """What the published ``directory`` holds.
 
     Raises:
-        CheckpointError: If that file is damaged.
+        CheckpointError: If that file is damaged, or says what cannot be.
     """
-    return Contents.of_plain(read_plain(directory, CONTENTS))
+    read = read_plain(directory, CONTENTS)
+    try:
+        return Contents.of_plain(read)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise damaged(directory, f"{CONTENTS} says what cannot be ({type(error).__name__}: {error})") from error
 
 
 def weight_key(name: str) -> str:

@@ -11,13 +11,13 @@ Only these names are ever written or removed. Any other directory with a manifes
 and loaded but never removed. In a store of objects there are ``step_...`` and ``latest`` only; see `attempts`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_replica import checks
 from lightning_replica.checkpoint import coverage, publish, store
 from lightning_replica.checkpoint.attempts import may_have
-from lightning_replica.checkpoint.contents import read_contents
+from lightning_replica.checkpoint.contents import PLAIN, read_contents, read_plain
 from lightning_replica.checkpoint.files import Readable
 from lightning_replica.checkpoint.location import Given, Location, Url, locate
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
@@ -124,25 +124,21 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: If a store does not say what it holds.
         """
-        problems: list[str] = []
-        for entry in self.entries(verify):
-            if entry.problem is None:
-                return Latest(entry.path, entry.manifest, (*problems, *self._tracker_problems(entry.path, problems)))
-            problems.append(entry.problem)
-        return Latest(None, None, (*problems, *self._tracker_problems(None, problems)))
+        return newest([self], verify)
 
     def entries(self, verify: bool = False) -> Iterator[Entry]:
         """Checks all checkpoints, one at a time: those whose age cannot be told, then from the newest to the oldest."""
-        known: list[tuple[tuple[int, int], Location, Readable]] = []
+        return _entries([self], verify)
+
+    def listed(self) -> Iterator["Entry | _Aged"]:
+        """What there is: checkpoints of which nothing but the age is known, and those whose age cannot be told."""
         for name in self._storage.names():
             path = self.path / name
             try:
                 found = self._storage.child(name)
-                known.append((publish.read_manifest(found).age, path, found))
+                yield _Aged(publish.read_manifest(found).age, path, found)
             except Exception as error:  # whatever it is, others may be whole
                 yield Entry(path, None, _said(path, error))
-        for _, path, found in sorted(known, key=lambda each: each[0], reverse=True):
-            yield _examined(path, found, verify)
 
     def retain(self, keep_last: int) -> list[Location]:
         """Removes all but the newest whole checkpoints.
@@ -163,9 +159,15 @@ class CheckpointDirectory:
             self._storage.discard(path.name)
         return removed
 
-    def _tracker_problems(self, chosen: Location | None, known: list[str]) -> list[str]:
+    def tracker_problems(self, chosen: Location | None, known: list[str]) -> list[str]:
+        """What is wrong with the tracker.
+
+        Args:
+            chosen: A checkpoint that is whole.
+            known: Sentences that need not be said again.
+        """
         name = self.tracked
-        if name is None or (chosen is not None and name == chosen.name):
+        if name is None or (chosen is not None and (name, self.path) == (chosen.name, chosen.parent)):
             return []
         try:
             _check(self._storage.child(name))
@@ -174,6 +176,57 @@ class CheckpointDirectory:
             more = ", which cannot be used." if said in known else f": {said}"
             return [f"The tracker {self.path / TRACKER} names {name!r}{more}"]
         return []
+
+
+@dataclass(frozen=True)
+class _Aged:
+    """A checkpoint of which the age is known, and no more.
+
+    Attributes:
+        age: `Manifest.age`.
+        path: The directory to load.
+        found: What there is to read.
+    """
+
+    age: tuple[int, int]
+    path: Location
+    found: Readable
+
+
+def newest(directories: Iterable[CheckpointDirectory], verify: bool = False) -> Latest:
+    """The newest whole checkpoint of several directories; see `CheckpointDirectory.latest`.
+
+    Those that are older than that one are not looked at.
+
+    Args:
+        directories: The directories.
+        verify: Whether to take checksums too, which reads every byte.
+
+    Raises:
+        CheckpointError: If a store does not say what it holds.
+    """
+    directories, problems = list(directories), []
+    whole = None
+    for entry in _entries(directories, verify):
+        if entry.problem is None:
+            whole = entry
+            break
+        problems.append(entry.problem)
+    chosen = None if whole is None else whole.path
+    problems += [said for each in directories for said in each.tracker_problems(chosen, problems)]
+    return Latest(chosen, None if whole is None else whole.manifest, tuple(problems))
+
+
+def _entries(directories: Iterable[CheckpointDirectory], verify: bool) -> Iterator[Entry]:
+    """Checks one at a time: those whose age cannot be told, then from the newest to the oldest."""
+    aged: list[_Aged] = []
+    for found in (each for directory in directories for each in directory.listed()):
+        if isinstance(found, Entry):
+            yield found
+        else:
+            aged.append(found)
+    for each in sorted(aged, key=lambda each: each.age, reverse=True):
+        yield _examined(each.path, each.found, verify)
 
 
 def examine(path: Location, verify: bool = False) -> Entry:
@@ -245,6 +298,8 @@ def _check(path: Readable, verify: bool = False) -> None:
     directory = publish.published(path)
     manifest = publish.verify(directory) if verify else publish.check(directory)
     coverage.check(directory, manifest, read_contents(directory))
+    if verify:
+        read_plain(directory, PLAIN)
 
 
 def _said(path: Location, error: Exception) -> str:

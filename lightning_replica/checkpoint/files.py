@@ -77,7 +77,7 @@ def files_of_attempt(attempt: Attempt) -> Files:
 
 
 def damaged(directory: Readable, what: str) -> CheckpointError:
-    """The error for a checkpoint that cannot be used."""
+    """The error for a checkpoint, a directory or a file, that cannot be used."""
     return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -112,9 +112,76 @@ class Manifest:
         content = {key: value for key, value in read.items() if key != "crc32"}
         if read["crc32"] != _crc(content):
             raise ValueError("its checksum differs from what was written")
+        _check_types(content)
         files = {name: FileInfo(**info) for name, info in content["files"].items()}
         writers = {int(rank): host for rank, host in content["writers"].items()}
         return cls(**{**content, "files": files, "writers": writers})
+
+
+def parse(written: bytes) -> Any:
+    """Return what a manifest says, for `Manifest.of_plain`.
+
+    Raises:
+        ValueError: If it is not JSON, or says something twice; also RecursionError.
+    """
+    return json.loads(written, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it says something twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _whole(least: int, below: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value < below
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_text(each) for pair in value.items() for each in pair)
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_text(name) and isinstance(info, dict) and info.keys() == _INFO.keys() and _have_types(info, _INFO)
+        for name, info in value.items()
+    )
+
+
+def _have_types(content: Mapping[str, Any], types: Mapping[str, Callable[[Any], bool]]) -> bool:
+    return all(fits(content[name]) for name, fits in types.items())
+
+
+_MOST = 2**63
+_INFO = {"size_bytes": _whole(0, _MOST), "crc32": _whole(0, 2**32)}
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "files": _are_files,
+    "world_size": _whole(1, _MOST),
+    "replicas": _whole(1, _MOST),
+    "partition": _is_text,
+    "step": lambda value: value is None or _whole(0, _MOST)(value),
+    "written_for": _is_text,
+    "writers": lambda value: _are_texts(value) and all(rank.isdecimal() for rank in value),
+    "saved_ns": _whole(0, _MOST),
+    "versions": _are_texts,
+    "format": _whole(0, _MOST),
+}
+
+
+def _check_types(content: Mapping[str, Any]) -> None:
+    """Raise ValueError unless everything is there, and such as a save writes it: it will be compared and shown."""
+    for name, fits in _TYPES.items():
+        if not fits(content[name]):
+            raise ValueError(f"its {name} is {content[name]!r:.60}")
 
 
 def _crc(content: Mapping[str, Any]) -> int:

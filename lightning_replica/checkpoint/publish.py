@@ -9,12 +9,12 @@ Every save has a temporary directory of its own, so one that is still under way,
 others gave it up, writes nothing into another. Once one is published, what is there of others is removed: they fail.
 """
 
-import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.checkpoint.files import Files, Readable, damaged, files_of, files_of_attempt
 from lightning_replica.checkpoint.location import Location, Url
-from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest
+from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest, parse
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import reach
 
+_THREADS = 8  # at most; zlib and reading leave the interpreter to others
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp|gone)-[0-9a-f]{8}")
 
 
@@ -45,7 +46,8 @@ def staged(path: Path) -> Iterator[Path]:
     try:
         yield directory
     except Exception:
-        discard(directory)
+        with suppress(OSError):  # the next start tidies up
+            discard(directory)
         raise
 
 
@@ -109,6 +111,8 @@ def check(directory: Readable) -> Manifest:
 def verify(path: Readable, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Like `check`, and takes the checksums.
 
+    Who does that alone reads several files at a time.
+
     Args:
         path: The directory.
         share: (i, n): of the checksums, only the i-th of every n files'; n ranks share the work. Everything else is
@@ -119,11 +123,20 @@ def verify(path: Readable, share: tuple[int, int] = (0, 1)) -> Manifest:
     """
     files = published(path)
     manifest = check(files)
-    for name in sorted(manifest.files)[share[0] :: share[1]]:
+
+    def look(name: str) -> None:
         with files.open(name) as stream:
             found = FileInfo.of_stream(stream)
         if found != manifest.files[name]:
             raise damaged(files, f"the checksum of {name} differs from what was written")
+
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1) if share[1] == 1 else 1) as threads:
+        looks = [threads.submit(look, name) for name in sorted(manifest.files)[share[0] :: share[1]]]
+        try:
+            for each in looks:
+                each.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
     return manifest
 
 
@@ -153,15 +166,16 @@ def read_manifest(directory: Readable) -> Manifest:
     if not files.has(MANIFEST):
         raise damaged(files, f"it has no {MANIFEST}, so it was not written as a whole, or by something else")
     try:
-        read: dict[str, Any] = json.loads(files.manifest)
+        read: dict[str, Any] = parse(files.manifest)
         written_by = read["format"]
         if written_by == FORMAT:
             return Manifest.of_plain(read)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(files, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     raise CheckpointError(
-        f"The {MANIFEST} of the checkpoint {files} has format {written_by!r}, and this version of"
-        f" lightning_replica reads format {FORMAT}. Load it with the version that wrote it: {read.get('versions')}."
+        f"The {MANIFEST} of the checkpoint {files} has format {written_by!r:.60}, and this version of"
+        f" lightning_replica reads format {FORMAT}. Load it with the version that wrote it:"
+        f" {read.get('versions')!r:.200}."
     )
 
 
@@ -264,7 +278,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{file} could not be written: {error.strerror}.") from error
+        raise CheckpointError(f"{file} could not be written: {error.strerror or error}.") from error
 
 
 def _temporary(path: Path, ending: str) -> Path:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
 from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata
-from lightning_replica.checkpoint.contents import CONTENTS, Contents, StateInfo, check_model, read_contents
+from lightning_replica.checkpoint.contents import CONTENTS, PLAIN, Contents, StateInfo, check_model, read_contents
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.destination import destination
 from lightning_replica.checkpoint.files import Files
@@ -36,8 +36,6 @@ from lightning_replica.checkpoint.writes import Writes, describe, group_names, w
 from lightning_replica.errors import CheckpointError
 from lightning_replica.points import reach
 from lightning_replica.sharding.state import ShardedState
-
-_PLAIN = "plain.pt"
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def stage(
             return {}, None
         contents = describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, prepared)
         files = {
-            _PLAIN: _as_bytes(plain, "what is kept beside the weights"),
+            PLAIN: _as_bytes(plain, "what is kept beside the weights"),
             CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
         }
         return files, contents
@@ -244,7 +242,7 @@ def read_plain(path: Given | Files) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is damaged. Checksums of tensors are left to `load_sharded`.
     """
-    return stored.read_plain(publish.published(path if isinstance(path, Files) else locate(path)), _PLAIN)
+    return stored.read_plain(publish.published(path if isinstance(path, Files) else locate(path)), PLAIN)
 
 
 def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Tensor], dict[str, str]]:

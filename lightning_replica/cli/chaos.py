@@ -9,16 +9,20 @@ from typing import Any, cast
 from lightning_replica import checks
 from lightning_replica.callbacks.faults import KINDS, Dice, InjectedFault, parse_all
 from lightning_replica.callbacks.places import PLACES
-from lightning_replica.cli.experiments import Laboratory, Result
+from lightning_replica.cli.experiments import Laboratory, Result, Struck
 from lightning_replica.cli.output import table, write
+from lightning_replica.cli.outside import ROLES, SIGNALS, Hit, Strike, draw
+from lightning_replica.cli.processes import need_psutil
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.points import PHASES
 
+_USUAL_SIGNALS, _USUAL_TARGETS = "kill,stop,segv", "rank,worker,standby"
 _USUAL_KINDS = "kill,exception,exit,memory,hang,corrupt"
 _EPILOG = f"""\
 examples:
   lightning-replica chaos -- python train.py
   lightning-replica chaos --runs 5 --faults 4 --seed 1 --out chaos -- python train.py --steps 100
+  lightning-replica chaos --outside 10 --targets rank,worker,supervisor -- python train.py
   lightning-replica chaos --list kill:2:forward:30,exception:0:update:31 -- python train_cli.py fit -c train.yaml
 
 The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It has to start anew each time: one
@@ -26,6 +30,13 @@ that goes on from a checkpoint of its own finds that of the run before. Compared
 the optimizer state, its random numbers and the batches that it saw: after every step, and at the end of `fit`, with
 schedulers and metrics too. Random faults leave each other time to recover, so that all of them are survivable.
 
+With --outside, this command itself sends signals to processes of the job: at random times, to random processes,
+whatever they are doing. A "worker" is any process that a rank has started, above all a worker of its DataLoader. The
+supervisor is hit only if --targets names it: the job ends with it and is started again. Nothing stops the supervisor
+("stop"), and "term" is for the supervisor alone.
+
+signals: {", ".join(SIGNALS)}
+targets: {", ".join(ROLES)}
 kinds:   {", ".join(KINDS)}
 points:  {", ".join(PLACES[:7])},
          {", ".join(PLACES[7:15])},
@@ -50,10 +61,13 @@ def add_parser(commands: Any) -> None:
     many = parser.add_mutually_exclusive_group()
     many.add_argument("--faults", type=int, metavar="N", help="random faults in each run (3)")
     many.add_argument("--mtbf-steps", type=float, metavar="STEPS", help="or one every so many steps, on average")
+    many.add_argument("--outside", type=int, metavar="N", help="or N signals from outside, to any process of the job")
     many.add_argument("--list", metavar="FAULTS", help="or these: kind:rank:point:step, with commas between them")
     parser.add_argument("--seed", type=int, default=0, help="of the first run's faults (0)")
     parser.add_argument("--kinds", default=_USUAL_KINDS, help=f"kinds of random faults ({_USUAL_KINDS})")
     parser.add_argument("--points", help="where they strike (everywhere that the script comes to)")
+    parser.add_argument("--signals", default=_USUAL_SIGNALS, help=f"sent by --outside ({_USUAL_SIGNALS})")
+    parser.add_argument("--targets", default=_USUAL_TARGETS, help=f"processes that --outside hits ({_USUAL_TARGETS})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep logs, fingerprints and incidents here")
     parser.add_argument("--every-n-steps", type=int, default=1, metavar="N", help="compare every N steps (1)")
     parser.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="a run that takes longer fails")
@@ -78,6 +92,10 @@ def run(options: argparse.Namespace) -> int:
     if listed == ():
         raise ConfigurationError("--list is empty: name a fault, for example kill:1:forward:3.")
     _dice(options, 0, PLACES)
+    if options.outside is not None:
+        checks.whole(1, outside=options.outside)
+        need_psutil()
+        _strikes(options, 0, 1)
     folder = _folder(options.out)
     results: list[Result] = []
     try:
@@ -106,6 +124,11 @@ def _dice(options: argparse.Namespace, number: int, points: tuple[Any, ...]) -> 
     return Dice(options.seed + number, cast("Any", _words(options.kinds)), cast("Any", chosen))
 
 
+def _strikes(options: argparse.Namespace, number: int, steps: int) -> list[Strike]:
+    signals, roles = cast("Any", _words(options.signals)), cast("Any", _words(options.targets))
+    return draw(options.seed + number, options.outside, steps, signals, roles)
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -119,13 +142,7 @@ def _series(
     usual = tuple(place for place in PLACES if place in laboratory.last or place in PHASES)
     results = []
     for number in range(options.runs):
-        if listed is None:
-            count = None if options.mtbf_steps is not None else options.faults or 3
-            faults = tuple(laboratory.draw(_dice(options, number, usual), count, options.mtbf_steps))
-        else:
-            faults = listed
-        write(f"run {number + 1}: {_count(len(faults), 'fault')}, running ...")
-        result = laboratory.hurt(f"run-{number + 1}", faults, spaced=listed is None)
+        result = _hurt(laboratory, options, number, listed, usual)
         write(f"run {number + 1}: {_count(len(result.struck), 'fault')} struck, {result.verdict}")
         results.append(result)
     write("\n" + _report(results))
@@ -135,18 +152,51 @@ def _series(
     return results
 
 
+def _hurt(
+    laboratory: Laboratory,
+    options: argparse.Namespace,
+    number: int,
+    listed: tuple[InjectedFault, ...] | None,
+    usual: tuple[Any, ...],
+) -> Result:
+    name = f"run-{number + 1}"
+    if options.outside is not None:
+        strikes = _strikes(options, number, laboratory.steps)
+        write(f"run {number + 1}: {_count(len(strikes), 'signal')} from outside, running ...")
+        return laboratory.strike(name, strikes, cast("Any", _words(options.targets)))
+    if listed is None:
+        count = None if options.mtbf_steps is not None else options.faults or 3
+        faults = tuple(laboratory.draw(_dice(options, number, usual), count, options.mtbf_steps))
+    else:
+        faults = listed
+    write(f"run {number + 1}: {_count(len(faults), 'fault')}, running ...")
+    return laboratory.hurt(name, faults, spaced=listed is None)
+
+
 def _report(results: list[Result]) -> str:
     rows = []
     for number, result in enumerate(results, 1):
-        for each in result.struck:
-            end = "stopped" if each.fault.kind == "sigterm" and not result.failure else "recovered"
-            went_on = end if each.recovered or end == "stopped" else "NOT recovered"
-            rows.append([str(number), str(each.fault), f"step {each.step}", went_on, result.verdict])
+        rows += [
+            [str(number), str(each.fault), _when(each), _then(each, result), result.verdict] for each in result.struck
+        ]
         rows += [[str(number), str(fault), "not reached", "-", "-"] for fault in result.missed]
     lines = [table(["run", "fault", "struck at", "then", "in the end"], rows, left=True)]
     for number, result in enumerate(results, 1):
-        lines += [f"run {number}: {text}" for text in ([result.failure] if result.failure else result.differences)]
+        lines += [f"run {number}: {text}" for text in (result.failure, *result.differences) if text]
     return "\n".join(lines)
+
+
+def _when(struck: Struck) -> str:
+    return f"step {struck.step}" + (f", {struck.fault.at_s:.1f} s" if isinstance(struck.fault, Hit) else "")
+
+
+def _then(struck: Struck, result: Result) -> str:
+    if struck.fault.kind == "sigterm" and not result.failure:
+        return "stopped"
+    if not struck.recovered:
+        return "NOT recovered"
+    ended = isinstance(struck.fault, Hit) and struck.fault.role == "supervisor"
+    return "started again" if ended else "recovered"
 
 
 def _blame(found: list[str]) -> str:

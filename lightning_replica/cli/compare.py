@@ -31,9 +31,11 @@ class RankPrint:
         batches: Hashes with which each batch was seen: one, unless a batch that was done again was another.
         steps: Hashes of the state after each step, in the order of writing; several where its tail was done again.
         ends: Those at the end of each fit.
+        begun: When the first process of this rank began its fit, by the clock.
     """
 
     world: int
+    begun: float = 0.0
     batches: dict[Batch, set[str]] = field(default_factory=lambda: defaultdict(set))
     steps: dict[Step, list[Hashable]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -65,7 +67,7 @@ def read(folder: Path) -> list[RankPrint]:
 
 def _rank(path: Path) -> RankPrint:
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    found = RankPrint(records[0]["world"])
+    found = RankPrint(records[0]["world"], records[0].get("time", 0.0))
     for record in records:
         fit = record.pop("fit")
         if "batch" in record:

@@ -12,6 +12,9 @@ from lightning_replica.errors import ConfigurationError
 
 Precision = Literal["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
+# Lightning's other names for these; it takes the numbers too.
+ALIASES: dict[str, Precision] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
 _PARAMETER_BYTES = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2, "bf16-mixed": 4, "16-mixed": 4}
 
 
@@ -48,7 +51,8 @@ class Job:
             )
         if self.precision not in get_args(Precision):
             raise ConfigurationError(
-                f"precision={self.precision!r} is not known. Choose one of {', '.join(get_args(Precision))}."
+                f"precision={self.precision!r} is not known. Choose one of {', '.join(get_args(Precision))},"
+                f" or {', '.join(ALIASES)}."
             )
         if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
             raise ConfigurationError(f"optimizer_bytes={self.optimizer_bytes} must be 0 or more.")

@@ -4,17 +4,24 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_replica.callbacks.faults import Dice, InjectedFault
 from lightning_replica.chaos import PLACES, STRUCK, VARIABLE, Experiment
 from lightning_replica.cli.compare import RankPrint, differences, read
+from lightning_replica.cli.outside import OUTSIDE, Hit, Strike, Striker
+from lightning_replica.cli.processes import Job, Role
+from lightning_replica.cli.progress import Progress
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.watch import INSTEAD as STACKS
 
-LOG = "log.txt"
+LOG, EXPERIMENT = "log.txt", "experiment.json"
 _RESTARTS_TO_SPARE = 3
+_LOOK_S = 0.02  # between looks whether a signal is due
+_END_S = 30.0  # in which all processes of a job must have ended after it; a DataLoader worker looks every 5 s
 _HANG_S = 5.0, 120.0  # steps of the scripts that one tries this with are short
 
 
@@ -28,7 +35,7 @@ class Struck:
         recovered: Whether training went on from there.
     """
 
-    fault: InjectedFault
+    fault: InjectedFault | Hit
     step: int
     recovered: bool
 
@@ -49,7 +56,7 @@ class Result:
     folder: Path
     code: int | None
     struck: list[Struck] = field(default_factory=list)
-    missed: list[InjectedFault] = field(default_factory=list)
+    missed: Sequence[InjectedFault | Strike] = ()
     failure: str = ""
     differences: list[str] = field(default_factory=list)
 
@@ -128,48 +135,85 @@ class Laboratory:
             if fault.rank >= self.ranks:
                 raise ConfigurationError(f"{fault} strikes rank {fault.rank}: there are ranks 0 to {self.ranks - 1}.")
         folder = self._new(name)
-        restarts = len(faults) + _RESTARTS_TO_SPARE
-        options = {"max_restarts": restarts, "hang_min_s": _HANG_S[0], "hang_max_s": _HANG_S[1], "guard": "full"}
-        texts = [str(fault) for fault in faults]
-        code = self._execute(Experiment(str(folder), texts, spaced, self._every, options), folder)
-        return self._judge(folder, code, faults)
-
-    def _judge(self, folder: Path, code: int | None, faults: Sequence[InjectedFault]) -> Result:
-        prints = read(folder) if (folder / "rank0.jsonl").exists() else []
+        code = self._execute(self._hurting(folder, len(faults), [str(fault) for fault in faults], spaced), folder)
+        prints = _prints(folder)
         struck = _struck(folder, prints)
         missed = list(faults)
         for each in struck:
-            missed.remove(each.fault)
-        stopped = any(each.fault.kind == "sigterm" for each in struck)
+            missed.remove(each.fault)  # type: ignore[arg-type]  # nothing else strikes in such a run
+        return self._judge(Result(folder, code, struck, missed), prints)
+
+    def strike(self, name: str, strikes: Sequence[Strike], roles: Sequence[Role]) -> Result:
+        """A run whose processes are sent signals from outside."""
+        folder = self._new(name)
+        progress = Progress(folder, self.ranks)
+        job = Job(folder / EXPERIMENT)
+        striker = Striker(job, progress, list(strikes), roles, self.steps, self._step_s(), folder / OUTSIDE)
+        code = self._execute(self._hurting(folder, len(strikes)), folder, striker)
+        prints = _prints(folder)
+        struck = [Struck(hit, hit.step, _went_on(prints, hit.step)) for hit in striker.hits]
+        failure = f"These processes outlived the run: {', '.join(map(str, job.outlived))}." if job.outlived else ""
+        missed = [*striker.missed, *striker.strikes]
+        return self._judge(Result(folder, code, struck, missed, failure), prints)
+
+    def _hurting(self, folder: Path, count: int, faults: list[str] | None = None, spaced: bool = True) -> Experiment:
+        restarts = count + _RESTARTS_TO_SPARE
+        options = {"max_restarts": restarts, "hang_min_s": _HANG_S[0], "hang_max_s": _HANG_S[1], "guard": "full"}
+        return Experiment(str(folder), faults or [], spaced, self._every, options, hurt=True)
+
+    def _step_s(self) -> float:
+        """Seconds of one step of the untouched run."""
+        path = self._folder / "untouched" / "rank0.jsonl"
+        return max(0.0, path.stat().st_mtime - self.untouched[0].begun) / max(1, self.steps)
+
+    def _judge(self, run: Result, prints: list[RankPrint]) -> Result:
+        stopped = any(each.fault.kind == "sigterm" for each in run.struck)
         ended = _came_to_the_end(prints)
-        if code not in ((0, 128 + signal.SIGTERM) if stopped else (0,)) or not (ended or stopped):
-            return Result(folder, code, struck, missed, failure=f"{_ended(code)}\n{_tail(folder)}")
-        flipped = any(each.fault.kind == "corrupt" for each in struck)
+        if run.code not in ((0, 128 + signal.SIGTERM) if stopped else (0,)) or not (ended or stopped):
+            return replace(run, failure=f"{_ended(run.code)}\n{_tail(run.folder)}")
+        flipped = any(each.fault.kind == "corrupt" for each in run.struck)
         found = differences(self.untouched, prints, cut_short=stopped and not ended, flipped=flipped)
-        return Result(folder, code, struck, missed, differences=found)
+        return replace(run, differences=found)
 
     def _new(self, name: str) -> Path:
         folder = self._folder / name
         folder.mkdir(parents=True)
         return folder.resolve()
 
-    def _execute(self, experiment: Experiment, folder: Path) -> int | None:
-        path = folder / "experiment.json"
+    def _execute(self, experiment: Experiment, folder: Path, striker: Striker | None = None) -> int | None:
+        """Runs the script, again after each fault that is expected to end it; returns the exit code of the last one."""
+        path = folder / EXPERIMENT
         experiment.write(path)
-        with (folder / LOG).open("wb") as log:
+        deadline, starts = time.monotonic() + self._timeout_s, 0
+        while True:
+            starts += 1
+            code = self._start(path, folder, deadline, striker)
+            if code in (0, None) or striker is None or starts >= striker.starts:
+                return code
+
+    def _start(self, path: Path, folder: Path, deadline: float, striker: Striker | None) -> int | None:
+        environment = {**os.environ, VARIABLE: str(path), STACKS: str(folder)}
+        with (folder / LOG).open("ab") as log:
             try:
-                process = subprocess.Popen(
-                    self._command, env={**os.environ, VARIABLE: str(path)}, stdout=log, stderr=subprocess.STDOUT
-                )
+                process = subprocess.Popen(self._command, env=environment, stdout=log, stderr=subprocess.STDOUT)
             except OSError as error:
                 raise ConfigurationError(f"{self._command[0]!r} cannot be run: {error.strerror}.") from error
             try:
-                return process.wait(self._timeout_s)
+                while striker is not None and process.poll() is None and time.monotonic() < deadline:
+                    striker.look()
+                    time.sleep(_LOOK_S)
+                return process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return None
             finally:
                 process.kill()  # its ranks end with it
                 process.wait()
+                if striker is not None:
+                    striker.job.end(_END_S)
+
+
+def _prints(folder: Path) -> list[RankPrint]:
+    return read(folder) if (folder / "rank0.jsonl").exists() else []
 
 
 def _came_to_the_end(prints: list[RankPrint]) -> bool:
@@ -180,13 +224,16 @@ def _came_to_the_end(prints: list[RankPrint]) -> bool:
 def _struck(folder: Path, prints: list[RankPrint]) -> list[Struck]:
     path = folder / STRUCK
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    ended = _came_to_the_end(prints)
-    reached = min((rank.last_step for rank in prints), default=0)
     found = []
     for record in records:
         fault = InjectedFault.parse(record["fault"])
-        found.append(Struck(fault, record["step"], ended or reached > record["step"]))
+        found.append(Struck(fault, record["step"], _went_on(prints, record["step"])))
     return found
+
+
+def _went_on(prints: list[RankPrint], step: int) -> bool:
+    """Whether all ranks have come to the end, or to a later step."""
+    return _came_to_the_end(prints) or min((rank.last_step for rank in prints), default=0) > step
 
 
 def _ended(code: int | None) -> str:

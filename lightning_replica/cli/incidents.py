@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, get_args
 
@@ -69,6 +69,16 @@ class Incident:
     recovery_s: float
     first_good_step_s: float | None
     redone: str
+
+    @property
+    def length_s(self) -> float:
+        """Seconds from the fault to the first good step after it; if there was none, to the end of the recovery."""
+        return max(self.recovery_s, sum(self.phases_ms.values()) / 1000, self.first_good_step_s or 0.0)
+
+    @property
+    def end(self) -> datetime:
+        """When the first good step was done, or the recovery had failed."""
+        return self.time + timedelta(seconds=self.length_s)
 
     @classmethod
     def of(cls, line: str) -> "Incident":

@@ -10,10 +10,12 @@ from lightning_replica.cli.output import size, table, write
 
 if TYPE_CHECKING:  # the others of the command line do without torch
     from lightning_replica.checkpoint.directory import Entry
+    from lightning_replica.checkpoint.location import Location
 
 _EPILOG = """\
-Whole is a checkpoint whose files are all there and have their sizes, and which holds every element of every tensor
-once. With --verify every byte is read and checked too.
+A sharded checkpoint is whole if all its files are there and have their sizes, and if it holds every element of every
+tensor once. Of an ordinary .ckpt, inspect says what Lightning wrote into it and whether torch can read it. With
+--verify, every byte of either is read and checked too.
 
 Exit code: 0 if all that was looked at is whole, 1 if something is damaged or there is nothing.
 """
@@ -23,12 +25,12 @@ def add_parser(commands: Any) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser(
         "inspect",
-        help="what is in a sharded checkpoint, and is it whole?",
-        description="Looks at a checkpoint of `state_dict_type='sharded'`, or at a directory of them.",
+        help="what is in a checkpoint, and is it whole?",
+        description="Looks at a checkpoint of `state_dict_type='sharded'`, at a directory of them, or at a .ckpt.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them; or the URL of one")
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, a directory of them, or a .ckpt; or its URL")
     parser.add_argument("--verify", action="store_true", help="take the checksum of every file")
     parser.add_argument("--tensors", action="store_true", help="list all tensors")
     parser.add_argument("--json", action="store_true", help="write JSON")
@@ -41,29 +43,51 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         CheckpointError: If there is no checkpoint.
     """
-    from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find, holds_others
     from lightning_replica.checkpoint.location import locate
+    from lightning_replica.cli import one_file
 
     path = locate(options.checkpoint)
+    if one_file.is_one(path):
+        facts, problems = one_file.look(path, options.verify, options.tensors)
+        if options.json:
+            _write_json(problems, None, [facts])
+        else:
+            write(one_file.render(facts))
+            write(_conclusion(problems, one_file.conclusion(facts)))
+        return 1 if problems else 0
+    return _look_at_sharded(path, options)
+
+
+def _look_at_sharded(path: "Location", options: argparse.Namespace) -> int:
+    from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, find, holds_others
+
     directory = CheckpointDirectory(path) if holds_others(path) else None
-    found, problems = find(path)
+    found, more = find(path)
     entries = [examine(found, options.verify)] if directory is None else list(directory.entries(options.verify))
     facts = [_facts(entry, options.tensors) for entry in entries]
     tracked = None if directory is None else directory.tracked
-    problems = tuple(dict.fromkeys([*(entry.problem for entry in entries if entry.problem), *problems]))
+    problems = list(dict.fromkeys([*(entry.problem for entry in entries if entry.problem), *more]))
     if options.json:
-        write(json.dumps({"problems": problems, "tracked": tracked, "checkpoints": facts}, indent=2))
+        _write_json(problems, tracked, facts)
     else:
         if directory is not None:
             write(_overview(facts, tracked) + "\n")
         write(_render(next((each for each in facts if each["whole"]), facts[-1])))
-        write("whole" + ", to the last byte" * options.verify if not problems else "\n" + "\n".join(problems))
+        write(_conclusion(problems, "whole" + ", to the last byte" * options.verify))
     return 1 if problems else 0
+
+
+def _write_json(problems: list[str], tracked: str | None, facts: list[dict[str, Any]]) -> None:
+    write(json.dumps({"problems": problems, "tracked": tracked, "checkpoints": facts}, indent=2))
+
+
+def _conclusion(problems: list[str], otherwise: str) -> str:
+    return "\n" + "\n".join(problems) if problems else otherwise
 
 
 def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
     """What is known of a checkpoint, as plain data."""
-    facts: dict[str, Any] = {"path": str(entry.path), "whole": entry.problem is None}
+    facts: dict[str, Any] = {"path": str(entry.path), "form": "sharded", "whole": entry.problem is None}
     manifest = entry.manifest
     if manifest is not None:
         saved = datetime.fromtimestamp(manifest.saved_ns // 10**9, timezone.utc)

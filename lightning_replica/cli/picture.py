@@ -90,6 +90,7 @@ def draw(incidents: Sequence[Incident], theme: Theme = LIGHT) -> Figure:
         return axes
 
     title, below = headline(incidents)
+    below += "  ·  bars last until the first good step"
     left, middle = _EDGE / _WIDTH, 1 - (_TOP + upper + _AXIS - 0.22) / height
     figure.text(left, 1 - 0.34 / height, title, color=theme.text, size=15, weight="bold", va="center")
     figure.text(left, 1 - 0.63 / height, below, color=theme.faint, size=9.5, va="center")
@@ -117,35 +118,47 @@ def _lanes(incidents: Sequence[Incident]) -> dict[int, int]:
 
 
 def _draw_lanes(axes: Axes, incidents: Sequence[Incident], lanes: dict[int, int], theme: Theme) -> None:
-    begin, end = incidents[0].time, incidents[-1].time
-    margin = max((end - begin) * 0.04, timedelta(seconds=1 if end > begin else 30))
+    begin, end = incidents[0].time, max(each.end for each in incidents)
+    margin = max((end - begin) * 0.04, timedelta(seconds=1 if len(incidents) > 1 else 30))
     low, high = _number(begin - margin), _number(end + margin)
     axes.set_xlim(low, high)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_yticks(list(lanes.values()), ["unknown" if rank < 0 else f"rank {rank}" for rank in lanes])
     axes.hlines(list(lanes.values()), low, high, color=theme.line, linewidth=1, zorder=1)
-    many = len(incidents) > _MANY
-    small = 0.65 if many else 1.0
     for each in incidents:
-        at = _number(each.time)
-        if each.failed:
-            axes.axvline(at, color=theme.alarm, linewidth=1.2, linestyle=(0, (3, 2)), zorder=2)
-        for move in each.moves:
-            arrow = {
-                "arrowstyle": "-|>", "color": theme.faint, "linewidth": 1.1 * small, "shrinkA": 2, "shrinkB": 6 * small,
-                "mutation_scale": 9 * small, "alpha": small, "connectionstyle": f"arc3,rad={0 if many else -0.2}",
-            }  # fmt: skip
-            axes.annotate("", (at, lanes[move.target]), (at, lanes[move.source]), arrowprops=arrow, zorder=3)
-            axes.plot(at, lanes[move.source], ".", color=theme.faint, markersize=5 * small, zorder=3)
-        for rank in each.ranks or (-1,):
-            shape, colour = MARKS[each.detected]
-            axes.plot(at, lanes[rank], shape, color=colour, markersize=10 * small, markeredgecolor=theme.page, zorder=4)
+        _draw_incident(axes, each, lanes, theme, many=len(incidents) > _MANY)
     locator = AutoDateLocator(minticks=3, maxticks=8)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
     axes.xaxis.get_offset_text().set_color(theme.faint)
     axes.xaxis.get_offset_text().set_fontsize(8.5)
     _name_steps(axes, incidents, theme, (high - low) * 0.075)
+
+
+def _draw_incident(axes: Axes, each: Incident, lanes: dict[int, int], theme: Theme, many: bool) -> None:
+    """Draw who failed, for how long nobody trained, and who sent its shard to whom."""
+    at, end, small = _number(each.time), _number(each.end), 0.65 if many else 1.0
+    axes.axvspan(at, end, color=theme.line, alpha=0.35, linewidth=0, zorder=0)
+    if each.failed:
+        axes.axvline(end, color=theme.alarm, linewidth=1.2, linestyle=(0, (3, 2)), zorder=2)
+    sent = _number(each.time + timedelta(seconds=_until_repaired(each)))
+    for move in each.moves:
+        arrow = {
+            "arrowstyle": "-|>", "color": theme.faint, "linewidth": 1.1 * small, "shrinkA": 2, "shrinkB": 6 * small,
+            "mutation_scale": 9 * small, "alpha": small, "connectionstyle": f"arc3,rad={0 if many else -0.2}",
+        }  # fmt: skip
+        axes.annotate("", (sent, lanes[move.target]), (sent, lanes[move.source]), arrowprops=arrow, zorder=3)
+        axes.plot(sent, lanes[move.source], ".", color=theme.faint, markersize=5 * small, zorder=3)
+    for rank in each.ranks or (-1,):
+        shape, colour = MARKS[each.detected]
+        axes.barh(lanes[rank], end - at, left=at, height=0.34, color=colour, alpha=0.55, zorder=2)
+        axes.plot(at, lanes[rank], shape, color=colour, markersize=10 * small, markeredgecolor=theme.page, zorder=4)
+
+
+def _until_repaired(each: Incident) -> float:
+    """Seconds from the fault to the end of the phase in which shards are sent."""
+    after = sum(each.phases_ms[phase] for phase in PHASES[PHASES.index("repair") + 1 :]) / 1000
+    return max(0.0, _total(each) - after)
 
 
 def _name_steps(axes: Axes, incidents: Sequence[Incident], theme: Theme, room: float) -> None:

@@ -3,17 +3,21 @@
 import argparse
 import json
 import math
+import re
 from dataclasses import asdict
+from decimal import Decimal
 from typing import Any, get_args
 
 from lightning_replica.cli import costs, losses
 from lightning_replica.cli.output import size, table, write
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?) ?([kmbt]?)", re.IGNORECASE)
 _ROWS = 3  # numbers of simultaneous losses that are listed
 
 _EPILOG = """\
 example:
-  lightning-replica plan --ranks 64 --replicas 2 --params 7e9 --precision bf16-mixed --ranks-per-node 8
+  lightning-replica plan --ranks 64 --replicas 2 --params 7B --precision bf16-mixed --ranks-per-node 8
 
 Memory leaves out activations, the model's buffers, autocast's 16-bit copies and what a backend needs for itself.
 ZeRO-1 stands for the same strategy with one replica. Losses are simultaneous: within one step and its recovery.
@@ -31,9 +35,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes that train")
     parser.add_argument("--replicas", type=int, default=2, metavar="R", help="copies of each shard (default: 2)")
-    parser.add_argument("--params", type=_count, required=True, metavar="PSI", help="trained elements, e.g. 7e9")
-    names = ", ".join(get_args(costs.Precision))
-    parser.add_argument("--precision", default="32-true", help=f"one of {names} (default: 32-true)")
+    parser.add_argument("--params", type=_count, required=True, metavar="PSI", help="trained elements: 7e9, 7B, 350M")
+    names = ", ".join([*get_args(costs.Precision), *costs.ALIASES])
+    parser.add_argument("--precision", default="32-true", help=f"the Trainer's: {names} (default: 32-true)")
     parser.add_argument(
         "--optimizer-bytes",
         type=float,
@@ -46,13 +50,18 @@ def add_parser(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    number = float(text)
-    if not math.isfinite(number) or number != int(number):
-        raise ValueError
+    """Read a number of elements: ``7000000000``, ``7_000_000_000``, ``7e9`` or ``7B``.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not a whole number.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    number = Decimal(found[1]) * _UNITS[found[2].upper()] if found else Decimal("nan")
+    if not math.isfinite(float(number)) or number != int(number):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number of elements. Write it like 7000000000, 7e9, 7B or 350M."
+        )
     return int(number)
-
-
-_count.__name__ = "number of elements"  # argparse: "invalid number of elements value: ..."
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: If the options make no sense.
     """
-    job = costs.Job(options.ranks, options.replicas, options.params, options.precision, options.optimizer_bytes)
+    precision = costs.ALIASES.get(options.precision, options.precision)
+    job = costs.Job(options.ranks, options.replicas, options.params, precision, options.optimizer_bytes)
     found = plan(job, options.ranks_per_node)
     write(json.dumps(found, indent=2) if options.json else render(found))
     return 0

@@ -3,10 +3,9 @@
 import argparse
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_replica import checks
+from lightning_replica import checks, planned_save
 from lightning_replica.cli.output import write
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.planned_save import SIGNAL
@@ -59,17 +58,17 @@ def _age(latest: "Latest") -> tuple[int, int] | None:
 
 
 def _refuse_who_does_not_listen(pid: int) -> None:
-    """`SIGNAL` ends a process that does not handle it."""
-    status = Path(f"/proc/{pid}/status")
+    """`SIGNAL` ends a process that is not prepared for it."""
     try:
-        caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
-    except (OSError, StopIteration) as error:
+        listens = planned_save.listens(pid)
+    except OSError as error:
         raise ConfigurationError(
             f"There is no process {pid} here that can be looked at (/proc, which only Linux has). Where you know that a"
             f" run listens, `kill -{SIGNAL.name.removeprefix('SIG')} PID` asks it too."
         ) from error
-    if not int(caught.split()[1], 16) >> (SIGNAL - 1) & 1:
+    if not listens:
         raise ConfigurationError(
-            f"Process {pid} does not listen for {SIGNAL.name}, which would end it. Name the process that was started as"
-            " `python train.py`, with strategy='replica_zero', or a rank of it that is training."
+            f"Process {pid} is no run that can be asked to save, and {SIGNAL.name} might end it. Name the process that"
+            " was started as `python train.py`, with strategy='replica_zero'; under torchrun or SLURM a rank of it that"
+            " is training, with a CheckpointPublisher or a DyingGaspCheckpoint."
         )

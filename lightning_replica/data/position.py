@@ -1,58 +1,48 @@
-"""A training loader that can be put back to any position of its epoch.
+"""A loader that can be put back to any position of its epoch.
 
 [Note: position]
-The position is the number of batches that the training loop has taken in this epoch; the order of samples must be a
+The position is the number of batches that the loop has taken in this iteration; the order of samples must be a
 function of seed, epoch, rank and world, as ``DistributedSampler`` makes it, or of the random state in which the
 iteration began, as ``RandomSampler`` makes it. Two ways lead back. A rank that was there keeps the batches since the
 last mark and yields them again, each followed by the random state in which it left the generators, because loading may
-draw random numbers. A new process, or a rank that has already begun another epoch, starts the loader again from the
-random state in which it was started (a DataLoader draws the seed of its workers there) and skips:
+draw random numbers. A new process, or a rank that has already begun another iteration or whose loader has raised,
+starts the loader again from the random state in which it was started (a DataLoader draws the seed of its workers there)
+and skips:
 
 - data with a length, in a DataLoader: indices are drawn and dropped, no skipped sample is loaded. Workers go on with
   the generators where they stood (workers.py), and every batch is loaded by the worker that would have loaded it;
-- iterable data, ``batch_size=None``, loaders that are no DataLoader or iterate in their own way: batches are loaded and
-  dropped, with workers too, whose random numbers so come out by themselves.
+- iterable data, loaders that are no DataLoader or iterate in their own way: batches are loaded and dropped, with
+  workers too, whose random numbers so come out by themselves.
+
+The workers of ``persistent_workers=True`` draw their seed once, and go on from iteration to iteration. Those that take
+their place draw none: they are given the seed, and the random states in which the iteration began.
+
+[Note: as without us]
+An iteration begins where Lightning calls ``iter``: under every strategy, the first one of a fit does so before hooks
+like ``on_train_start`` are called, and before ``set_epoch``. What loading draws, and in which order, is what it draws
+without us. Lightning and the user see their own loaders (``trainer.train_dataloader``), which iterate on their own:
+only the loops get this one.
+
+[Note: faults of a loader]
+Whatever a loader raises (a worker was killed, a sample could not be read, a time-out, an error while pinning) ends its
+iteration, for good: torch has taken the item off its queue. The rank recovers as from every exception of its own, and
+the loader starts again where the batch was to come. A validation is done again from its beginning.
 
 [Note: what is not exact]
 State that a dataset keeps to itself and changes while loading (a generator of its own, a counter, a cache of random
 choices) is in the workers' copies of it and starts anew, but for iterable data, which is drawn again from its
 beginning. Iterable data without workers that fills a shuffle buffer with the global generators draws other numbers
-while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up order by itself. The workers of
-``persistent_workers=True`` are started anew.
+while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up order by itself.
 """
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from lightning_replica._compat.lightning import _set_sampler_epoch
+from lightning_replica.data.feed import END, Feed, put
+from lightning_replica.data.loader_state import LoaderState
 
-from lightning_replica._compat.torch import forget_workers
-from lightning_replica.data.workers import BLANK, WorkerRandom
-
-_END = object()
-
-
-class LoaderState(NamedTuple):
-    """Where one rank's loader stands.
-
-    Attributes:
-        batches: Batches taken in this iteration; the next one is number ``batches``.
-        begun: Random state in which the iteration began; None if it has not.
-        generator: State of the loader's own generator then; None if it has none.
-        workers: Random state of each worker after its last batch; None for one that has drawn nothing.
-        reused: Whether the iteration goes on with workers of the one before, which draws no seed for them.
-        before: Random states before the next batches were loaded, as far as they have been; empty where workers load.
-    """
-
-    batches: int
-    begun: bytes | None = None
-    generator: bytes | None = None
-    workers: tuple[bytes | None, ...] = ()
-    reused: bool = False
-    before: tuple[bytes, ...] = ()
+__all__ = ["ExactLoader", "LoaderState"]
 
 
 class _Kept(NamedTuple):
@@ -74,252 +64,262 @@ class _Kept(NamedTuple):
 
 
 class ExactLoader:
-    """Wraps a training dataloader; everything but iteration is the loader's own.
-
-    Iteration starts lazily: no index is drawn and no worker started before the first batch is asked for, which is
-    after ``set_epoch``.
+    """Stands for a dataloader in Lightning's loops. See [Note: as without us].
 
     Args:
         loader: What the user's dataloader hook returned, with its distributed sampler.
         rng_state: Returns the state of all generators.
         set_rng_state: Puts them back.
+
+    Attributes:
+        loader: The same.
     """
 
     def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
+        self.loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
-        self._random: WorkerRandom | None = None
-        self._skipping: _SkippingBatchSampler | None = None
-        self._loader = self._equip(loader) if _can_skip(loader) else loader
-        self._live: Iterator[Any] | None = None
-        self._live_epoch = self._epoch = 0
-        self._drawn = 0  # batches that `_live` has yielded
-        self._kept: list[_Kept] = []  # those since the mark: the last `len(_kept)` of `_drawn`
+        self._feed = Feed(loader, rng_state, set_rng_state)
         self._state = LoaderState(0)
-        self._rewound = False
+        self._drawn = 0  # batches that the feed has yielded
+        self._kept: list[_Kept] = []  # those since the mark: the last `len(_kept)` of `_drawn`
+        self._ended = self._rewound = False
+        self._inherited: LoaderState | None = None  # of an iteration whose workers are to be started anew
+        self._final: tuple[bytes | None, ...] | None = None  # where workers stand once they have nothing to do
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("state_dict", "load_state_dict", "_loader"):
+        if name.startswith("_") or name in ("state_dict", "load_state_dict", "loader"):
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     @property
     def position(self) -> int:
         """Batches yielded in this iteration."""
         return self._state.batches
 
+    # Where it stands
+
     def state(self, back: int = 0) -> LoaderState:
         """Where the loader stands, or stood ``back`` batches ago; no further back than the mark."""
         back = min(back, self.position, len(self._kept))
         if self._state.begun is None:
-            return self.state_between_epochs()
+            return self.state_between()
         if not back:
             return self._state._replace(before=())
         first = len(self._kept) + self.position - back - self._drawn
-        before = () if self._workers else tuple(kept.random for kept in self._kept[first : first + back])
+        before = () if self._feed.workers else tuple(kept.random for kept in self._kept[first : first + back])
         return self._kept[first].before._replace(before=before)
 
-    def state_between_epochs(self) -> LoaderState:
-        """What outlives an epoch."""
-        return LoaderState(0, None, _state_of(self._generator), self._lasting(self._state))
+    def state_between(self) -> LoaderState:
+        """What is left of an iteration that is over, and counts for the next one."""
+        if self._inherited is not None:
+            return self._inherited
+        state = self._state
+        if not self._feed.lasts or state.begun is None:
+            return LoaderState(0, None, self._generator_state(), turn=state.turn)
+        workers = self._final_workers()
+        if workers is None:  # they load on; whoever takes their place does so too
+            return state._replace(before=())
+        return LoaderState(0, None, self._generator_state(), workers, turn=state.turn, seeded=state.seeded)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration belongs to."""
-        self._epoch = epoch
+    def state_between_epochs(self, ahead: int = 0) -> LoaderState:
+        """The same between epochs, where the next iteration may have begun; ``ahead`` batches of it are fetched."""
+        if self._state.begun is not None and self.position == ahead:
+            return self.state(ahead)
+        return self.state_between()
+
+    def _final_workers(self) -> tuple[bytes | None, ...] | None:
+        """The random states of workers that have done what they were given; None while they have not."""
+        if self._feed.skips:
+            return self._state.workers if self._is_at_the_end() else None
+        if self._final is None and self._feed.is_live and self._is_at_the_end():
+            self._final = self._feed.finish()
+        return self._final
+
+    def _is_at_the_end(self) -> bool:
+        try:
+            return self._ended or self.position >= len(self)
+        except (TypeError, NotImplementedError):
+            return False
+
+    # Going elsewhere
 
     def mark(self, ahead: int = 0) -> None:
         """A window begins here, ``ahead`` batches ago: earlier ones will not be asked for again."""
         needed = self._drawn - self.position + min(ahead, self.position)
         self._kept = self._kept[max(0, len(self._kept) - needed) :]
 
-    def rewind(self, epoch: int, state: LoaderState) -> None:
-        """Makes the next iteration begin at ``state`` of ``epoch``.
+    def rewind(self, state: LoaderState) -> None:
+        """Makes the next iteration begin at ``state``.
 
         Call it before the random state is put back: starting a loader draws from the generators.
         """
-        self.begin_epoch(epoch)
         first = self._drawn - len(self._kept)
-        live = self._live is not None and (self._live_epoch, self._state.begun) == (epoch, state.begun)
-        self._state = state
-        if not live or not first <= state.batches <= self._drawn:
-            self._live = None  # one that has not begun does so with the first batch, and draws then, as it always does
+        here = (self._state.turn, self._state.begun) == (state.turn, state.begun)
+        live = here and self._feed.is_live and first <= state.batches <= self._drawn
+        self._state, self._rewound, self._ended = state, True, False
+        if not live:
+            self._forget()
             if state.begun is not None or state.batches:
-                self._start()
-            else:
-                _set_state(self._generator, state.generator)
-        self._rewound = True
+                self._replay()
+            else:  # one that has not begun does so with the first batch
+                self._put_generator(state.generator)
 
     def inherit(self, state: LoaderState) -> None:
-        """Takes what `state_between_epochs` has returned."""
-        self._state, self._live = LoaderState(0, workers=state.workers), None
-        _set_state(self._generator, state.generator)
+        """Takes what `state_between` has returned, in another process or in this one."""
+        self._forget()
+        self._state, self._rewound = state, False
+        if state.seeded is not None:
+            self._inherited = state
+        if state.begun is None:
+            self._put_generator(state.generator)
+
+    def return_to(self, state: LoaderState) -> None:
+        """Takes what `state_between` has returned, in this process: workers that have not gone on since are kept."""
+        if self._inherited is None and state.turn == self._state.turn:
+            if not self._feed.lasts:
+                self._put_generator(state.generator)
+                return
+            if self._feed.is_live:
+                return
+        self.inherit(state)
 
     def close(self) -> None:
-        """Ends workers; left to the garbage collector, they take seconds."""
-        self._live, self._kept, self._drawn = None, [], 0
+        """Ends workers."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._feed.close()
+        self._kept, self._drawn = [], 0
+        self._ended, self._inherited, self._final = False, None, None
+
+    # Iterating
 
     def __iter__(self) -> Iterator[Any]:
         if self._rewound:
             self._rewound = False
         else:
-            self._live = None
-            self._state = LoaderState(0, workers=self._lasting(self._state))
-        return self._batches()
+            self._begin()
+        return _Iteration(self.take)
 
-    def _batches(self) -> Iterator[Any]:
-        if self._live is None:
-            self._start()
-        while True:
-            if self.position < self._drawn:
-                kept = self._kept[self.position - self._drawn]
-                self._set_rng_state(kept.after)
-            else:
-                if not self._draw():
-                    return
-                kept = self._kept[-1]
-            self._state = self._after(kept)
-            yield kept.batch
+    def take(self) -> Any:
+        """The next batch.
 
-    def _draw(self) -> bool:
-        """Adds the next batch that has not been drawn yet to what is kept; False if there is none."""
+        Raises:
+            StopIteration: If there is none.
+        """
+        if self.position < self._drawn:
+            kept = self._kept[self.position - self._drawn]
+            self._set_rng_state(kept.after)
+        else:
+            kept = self._draw()
+        self._state = self._after(kept)
+        return kept.batch
+
+    def _draw(self) -> _Kept:
+        """Adds the next batch that has not been drawn yet to what is kept."""
+        if not self._feed.is_live:
+            self._begin_late()
         before = self._state
         if before.before:
             self._set_rng_state(before.before[0])
+        if not before.batches and not self._feed.workers:
+            before = before._replace(epoch=self._sampler_epoch())
         random = self._rng_state()
-        item: Any = next(self._live, _END) if self._live is not None else _END
-        if item is _END:
-            return False
-        batch, reported = item if self._random is not None else (item, None)
+        item = self._feed.next()
+        if item is END:
+            self._ended = True
+            raise StopIteration
+        kept = _Kept(item[0], before, random, item[1], self._rng_state())
+        self._kept.append(kept)
         self._drawn += 1
-        self._kept.append(_Kept(batch, before, random, reported, self._rng_state()))
-        return True
+        return kept
 
     def _after(self, kept: _Kept) -> LoaderState:
         """Where the loader stands after a batch."""
         state = kept.before
         workers = state.workers
-        if kept.reported is not None:
+        if kept.reported is not None and self._feed.skips:
             known = list(workers)
             known[state.batches % len(known)] = kept.reported
             workers = tuple(known)
-        return state._replace(batches=state.batches + 1, workers=workers, before=state.before[1:])
+        first = state.first if state.batches or self._feed.workers else kept.random
+        return state._replace(batches=state.batches + 1, workers=workers, before=state.before[1:], first=first)
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
+        """Begins the next iteration."""
+        inherited, self._inherited = self._inherited, None
+        turn = self._state.turn + 1
+        if inherited is not None and inherited.begun is not None:
+            self._replay_beside()
+        begun, generator = self._rng_state(), self._generator_state()
+        self._kept, self._drawn, self._ended, self._final = [], 0, False, None
+        if inherited is not None and inherited.begun is None and inherited.seeded is not None:
+            workers, reused = inherited.workers, True
+            self._feed.begin_with(workers, inherited.seeded)
+        else:
+            workers, reused = self._feed.begin()
+        epoch = self._sampler_epoch() if self._feed.workers else None
+        self._state = LoaderState(
+            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded
+        )
+
+    def _begin_late(self) -> None:
+        """Begins where nobody has called ``iter``, or where somebody has caught what the loader raised."""
+        if self._state.begun is None:
+            self._begin()
+        else:
+            self._replay_beside()
+
+    def _replay_beside(self) -> None:
+        """Goes to where `_state` says; generators and sampler stay as they are."""
+        random, epoch = self._rng_state(), self._sampler_epoch()
+        self._replay()
+        self._set_rng_state(random)
+        if epoch is not None:
+            _set_sampler_epoch(self.loader, epoch)
+
+    def _replay(self) -> None:
         """Starts the loader and goes to where `_state` says, with nothing kept."""
-        state, drop = self._state, self._state.batches
+        state = self._state
         if state.begun is None:
-            state = state._replace(reused=bool(state.workers))
+            state = state._replace(begun=self._rng_state(), generator=self._generator_state())
         else:
             self._set_rng_state(state.begun)
-            _set_state(self._generator, state.generator)
-        if self._random is not None:
-            self._random.start = state.workers
-            if state.begun is not None:
-                forget_workers(self._loader)
-            state = state._replace(workers=state.workers or (None,) * self._workers)
-        self._state = state._replace(begun=self._rng_state(), generator=_state_of(self._generator))
-        if self._skipping is not None:
-            drop = state.batches % max(1, self._workers)
-            self._skipping.skip, self._skipping.blanks = state.batches - drop, drop
-        with self._no_seed() if state.reused else nullcontext():
-            self._live = iter(self._loader)
-        if self._skipping is not None:
-            self._skipping.advance()
-        for _ in range(drop):
-            next(self._live, _END)
-        self._live_epoch, self._drawn, self._kept = self._epoch, state.batches, []
+            self._put_generator(state.generator)
+        self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
+        if state.epoch is not None:
+            _set_sampler_epoch(self.loader, state.epoch)
+        self._kept, self._drawn = [], state.batches
+        self._feed.replay(state)
 
-    @contextmanager
-    def _no_seed(self) -> Iterator[None]:
-        """Workers that are started inside draw their seed from elsewhere: those that they stand for drew none."""
-        generator, self._loader.generator = self._loader.generator, torch.Generator()
-        try:
-            yield
-        finally:
-            self._loader.generator = generator
+    # What it iterates
 
-    def _equip(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A copy of ``loader``, for it is the user's own, that can skip and whose workers report."""
-        loader = copy.copy(loader)
-        self._skipping = _SkippingBatchSampler(loader.batch_sampler)
-        # DataLoader.__setattr__ forbids this because its own sampler would no longer agree; ours does.
-        object.__setattr__(loader, "batch_sampler", self._skipping)
-        if loader.num_workers:
-            self._random = WorkerRandom(loader.collate_fn, loader.worker_init_fn, self._rng_state, self._set_rng_state)
-            loader.collate_fn, loader.worker_init_fn = self._random.collate, self._random.init
-        return loader
+    def _sampler_epoch(self) -> int | None:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        sampler = getattr(batch_sampler, "sampler", None) or getattr(self.loader, "sampler", None)
+        epoch = getattr(sampler, "epoch", None)
+        return epoch if isinstance(epoch, int) else None
 
-    @property
-    def _workers(self) -> int:
-        return getattr(self._loader, "num_workers", 0)
+    def _generator_state(self) -> bytes | None:
+        generator = self._feed.generator
+        return None if generator is None else generator.get_state().numpy().tobytes()
 
-    @property
-    def _generator(self) -> torch.Generator | None:
-        generator = getattr(self._loader, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
-
-    def _lasting(self, state: LoaderState) -> tuple[bytes | None, ...]:
-        """What is known of workers that live longer than an epoch."""
-        return state.workers if getattr(self._loader, "persistent_workers", False) else ()
+    def _put_generator(self, state: bytes | None) -> None:
+        if self._feed.generator is not None and state is not None:
+            put(self._feed.generator, state)
 
 
-class _SkippingBatchSampler:
-    """A batch sampler whose next iteration leaves out the first batches.
+class _Iteration:
+    """An iterator; what it raises does not end it."""
 
-    Attributes:
-        skip: How many come to nothing.
-        blanks: How many after those come as `BLANK`.
-    """
-
-    def __init__(self, batch_sampler: Any) -> None:
-        self._batch_sampler = batch_sampler
-        self._indices: Iterator[Any] = iter(())
-        self.skip = self.blanks = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batch_sampler":
-            raise AttributeError(name)
-        return getattr(self._batch_sampler, name)
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler)
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self._take = take
 
     def __iter__(self) -> Iterator[Any]:
-        self._indices = iter(self._batch_sampler)
-        return self._rest()
+        return self
 
-    def advance(self) -> None:
-        """Leaves out what the iteration that has just begun is to leave out, before anything else draws numbers."""
-        skip, self.skip = self.skip, 0
-        for _ in range(skip):
-            next(self._indices, None)
-
-    def _rest(self) -> Iterator[Any]:
-        indices, blanks = self._indices, self.blanks
-        self.advance()
-        self.blanks = 0
-        for _ in range(blanks):
-            next(indices, None)
-            yield BLANK
-        yield from indices
-
-
-def _can_skip(loader: Any) -> bool:
-    """Whether leaving out indices leaves out batches."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and loader.batch_sampler is not None
-        and not isinstance(loader.dataset, IterableDataset)
-    )
-
-
-def _state_of(generator: torch.Generator | None) -> bytes | None:
-    return None if generator is None else generator.get_state().numpy().tobytes()
-
-
-def _set_state(generator: torch.Generator | None, state: bytes | None) -> None:
-    if generator is not None and state is not None:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    def __next__(self) -> Any:
+        return self._take()

@@ -70,6 +70,7 @@ class Slot:
         process: Its process id; 0 until it has one.
         stacks: Its file descriptor that stacks are written to.
         thread: Identity of its main thread.
+        step: Updates that are applied; -1 before its first batch.
     """
 
     count: int = 0
@@ -81,9 +82,10 @@ class Slot:
     process: int = 0
     stacks: int = -1
     thread: int = 0
+    step: int = -1
 
 
-_COUNT, _PLACE, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREAD = range(len(fields(Slot)))
+_COUNT, _PLACE, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREAD, _STEP = range(len(fields(Slot)))
 
 
 class Beacons:
@@ -110,6 +112,7 @@ class Beacons:
             int(c[_PROCESS]),
             int(c[_STACKS]),
             int(c[_THREAD]),
+            int(c[_STEP]),
         )
 
     def reset(self, rank: int, now: float, deadline: float) -> None:
@@ -133,6 +136,28 @@ def create(world_size: int) -> tuple[Beacons, str] | None:
     os.ftruncate(file, world_size * _CELLS * 8)
     beacons = Beacons(file, world_size)
     return beacons, f"/proc/{os.getpid()}/fd/{file}"
+
+
+def sign_in(path: str, rank: int, world_size: int, stacks: int) -> None:
+    """Write where this process's stacks are found, as soon as it runs; its progress comes later (`Beacon`).
+
+    Raises:
+        OSError: If the block cannot be mapped.
+    """
+    _sign(_map(path, rank, world_size), stacks)
+
+
+def _sign(cells: "memoryview[float]", stacks: int) -> None:
+    cells[_STACKS], cells[_THREAD] = stacks, threading.main_thread().ident or 0
+    cells[_PROCESS] = os.getpid()
+
+
+def _map(path: str, rank: int, world_size: int) -> "memoryview[float]":
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return Beacons(file, world_size)._of(rank)
+    finally:
+        os.close(file)
 
 
 class Learnt:
@@ -168,26 +193,25 @@ class Beacon:
         world_size: Number of ranks.
         limits: The user's limits.
         stacks: The file descriptor that stacks are written to.
+        replaces: Whether others wait for this process to take a lost rank's place.
 
     Raises:
         OSError: If the block cannot be mapped.
     """
 
-    def __init__(self, path: str, rank: int, world_size: int, limits: HangLimits, stacks: int) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._cells = Beacons(file, world_size)._of(rank)
-        finally:
-            os.close(file)
+    def __init__(
+        self, path: str, rank: int, world_size: int, limits: HangLimits, stacks: int, replaces: bool = False
+    ) -> None:
+        self._cells = _map(path, rank, world_size)
         self._least_s = limits.min_s
+        quick = _RECOVERY if replaces else PHASES
         self._learnt = [
-            Learnt(limits.min_s, limits.max_s, limits.recovery_s if place in _RECOVERY else limits.max_s)
+            Learnt(limits.min_s, limits.max_s, limits.recovery_s if place in quick else limits.max_s)
             for place in PLACES
         ]
         self._here = self._learnt[0]
         self._waiting, self._count, self._since = False, 0, time.monotonic()
-        self._cells[_STACKS], self._cells[_THREAD] = stacks, threading.main_thread().ident or 0
-        self._cells[_PROCESS] = os.getpid()
+        _sign(self._cells, stacks)
 
     def begins(self, place: Point | Stretch) -> None:
         """Writes that this rank is at ``place`` now."""
@@ -196,6 +220,10 @@ class Beacon:
         self._here = self._learnt[number]
         self._cells[_PLACE] = number
         self._go(now)
+
+    def at_step(self, step: int) -> None:
+        """Write that ``step`` updates are applied."""
+        self._cells[_STEP] = step
 
     def waits(self) -> None:
         """Writes that this rank waits for others, and lives."""

@@ -5,6 +5,7 @@
 | LIGHTNING_REPLICA_STORE | ``host:port`` of the supervisor's store |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
+| LIGHTNING_REPLICA_SPOOL | directory for what set-up collectives gave ranks and is large (recovery/journal.py) |
 | LIGHTNING_REPLICA_BEACONS | where the memory is found that it writes its progress to (beacons.py) |
 
 LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them.
@@ -15,6 +16,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
@@ -22,9 +24,11 @@ import torch.distributed as dist
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
+_SPOOL = "LIGHTNING_REPLICA_SPOOL"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("lo", "lo0")  # Linux, macOS
 _CONNECT = timedelta(seconds=60)
+_FOREVER = timedelta(days=3650)
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,6 +39,10 @@ class Surroundings(Protocol):
     @property
     def generation(self) -> int:
         """Generation that the process is born into."""
+
+    @property
+    def spool(self) -> Path | None:
+        """The directory for what set-up collectives gave and is large; None where nobody will read it."""
 
     @property
     def supervised(self) -> bool:
@@ -56,12 +64,14 @@ class RankEnvironment:
         port: Its port.
         supervisor: Process id of the supervisor.
         generation: Generation that the process is born into.
+        spool: See `Surroundings.spool`.
     """
 
     host: str
     port: int
     supervisor: int
     generation: int
+    spool: Path | None = None
     supervised = True
 
     @classmethod
@@ -70,7 +80,9 @@ class RankEnvironment:
         if _STORE not in os.environ:
             return None
         host, port = os.environ[_STORE].rsplit(":", 1)
-        return cls(host, int(port), int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION]))
+        spool = os.environ.get(_SPOOL)
+        supervisor, generation = int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION])
+        return cls(host, int(port), supervisor, generation, None if spool is None else Path(spool))
 
     def connect(self) -> dist.Store:
         """A new connection to the supervisor's store."""
@@ -87,6 +99,7 @@ class RankEnvironment:
             _STORE: f"{self.host}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
+            **({} if self.spool is None else {_SPOOL: str(self.spool)}),
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
             "WORLD_SIZE": str(world_size),
@@ -103,7 +116,11 @@ def loopback_interface() -> dict[str, str]:
 
 def connect(host: str, port: int) -> dist.TCPStore:
     """A connection to a store."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    # Nobody waits for a key here but in slices. What a question waits for is a store whose process is stopped (Ctrl-Z),
+    # and that goes on some day; one that is gone closes the connection.
+    store.set_timeout(_FOREVER)
+    return store
 
 
 def serve(address: str, port: int = 0) -> dist.TCPStore:

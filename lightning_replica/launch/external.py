@@ -112,6 +112,7 @@ class ExternalEnvironment:
     attempt: str
     served: dist.TCPStore | None = None
     generation = 0
+    spool = None
     supervised = False
 
     @classmethod

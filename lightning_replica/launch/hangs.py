@@ -59,7 +59,7 @@ class Judge:
             now: The time.
         """
         suspects = tuple(rank for rank, finding in findings.items() if self._suspect(rank, slots[rank], finding, now))
-        if any(self._waits(rank, slot, findings) for rank, slot in slots.items() if rank not in suspects):
+        if any(self.waits(rank, slot, findings) for rank, slot in slots.items() if rank not in suspects):
             return suspects
         if len(suspects) < len(slots):
             return ()  # the others are busy; in the end they wait, or are suspects themselves
@@ -68,7 +68,7 @@ class Judge:
 
     def stalled(self, slots: Mapping[int, Slot], findings: Mapping[int, Finding], now: float) -> bool:
         """Whether all wait for each other, for longer than a rank may go without progress."""
-        if not slots or not all(self._waits(rank, slot, findings) for rank, slot in slots.items()):
+        if not slots or not all(self.waits(rank, slot, findings) for rank, slot in slots.items()):
             return False
         last = max(self._retry, *(slot.since for slot in slots.values()))
         return now - last - self._slept_since(last) > self._limits.min_s
@@ -84,7 +84,8 @@ class Judge:
             return called_back and now - self._retry - self._slept_since(self._retry) > self._limits.min_s
         return finding != "debugger"
 
-    def _waits(self, rank: int, slot: Slot, findings: Mapping[int, Finding]) -> bool:
+    def waits(self, rank: int, slot: Slot, findings: Mapping[int, Finding]) -> bool:
+        """Return whether a rank waits for others."""
         return findings[rank] == "collective" if rank in findings else slot.waiting
 
     def _slept_since(self, moment: float) -> float:

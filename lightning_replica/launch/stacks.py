@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from lightning_replica.launch.activity import state_of
 from lightning_replica.launch.beacons import Slot
 
 SIGNAL: Final = signal.SIGURG
@@ -32,11 +33,15 @@ Finding: TypeAlias = Literal["busy", "silent", "collective", "debugger"]
 collective of the user's own code."""
 
 
+_answers: dict[int, int] = {}  # by process, as a fork has its parent's memory: the file that is written to
+
+
 def answer() -> int:
     """Has this process write its stacks whenever `SIGNAL` comes; returns the descriptor of the file."""
-    file = os.memfd_create("lightning_replica_stacks")
-    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
-    return file
+    if os.getpid() not in _answers:
+        file = _answers[os.getpid()] = os.memfd_create("lightning_replica_stacks")
+        faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+    return _answers[os.getpid()]
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
             for rank in tuple(waiting):
                 text = os.pread(files[rank], 2**20, sizes[rank])
                 # Written at one go, so what has not grown for a while is complete.
-                if (text and text == texts[rank]) or (not text and _state(slots[rank].process) in tuple("TtZX")):
+                if (text and text == texts[rank]) or (not text and state_of(slots[rank].process) in tuple("TtZX")):
                     waiting.discard(rank)
                 texts[rank] = text
     finally:
@@ -146,7 +151,7 @@ def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path
 
 
 def _stack(slot: Slot, text: str) -> Stack:
-    return Stack(text, _state(slot.process), _is_traced(slot.process), parse(text, slot.thread))
+    return Stack(text, state_of(slot.process), _is_traced(slot.process), parse(text, slot.thread))
 
 
 def _open(slot: Slot) -> int:
@@ -154,12 +159,6 @@ def _open(slot: Slot) -> int:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/{slot.process}/fd/{slot.stacks}", os.O_RDONLY | os.O_CLOEXEC)
     return -1
-
-
-def _state(process: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    return ""
 
 
 def _is_traced(process: int) -> bool:

@@ -10,10 +10,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import TypeAlias
 
+from lightning_replica.launch.activity import state_of
 from lightning_replica.launch.environment import LOOPBACK, connect
+from lightning_replica.launch.orphans import born_mortal
 from lightning_replica.launch.waiting import search_path
 from lightning_replica.recovery.generation import Store
 
@@ -23,7 +24,6 @@ Command: TypeAlias = Callable[[int], tuple[Sequence[str], str | None]]
 _CALLS, _CALL = "standby/calls", "standby/call/{}"
 # The first entry of `sys.path` is the script's folder from the beginning, as in a rank.
 _SEARCH = "import sys; sys.path[0] = {!r} if sys.path[0] == '' else sys.path[0]"
-_FOREVER = timedelta(days=3650)
 _MAX_LOST = 3  # standbys that may die while they wait before no more are started
 
 
@@ -59,6 +59,7 @@ class Standbys:
 
     def __init__(self, command: Command, count: int) -> None:
         self._command, self._count = command, count
+        self._port = 0
         self._waiting: list[_Standby] = []
         self._modules: list[str] | None = None  # None until the first call
         self._wanted = False
@@ -74,7 +75,12 @@ class Standbys:
             changed: Called, from another thread, when `fill` has something to do.
         """
         self._port, self._changed = port, changed
-        if self._count:
+        self.keep(self._count)
+
+    def keep(self, count: int) -> None:
+        """Keep ``count`` waiting from the next call on."""
+        self._count = count
+        if count and self._port and not self._thread.is_alive():
             self._thread.start()
 
     def fill(self, restarts_left: int) -> None:
@@ -114,7 +120,6 @@ class Standbys:
 
     def _listen(self) -> None:
         store = connect(LOOPBACK, self._port)
-        store.set_timeout(_FOREVER)
         number = 1
         while True:
             modules = json.loads(store.get(_CALL.format(number)))
@@ -149,6 +154,7 @@ class _Standby:
                     [line[0], "-c", f"{_SEARCH.format(search_path(line, cwd))}; {script}"],
                     pass_fds=(reader, names.fileno()),
                     cwd=cwd,
+                    preexec_fn=born_mortal(),
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -156,8 +162,11 @@ class _Standby:
         self._orders = os.fdopen(writer, "w")
 
     def become(self, command: Sequence[str], cwd: str | None, environment: dict[str, str]) -> bool:
-        """Makes it a rank; False if it has died."""
+        """Makes it a rank; False if it has died, or does not run."""
         if self.process.poll() is not None:
+            return False
+        if state_of(self.process.pid) in tuple("Tt"):
+            self.end()
             return False
         order = {"command": list(command), "cwd": cwd, "environment": environment}
         try:

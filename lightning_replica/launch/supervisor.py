@@ -4,21 +4,28 @@ import logging
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from lightning_replica import planned_save
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
+from lightning_replica.launch.last_words import LastWords
+from lightning_replica.launch.orphans import born_mortal
+from lightning_replica.launch.repeats import Repeats
 from lightning_replica.launch.standby import Standbys
-from lightning_replica.launch.watch import Watch
+from lightning_replica.launch.told import Told
+from lightning_replica.launch.watch import Phase, Watch
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations, Store
@@ -26,12 +33,18 @@ from lightning_replica.recovery.options import RecoveryOptions
 
 log = logging.getLogger(__name__)
 
-_END_S = 10.0  # between being told to end and being killed
+_END_S: Final = 10.0  # between being told to end and being killed
+_END_EARLY_S: Final = 2.0  # the same before the first batch, where nothing is lost
 PHASE = "phase"  # store key: "fit" between `armed` and `finished`, when a death can be recovered from
+NO_REPLACEMENT = "no_replacement"  # store key: why a rank that is lost now cannot be replaced
 
 
 class Process(Protocol):
     """A rank's process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
 
     @property
     def returncode(self) -> int | None:
@@ -47,6 +60,7 @@ class Process(Protocol):
         """Sends a signal, unless the process has ended."""
 
 
+_HEARD: Final = (signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL)
 Start = Callable[[int, dict[str, str]], Process]
 """Starts the process of a rank with an environment."""
 
@@ -56,7 +70,7 @@ def start_script(command: Callable[[int], tuple[Sequence[str], str | None]]) -> 
 
     def start(rank: int, environment: dict[str, str]) -> Process:
         line, cwd = command(rank)
-        return subprocess.Popen(line, env=environment, cwd=cwd)
+        return subprocess.Popen(line, env=environment, cwd=cwd, preexec_fn=born_mortal())
 
     return start
 
@@ -74,10 +88,12 @@ class Supervisor:
     Args:
         start: Starts a rank.
         world_size: Number of ranks.
-        options: What the user has chosen about recovery.
+        options: What the user has chosen about recovery, as far as it is known.
         say: Tells the user something.
         directory: Where the stacks of ranks are written to when one hangs.
         standbys: Processes that wait to become ranks.
+        asks: Whether ranks know more of options and directory (`Told`).
+        notes: What ranks find in the store.
     """
 
     def __init__(
@@ -88,19 +104,23 @@ class Supervisor:
         say: Callable[[str], None],
         directory: Path = Path(),
         standbys: Standbys | None = None,
+        asks: bool = False,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
         self._start_process, self._world_size, self._options, self._say = start, world_size, options, say
-        self._standbys = standbys
+        self._standbys, self._asks, self._notes = standbys, asks, notes or {}
         self._ended: queue.SimpleQueue[_Child | signal.Signals | Standbys | None] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
         self._watch = Watch(world_size, HangLimits.of(options), directory)
         self._hung: dict[int, str] = {}
+        self._repeats = Repeats()
         self._over = threading.Event()
         self._restarts = 0
         self._code = 0
         self._told: signal.Signals | None = None  # the first signal that this process was sent
         self._told_at = 0.0
         self._gasps = False  # those who are left are writing, or try to
+        self._spool: Path | None = None
 
     def run(self) -> int:
         """Starts all ranks and returns the exit code that this process should end with.
@@ -109,9 +129,14 @@ class Supervisor:
         signal n).
         """
         self._store = serve(LOOPBACK)
+        self._spool = Path(tempfile.mkdtemp(prefix="lightning_replica-"))
         self._generations = Generations(self._store)
-        heard = [signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL, *([signal.SIGUSR1] if self._options.gasp else [])]
-        previous = {s: signal.signal(s, self._on_signal) for s in heard}
+        for key, note in self._notes.items():
+            self._store.set(key, note)
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in _HEARD}
+        self._hear_usr1()
+        asked = ExitStack()
+        asked.enter_context(planned_save.listening())
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
         try:
             for rank in range(self._world_size):
@@ -129,9 +154,27 @@ class Supervisor:
             self._terminate(signal.SIGKILL)
             if self._standbys is not None:
                 self._standbys.end()
-            for signum, handler in previous.items():
+            asked.close()
+            shutil.rmtree(self._spool, ignore_errors=True)
+            for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
         return self._final_code()
+
+    def _ask(self) -> None:
+        """Learns what the trainer's callbacks say, once a rank has told it."""
+        told = Told.ask(self._store) if self._asks else None
+        if told is None:
+            return
+        self._asks, self._options = False, told.options
+        self._watch.use(HangLimits.of(told.options), Path(told.directory))
+        self._hear_usr1()
+        if self._standbys is not None:
+            self._standbys.keep(told.options.standby)
+
+    def _hear_usr1(self) -> None:
+        """With a last checkpoint to write, it means the same as SIGTERM; else what it means everywhere."""
+        if self._options.gasp and signal.SIGUSR1 not in self._handlers:
+            self._handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_signal)
 
     def _final_code(self) -> int:
         path = Gasp.written(self._generations) if self._options.gasp else None
@@ -142,7 +185,7 @@ class Supervisor:
 
     def _start(self, rank: int, generation: int) -> str:
         """Starts a rank's process, or finds it; says which."""
-        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation)
+        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation, self._spool)
         variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
@@ -165,6 +208,7 @@ class Supervisor:
         self._ended.put(signal.Signals(signum))
 
     def _on_end(self, event: "_Child | signal.Signals | Standbys") -> None:
+        self._ask()
         if isinstance(event, Standbys):
             event.fill(self._options.max_restarts - self._restarts)
             return
@@ -174,20 +218,30 @@ class Supervisor:
         if isinstance(event, signal.Signals):
             self._on_told(event)
             return
+        self._on_child_end(event)
+
+    def _on_child_end(self, event: _Child) -> None:
         del self._children[event.rank]
         code = event.process.returncode or 0
         in_fit = self._in_fit()
         if code == 0 and not in_fit:
             return
         hung = self._hung.pop(event.rank, None)
-        how = hung or f"Rank {event.rank} {_how(code)}"
-        code = 128 - code if code < 0 else code or 1
+        how = hung or self._why(event, code)
+        code = GAVE_UP if hung and not in_fit else 128 - code if code < 0 else code or 1
         if self._code or self._generations.verdict() is not None:
             self._fail(how, code, (event.rank,) if self._options.gasp else ())
         elif not self._options.recovery:
             self._fail(f"{how}. With recovery=False the run ends with it.", code)
         elif not in_fit:
-            self._fail(f"{how} outside of training, where a rank cannot be replaced.", code)
+            where = "before its first batch" if self._phase() == "set-up" else "outside of training"
+            self._fail(f"{how} {where}, where a rank cannot be replaced.", code)
+        elif self._repeats.again(event.rank, event.process.returncode or 0, self._watch.slot(event.rank)):
+            where = self._watch.where(event.rank)
+            self._fail(f"{how}, twice {where}: another process would end there too.", code, (event.rank,))
+        elif self._store.check([NO_REPLACEMENT]):
+            why = self._store.get(NO_REPLACEMENT).decode()
+            self._fail(f"{how}, and no replacement could find its way here: {why}", GAVE_UP, (event.rank,))
         elif self._restarts >= self._options.max_restarts:
             used = f"{self._restarts} of max_restarts={self._options.max_restarts} are used"
             self._fail(f"{how}, and no replacement can be had: {used}.", GAVE_UP, (event.rank,))
@@ -247,21 +301,36 @@ class Supervisor:
             self._say(self._hung[rank])
             self._children[rank].process.send_signal(signal.SIGKILL)
 
+    def _why(self, ended: _Child, code: int) -> str:
+        """How a rank has ended, or whichever other made it end: it need not be the first that is seen to."""
+        others = () if self._in_fit() else self._children.values()  # in `fit` each fault stands for itself
+        processes = [(child.rank, child.generation) for child in (ended, *others)]
+        words = LastWords.heard(self._store, processes) if code > 0 and code != DEVICE_LOST else []
+        if words and (words[0].own or words[0].rank == ended.rank):
+            where = f" ({words[0].place})" if words[0].place else ""
+            return f"Rank {words[0].rank} ended with {words[0].error}{where}"
+        return f"Rank {ended.rank} {_how(code)}"
+
+    def _phase(self) -> Phase:
+        phase = self._store.get(PHASE) if self._store.check([PHASE]) else b""
+        return "fit" if phase == b"fit" else "done" if phase else "set-up"
+
     def _in_fit(self) -> bool:
         return in_fit(self._store)
 
     def _look(self) -> None:
         """Kills whoever hangs; that it has died is noticed in the usual way."""
+        self._ask()
         self._keep_time()
         if self._hung:
             return  # killed, its end not yet seen: whoever waits for it would seem to wait in vain
-        send = {child.rank: child.process.send_signal for child in self._children.values()}
-        hang = self._watch.look(send, self._in_fit)
+        processes = {child.rank: child.process for child in self._children.values()}
+        hang = self._watch.look(processes, self._phase)
         over = self._code or self._generations.verdict() is not None
         if hang is None or (over and not self._gasps):
             return
         self._say(hang.text)
-        if not hang.culprits:
+        if hang.stalled:
             self._generations.begin_next(0, Fault("hang", (), hang.text))
         for rank, how in hang.culprits.items():
             self._hung[rank] = how
@@ -286,7 +355,7 @@ class Supervisor:
         if forward is not None:
             for child in self._children.values():
                 child.process.send_signal(forward)
-        self._terminate(signal.SIGTERM, after_s=_END_S)
+        self._terminate(signal.SIGTERM, after_s=_END_EARLY_S if self._phase() == "set-up" else _END_S)
 
     def _terminate(self, signum: signal.Signals, after_s: float = 0.0) -> None:
         """Ends all children; those that are still there after ``after_s`` are sent ``signum``, then SIGKILL."""

@@ -1,19 +1,22 @@
 """The supervisor's eye on the progress of its ranks: notices a hang, says whose and where, writes the stacks."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, Protocol, TypeAlias
 
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import PLACES, VARIABLE, HangLimits, Slot, create
 from lightning_replica.launch.hangs import Judge
+from lightning_replica.launch.set_up import SetUp
 from lightning_replica.launch.stacks import Finding, Stack
 from lightning_replica.points import PHASES
 
 DIRECTORY: Final = "replica_stacks"
+INSTEAD: Final = "LIGHTNING_REPLICA_STACKS"  # environment: where that directory is made, whatever the script says
 _WHERE: Final[dict[str, str]] = {
     "start": "at the start, before its first batch",
     "batch_start": "while loading a batch",
@@ -38,17 +41,36 @@ _WHERE: Final[dict[str, str]] = {
 }
 
 
+_STOPPED: Final = "a signal has stopped it"
+
+Phase: TypeAlias = Literal["set-up", "fit", "done"]
+"""Where a run is: before its first batch, between that and the end of `fit`, or after it."""
+
+
+class Watched(Protocol):
+    """A rank's process."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+
+
 @dataclass(frozen=True)
 class Hang:
     """What was found.
 
     Attributes:
-        culprits: For each rank that hangs, one line about it; empty if all ranks wait for each other.
+        culprits: For each rank that hangs, one line about it.
         text: What to tell the user.
+        stalled: Whether all ranks wait for each other; if that is not so and nobody hangs, the text is all there is.
     """
 
     culprits: dict[int, str]
     text: str
+    stalled: bool = False
 
 
 class Watch:
@@ -57,17 +79,22 @@ class Watch:
     Args:
         world_size: Number of ranks.
         limits: The user's limits.
-        directory: Where stacks are written to, in a folder of their own.
+        directory: Where stacks are written to, in a folder of their own; the environment may name another place.
     """
 
     def __init__(self, world_size: int, limits: HangLimits, directory: Path) -> None:
-        self._limits, self._directory = limits, directory
-        self.interval_s = min(max(0.25 * limits.min_s, 0.05), 1.0)
-        self._judge = Judge(limits, self.interval_s)
         self._findings: dict[int, tuple[float, Finding]] = {}  # by rank: when it had written last, what it is at
-        created = None if limits.off else create(world_size)
+        created = create(world_size)
         self._beacons = created[0] if created else None
         self._path = created[1] if created else ""
+        self.use(limits, directory)
+
+    def use(self, limits: HangLimits, directory: Path) -> None:
+        """Go by other limits and write to another directory from now on."""
+        self._limits, self._directory = limits, Path(os.environ.get(INSTEAD) or directory)
+        self.interval_s = min(max(0.25 * limits.min_s, 0.05), 1.0)
+        self._judge = Judge(limits, self.interval_s)
+        self._set_up = SetUp(limits)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -78,69 +105,124 @@ class Watch:
         """A new process begins as ``rank``."""
         if self._beacons is not None:
             now = time.monotonic()
-            self._beacons.reset(rank, now, now + self._limits.recovery_s if replaces else float("inf"))
+            limit_s = self._limits.recovery_s if replaces else self._limits.max_s
+            self._beacons.reset(rank, now, now + limit_s)
 
-    def look(self, send: Mapping[int, Callable[[int], None]], in_fit: Callable[[], bool]) -> Hang | None:
+    def look(self, processes: Mapping[int, Watched], phase: Callable[[], Phase]) -> Hang | None:
         """Looks once.
 
         Args:
-            send: For every live rank, what sends it a signal.
-            in_fit: Whether a rank can be replaced now; asked only where something looks like a hang.
+            processes: All live ranks.
+            phase: Where the run is; asked only where something looks like a hang.
         """
-        if self._beacons is None:
+        if self._beacons is None or self._limits.off:
             return None
         self._judge.looks(time.monotonic())
-        hang = self._look({rank: self._beacons.slot(rank) for rank in sorted(send)}, send, in_fit)
+        hang = self._look({rank: self._slot(rank, processes[rank]) for rank in sorted(processes)}, processes, phase)
         self._judge.looked(time.monotonic())
         return hang
 
     def _look(
-        self, slots: dict[int, Slot], send: Mapping[int, Callable[[int], None]], in_fit: Callable[[], bool]
+        self, slots: dict[int, Slot], processes: Mapping[int, Watched], phase: Callable[[], Phase]
     ) -> Hang | None:
         now = time.monotonic()
+        stopped = self._stopped(slots, now)
         overdue = self._judge.overdue(slots, now)
-        if not overdue and not self._judge.stalled(slots, {}, now) or not in_fit():
+        if not stopped and not overdue and not self._judge.stalled(slots, {}, now):
             return None
-        findings = self._find({rank: slots[rank] for rank in overdue}, send)
+        here = phase()
+        stopped = tuple(rank for rank in stopped if here == "set-up" or (here == "fit" and _at_start(slots[rank])))
+        if stopped:
+            return self._describe(slots, stopped, self._ask(slots, processes), dict.fromkeys(stopped, _STOPPED))
+        if here == "done" or not overdue and here == "set-up":
+            return None
+        findings = self._find({rank: slots[rank] for rank in overdue}, processes)
         culprits = self._judge.culprits(slots, findings, now)
+        if here == "set-up":
+            return self._look_at_set_up(slots, processes, findings, culprits)
         stalled = not culprits and self._judge.stalled(slots, findings, now)
         if not culprits and not stalled:
             return None
-        asked = self._ask(slots, send)
-        if any(self._slot(rank).written != slots[rank].written for rank in (culprits or findings)):
+        asked = self._ask(slots, processes)
+        if any(self._slot(rank, processes[rank]).written != slots[rank].written for rank in (culprits or findings)):
             return None  # it goes on after all
         if stalled:
-            self._judge.retried({rank: self._slot(rank) for rank in slots}, time.monotonic())
+            self._judge.retried({rank: self._slot(rank, processes[rank]) for rank in slots}, time.monotonic())
+            return self._describe_stall(slots, asked)
         return self._describe(slots, culprits, asked)
 
-    def _slot(self, rank: int) -> Slot:
+    def _stopped(self, slots: Mapping[int, Slot], now: float) -> tuple[int, ...]:
+        """Ranks that a signal has stopped, where no time-out says so."""
+        return self._set_up.stopped({rank: slot.process for rank, slot in slots.items()}, now)
+
+    def _look_at_set_up(
+        self,
+        slots: dict[int, Slot],
+        processes: Mapping[int, Watched],
+        findings: Mapping[int, Finding],
+        culprits: tuple[int, ...],
+    ) -> Hang | None:
+        busy = {r: slot.process for r, slot in slots.items() if not self._judge.waits(r, slot, findings)}
+        verdict = self._set_up.judge(culprits, busy, time.monotonic())
+        if verdict.hanging:
+            return self._describe(slots, verdict.hanging, self._ask(slots, processes))
+        if not verdict.at_work:
+            return None
+        now, asked = time.monotonic(), self._ask(slots, processes)
+        stack = "\n".join(
+            f"Rank {rank} has not come to its first batch for {now - slots[rank].since:.0f} s, but is at work."
+            f" Its stack, innermost first:\n{asked[rank].describe()}"
+            for rank in verdict.at_work
+        )
+        return Hang({}, f"{stack}\nNobody is ended for that; raise hang_max_s to hear of it later.")
+
+    def slot(self, rank: int) -> Slot | None:
+        """Return what a rank, or its process that has ended, has written last."""
+        return None if self._beacons is None or self._limits.off else self._beacons.slot(rank)
+
+    def where(self, rank: int) -> str:
+        """Return where that was, for the user."""
+        slot = self.slot(rank)
+        return "" if slot is None else _where(slot) + (f" of step {slot.step}" if slot.step >= 0 else "")
+
+    def _slot(self, rank: int, process: Watched) -> Slot:
         if self._beacons is None:
             raise RuntimeError("there is no block of beacons")
-        return self._beacons.slot(rank)
+        slot = self._beacons.slot(rank)
+        return slot if slot.process else replace(slot, process=process.pid)  # it imports
 
-    def _find(self, slots: Mapping[int, Slot], send: Mapping[int, Callable[[int], None]]) -> dict[int, Finding]:
+    def _find(self, slots: Mapping[int, Slot], processes: Mapping[int, Watched]) -> dict[int, Finding]:
         """What overdue ranks are at; asked once for each time that they have stopped."""
         new = {rank: slot for rank, slot in slots.items() if self._findings.get(rank, (None,))[0] != slot.written}
-        for rank, stack in (self._ask(new, send) if new else {}).items():
+        for rank, stack in (self._ask(new, processes) if new else {}).items():
             self._findings[rank] = (new[rank].written, stack.finding)
         return {rank: self._findings[rank][1] for rank in slots}
 
-    def _ask(self, slots: Mapping[int, Slot], send: Mapping[int, Callable[[int], None]]) -> dict[int, Stack]:
-        return stacks.collect(slots, lambda rank: send[rank](stacks.SIGNAL))
+    def _ask(self, slots: Mapping[int, Slot], processes: Mapping[int, Watched]) -> dict[int, Stack]:
+        return stacks.collect(slots, lambda rank: processes[rank].send_signal(stacks.SIGNAL))
 
-    def _describe(self, slots: Mapping[int, Slot], culprits: tuple[int, ...], asked: Mapping[int, Stack]) -> Hang:
+    def _describe_stall(self, slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> Hang:
+        now = time.monotonic()
+        where = self._save(asked, {rank: _title(rank, slot, now) for rank, slot in slots.items()}, ())
+        first = min(slots, key=lambda rank: slots[rank].since)
+        idle_s = now - max(slot.since for slot in slots.values())
+        text = (
+            f"All ranks wait for each other, and nothing has moved for {idle_s:.1f} s (rank {first} waits longest,"
+            f" {_where(slots[first])}): a message was lost, or one rank has left out a collective of the others"
+        )
+        return Hang({}, f"{text}; all are called back to try again. {where}", stalled=True)
+
+    def _describe(
+        self,
+        slots: Mapping[int, Slot],
+        culprits: tuple[int, ...],
+        asked: Mapping[int, Stack],
+        how: Mapping[int, str] | None = None,
+    ) -> Hang:
         now = time.monotonic()
         titles = {rank: _title(rank, slot, now) for rank, slot in slots.items()}
         where = self._save(asked, titles, culprits)
-        if not culprits:
-            first = min(slots, key=lambda rank: slots[rank].since)
-            idle_s = now - max(slot.since for slot in slots.values())
-            text = (
-                f"All ranks wait for each other, and nothing has moved for {idle_s:.1f} s (rank {first} waits longest,"
-                f" {_where(slots[first])}): a message was lost, or one rank has left out a collective of the others"
-            )
-            return Hang({}, f"{text}; all are called back to try again. {where}")
-        lines = {rank: _line(rank, slots[rank], now) for rank in culprits}
+        lines = {rank: _line(rank, slots[rank], now, (how or {}).get(rank)) for rank in culprits}
         own = "".join(f"{lines[rank]}. Its stack, innermost first:\n{asked[rank].describe()}\n" for rank in culprits)
         return Hang({rank: f"{line} and was killed" for rank, line in lines.items()}, f"{own}{where}")
 
@@ -158,7 +240,14 @@ def _where(slot: Slot) -> str:
     return _WHERE[PLACES[slot.place]]
 
 
-def _line(rank: int, slot: Slot, now: float) -> str:
+def _at_start(slot: Slot) -> bool:
+    """Whether a rank has not come to its first batch or its first recovery."""
+    return not slot.place
+
+
+def _line(rank: int, slot: Slot, now: float, how: str | None = None) -> str:
+    if how is not None:
+        return f"Rank {rank} hangs {_where(slot)} ({how})"
     idle_s, limit_s = now - slot.written, slot.deadline - slot.written
     return f"Rank {rank} hangs {_where(slot)} (no progress for {idle_s:.1f} s, its time-out is {limit_s:.1f} s)"
 

@@ -1,28 +1,38 @@
-"""The process groups of one generation: opened, aborted from another thread, closed."""
+"""The process groups of one generation: opened, aborted from another thread, closed.
+
+What torch and user code hold are handles (user_groups.py), which last; the groups of this file stand behind them, and
+behind nobody where the package uses them itself.
+"""
 
 import ctypes
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from lightning_replica._compat.groups import NewGroup, answer_new_groups, forget_group, is_registered, open_group
 from lightning_replica._compat.torch import (
     backend_of,
     backend_on_host,
     forget_failed_opening,
     give_backend,
-    keep_open,
     registered_groups,
     set_group_timeout,
 )
-from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError
-from lightning_replica.recovery.patient_store import LonelyStore, PatientStore
+from lightning_replica.recovery.group_names import Held
+from lightning_replica.recovery.handles import Handle
+from lightning_replica.recovery.journal import Journal
+from lightning_replica.recovery.patient_store import PatientStore
+from lightning_replica.recovery.user_groups import UserGroups
 from lightning_replica.works import all_ended
 
 # An operation that an abort wakes ends within a few milliseconds.
@@ -35,22 +45,9 @@ _PATIENCE_S = 0.1
 _CONNECT_S = 10.0
 _CONNECT_S_PER_RANK = 0.05  # a full mesh of a thousand
 
-_STAND_IN = "stand_in"
-
-
-class _StandIn(dist.ProcessGroup):
-    """A group without connections; every collective fails at once."""
-
-    def getBackendName(self) -> str:
-        return _STAND_IN
-
-
-def _stand_in(_: dist.Store, rank: int, size: int, __: timedelta) -> dist.ProcessGroup:
-    return _StandIn(rank, size)  # type: ignore[call-arg]
-
 
 class ProcessGroups:
-    """Owns the default group and whatever was made inside it.
+    """Owns the default group and whatever is made inside it.
 
     Args:
         store: Where ranks find each other; every generation has a prefix of its own.
@@ -59,6 +56,7 @@ class ProcessGroups:
         device: This rank's; says which backend, and how its groups are aborted.
         timeout_s: After which a collective fails on its own.
         check: Raises when the world moves on; called while groups are opened.
+        journal: Where collectives are written down while a script is set up; None for nowhere.
 
     Attributes:
         device: This rank's.
@@ -72,17 +70,47 @@ class ProcessGroups:
         device: Device,
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
+        journal: Journal | None = None,
     ) -> None:
         self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
         self.device, self._timeout = device, timedelta(seconds=timeout_s)
         self._on_host, self._apart = backend_on_host(device.backend)
         self._connect_timeout = timedelta(seconds=min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size))
         self._groups: list[dist.ProcessGroup] = []
-        self._excepthook = sys.excepthook
         self._lock = threading.Lock()
+        self._generation = self._with_successor = 0
+        self._made: Counter[tuple[int, ...]] = Counter()  # by the package, in this generation
+        self._own_thread: int | None = None  # which opens groups for the package
+        self._own_backend = device.backend
+        journal = Journal(dist.HashStore(), rank, kept=False) if journal is None else journal
+        self._handles = UserGroups(
+            rank, journal, self._timeout, self._open_behind, self._close, partial(answer_new_groups, None)
+        )
+
+    def hold(self) -> None:
+        """Give torch its default group: a handle, with nothing behind it until `open`.
+
+        A replacement has no more than that on its way to the training loop, and needs no more: the journal answers.
+        """
+        if self._handles.default is not None and is_registered(self._handles.default):
+            return
+        answer_new_groups(self._answer)
+        excepthook = sys.excepthook
+        dist.init_process_group(
+            self.device.backend,
+            store=dist.PrefixStore("groups", self._store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=self._timeout,
+        )
+        sys.excepthook = excepthook  # which init_process_group has wrapped
 
     def open(
-        self, generation: int, make: Callable[[timedelta], Iterable[dist.ProcessGroup]], resume: bool = False
+        self,
+        generation: int,
+        make: Callable[[timedelta], Iterable[dist.ProcessGroup]],
+        resume: bool = False,
+        held: Mapping[int, Held] | None = None,
     ) -> None:
         """Opens the default group of ``generation``, then lets ``make`` make the others. Collective.
 
@@ -91,19 +119,36 @@ class ProcessGroups:
 
         Args:
             generation: Names the groups.
-            make: Makes the other groups, the same ones every time.
+            make: Makes the package's own groups, the same ones every time.
             resume: Whether the device's connections are taken over from the groups that were open.
+            held: What handles each rank has; they stand before groups of this generation afterwards.
         """
+        self.hold()
         try:
             kept = self._resumed() if resume else []
-            self._open_default(f"groups/{generation}", self._rank, self._world_size, self._on_host if kept else None)
-            for group in make(self._connect_timeout):
-                self._own(group)
-            # Those that `add` made come last, and have no successor.
+            self.device.restart()
+            self._close_all()
+            self._generation = generation
+            self._made.clear()
+            with self._package_opens(self._on_host if kept else self.device.backend):
+                default = self._open(tuple(range(self._world_size)))
+                for group in make(self._connect_timeout):
+                    self._own(group)
+            self._with_successor = len(self._groups)
+            # Those of user code and those that `add` made come last, and have no successor.
             for group, backend in zip(self._groups, kept, strict=False):
                 give_backend(group, self._apart, backend, self.device.backend)
+            self._handles.connect(generation, default, held or {})
         except RuntimeError as error:
             raise CollectiveError(f"Could not open the process groups of generation {generation}: {error}") from error
+
+    def held(self) -> Held:
+        """The handles of this rank, for the others to know."""
+        return self._handles.held()
+
+    def hooks_are_through(self) -> None:
+        """The recovery hooks have been called; groups that are made from now on are made while training."""
+        self._handles.hooks_are_through()
 
     def _resumed(self) -> list[Any]:
         """What carries the device's tensors in each group: it outlives them.
@@ -113,59 +158,51 @@ class ProcessGroups:
         """
         if not self.device.resume_groups(self._groups):
             raise CollectiveError("the device's connections cannot go on")
-        keep_open(self._groups)
-        return [backend_of(group, self._apart) for group in self._groups]
+        own = self._groups[: self._with_successor]
+        with self._lock:
+            for group in own:
+                forget_group(group, shut_down=False)
+        return [backend_of(group, self._apart) for group in own]
 
     def open_among(self, generation: int, ranks: Sequence[int]) -> None:
-        """Opens a default group of ``ranks`` only, in which they are numbered in that order. They all call it."""
+        """Opens a default group of ``ranks`` only, in which they are numbered in that order. They all call it.
+
+        The run has been given up: nobody needs the handles any more.
+        """
         try:
-            self._open_default(f"groups/among/{generation}", ranks.index(self._rank), len(ranks))
+            self.device.restart()
+            self._destroy()
+            excepthook = sys.excepthook
+            dist.init_process_group(
+                self.device.backend,
+                store=dist.PrefixStore(f"groups/among/{generation}", self._store),
+                rank=ranks.index(self._rank),
+                world_size=len(ranks),
+                timeout=self._connect_timeout,
+            )
+            sys.excepthook = excepthook
+            self._own(cast("dist.ProcessGroup", dist.group.WORLD))
         except RuntimeError as error:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
-
-    def _open_default(self, prefix: str, rank: int, world_size: int, backend: str | None = None) -> None:
-        self.device.restart()
-        self._destroy()
-        dist.init_process_group(
-            backend or self.device.backend,
-            store=dist.PrefixStore(prefix, self._store),
-            rank=rank,
-            world_size=world_size,
-            timeout=self._connect_timeout,
-        )
-        self._own(dist.group.WORLD)
-
-    def stand_in(self) -> None:
-        """Opens a default group that knows rank and world size and nothing else.
-
-        A replacement has it until it has joined the others: user code on the way there may ask who it is, and make
-        groups of its own, which it makes anew with all others in the hook that is there for that.
-        """
-        if _STAND_IN not in dist.Backend.backend_list:
-            dist.Backend.register_backend(_STAND_IN, _stand_in, devices=sorted({HOST.type, self.device.kind}))
-        dist.init_process_group(_STAND_IN, store=LonelyStore(), rank=self._rank, world_size=self._world_size)
 
     def add(self, ranks: list[int]) -> dist.ProcessGroup:
         """Makes a group of some ranks; only they call it."""
         try:
-            group: dist.ProcessGroup = dist.new_group(
-                ranks, timeout=self._connect_timeout, use_local_synchronization=True
-            )
+            with self._package_opens(self.device.backend):
+                group = self._open(tuple(ranks))
         except RuntimeError as error:
             raise CollectiveError(f"Could not open a process group of {ranks=}: {error}") from error
-        self._own(group)
         return group
 
     def remove(self, group: dist.ProcessGroup) -> None:
         """Destroys a group that `add` made."""
-        with self._lock:
-            self._groups.remove(group)
-        dist.destroy_process_group(group)
+        self._close(group)
 
     def abort(self) -> None:
         """Wakes this rank from any collective, on user code's own groups too. From any thread, any number of times."""
         with self._lock:
-            others = [group for group in registered_groups(self.device.backend) if group not in self._groups]
+            known = [group for group in registered_groups(self.device.backend) if not isinstance(group, Handle)]
+            others = [group for group in known if group not in self._groups]
             self.device.abort_groups((*self._groups, *others))
 
     def leave(self) -> None:
@@ -174,8 +211,9 @@ class ProcessGroups:
         The abort closes them, so it does not matter that a traceback may still hold a group.
         """
         self.abort()
+        self._handles.disconnect()
         if self.device.is_host:
-            self._destroy()
+            self._close_all()
 
     def close(self) -> None:
         """Aborts and destroys all groups."""
@@ -183,33 +221,73 @@ class ProcessGroups:
         self._destroy()
 
     def _destroy(self) -> None:
-        with self._lock:
-            doomed, self._groups = self._groups, []
-        if not all_ended(_PATIENCE_S):
-            for group in doomed:
-                _keep_forever(group)
+        """Gives torch its own way of making groups back, without any."""
+        self._close_all()
+        answer_new_groups(None)
+        self._handles.disconnect()
+        self._handles.default = None
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_failed_opening()
-        sys.excepthook = self._excepthook  # every init_process_group wraps the one before
 
-    def _own(self, group: dist.ProcessGroup | None) -> None:
-        if group is not None:
-            if self._connect_timeout != self._timeout:
-                set_group_timeout(group, self._timeout)
-            with self._lock:
+    def _close_all(self) -> None:
+        with self._lock:
+            doomed, self._groups = self._groups, []
+            if not all_ended(_PATIENCE_S):
+                for group in doomed:
+                    _keep_forever(group)
+            for group in reversed(doomed):  # NCCL's abort was a collective once: in one order everywhere
+                forget_group(group)
+
+    def _close(self, group: dist.ProcessGroup) -> None:
+        with self._lock:
+            if group in self._groups:
+                self._groups.remove(group)
+            forget_group(group)
+
+    def _answer(self, wanted: NewGroup) -> dist.ProcessGroup:
+        """Every process group that is made in this process is made here."""
+        if self._own_thread == threading.get_ident():
+            return self._open(wanted.ranks)
+        return self._handles.answer(wanted)
+
+    @contextmanager
+    def _package_opens(self, backend: str) -> Iterator[None]:
+        """What this thread opens inside is the package's own: nobody else holds it, and no handle stands before it."""
+        self._own_thread, self._own_backend = threading.get_ident(), backend
+        try:
+            yield
+        finally:
+            self._own_thread = None
+
+    def _open(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Opens one of the package's own groups; its members make the groups of the same ranks in the same order."""
+        number = self._made[ranks]
+        self._made[ranks] += 1
+        wanted = NewGroup(ranks, ranks.index(self._rank), self._own_backend, self._connect_timeout)
+        return self._own(self._connect(f"{','.join(map(str, ranks))}/{number}", wanted, self._timeout))
+
+    def _open_behind(self, key: str, wanted: NewGroup) -> dist.ProcessGroup:
+        """Opens the group behind a handle."""
+        try:
+            return self._own(
+                self._connect(f"user/{key}", replace(wanted, timeout=self._connect_timeout), wanted.timeout)
+            )
+        except RuntimeError as error:
+            raise CollectiveError(f"Could not open a process group of ranks {list(wanted.ranks)}: {error}") from error
+
+    def _connect(self, name: str, wanted: NewGroup, timeout: timedelta) -> dist.ProcessGroup:
+        name = f"{self._generation}/{name}"
+        group = open_group(wanted, f"lightning_replica/{name}", dist.PrefixStore(f"groups/{name}", self._store))
+        if wanted.timeout != timeout:
+            set_group_timeout(group, timeout)
+        return group
+
+    def _own(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        with self._lock:
+            if group not in self._groups:
                 self._groups.append(group)
-
-
-def uses_closed_group(error: BaseException) -> bool:
-    """Whether ``error`` was raised in a call with a process group that has been closed.
-
-    What torch and gloo say then tells nobody what to do; so the groups are looked for where the error came from.
-    """
-    known = [id(group) for group in registered_groups()]
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    values = (frame.f_locals.get("group") for frame in frames)  # as every collective calls its argument
-    return any(isinstance(value, dist.ProcessGroup) and id(value) not in known for value in values)
+        return group
 
 
 def _keep_forever(group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Stores that process groups are opened with: one that tells of a lost rank, one for a rank that is alone."""
+"""The store that process groups are opened with: it tells of a lost rank."""
 
 import time
 from collections.abc import Callable
@@ -6,34 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-
-
-class LonelyStore(dist.Store):
-    """The store of a replacement that has not joined the others: barriers are passed, nothing is ever received."""
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Whoever is waited for has passed here long ago."""
-
-    def get(self, key: str) -> bytes:
-        """Refuses: what another rank would have to say."""
-        raise dist.DistStoreError(
-            "This replacement has not joined the others yet, so no process group of its own can be opened. Open it in"
-            " `RecoveryCallback.on_recovery_regroup`, or leave the backend to `torch.distributed.new_group`."
-        )
-
-    def set(self, key: str, value: Any) -> None:
-        """Nobody reads it."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Nobody else counts."""
-        return amount
-
-    def check(self, keys: list[str]) -> bool:
-        """See `wait`."""
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing is waited for."""
 
 
 class PatientStore(dist.Store):

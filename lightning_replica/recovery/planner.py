@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_replica.errors import ProtocolError, RecoveryError
 from lightning_replica.grid import Grid
+from lightning_replica.recovery.group_names import Held
 from lightning_replica.recovery.interface import Kind
 
 
@@ -43,6 +44,7 @@ class Report:
         tainted: Whether any rank has found wrong bits since this one trained last, one too that is gone by now.
         links: For every process group, whether its device has connections that could go on.
         resumed: The step at which they last did; -1 if they never did.
+        groups: The process groups that its user code holds. Nothing is planned by them; see user_groups.py.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class Report:
     device: str = ""
     links: tuple[bool, ...] = ()
     resumed: int = -1
+    groups: Held = Held()
 
     @classmethod
     def of_nothing(cls, rank: int) -> "Report":
@@ -89,7 +92,8 @@ class Report:
         """The inverse of `to_plain`."""
         mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
         steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts", "links")}
-        return cls(**{**plain, **steps, "mirrors": mirrors})
+        groups = Held(**{name: tuple(keys) for name, keys in plain["groups"].items()})
+        return cls(**{**plain, **steps, "mirrors": mirrors, "groups": groups})
 
 
 @dataclass(frozen=True)

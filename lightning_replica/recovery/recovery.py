@@ -135,16 +135,15 @@ class Recovery:
                     ) from error
 
     def _standing(self, state: Recoverable) -> str:
-        """Which shards the ranks that ended the run take with them, and who still holds them."""
+        """Say which shards the ranks that ended the run held, and who still holds them."""
         newest = self._generations.newest(self.generation)
         end = self._generations.fault(newest) if newest else None
         ranks = end.ranks if end is not None and end.detected == "end" else ()
-        lines = [
-            f" Shard {self._grid.shard_of(rank)} at step {state.step} is lost with it; holders left: "
-            f"{', '.join(str(peer) for peer in self._grid.peers(rank) if peer not in ranks) or 'none'}."
+        return "".join(
+            f" Rank {rank} held shard {self._grid.shard_of(rank)} at step {state.step}; "
+            f"{_still_hold([peer for peer in self._grid.peers(rank) if peer not in ranks])}."
             for rank in ranks
-        ]
-        return "".join(lines)
+        )
 
     def _fault(self, state: Recoverable, raised: str, seen: str = "a peer is gone") -> Fault:
         if state.corrupted:
@@ -179,7 +178,8 @@ class Recovery:
         self._raised = self._device_said = ""
         if plan.resume:
             self._resumed = plan.step
-        self._groups.open(self.generation, self._connect, plan.resume)
+        held = {report.rank: report.groups for report in reports}
+        self._groups.open(self.generation, self._connect, plan.resume, held)
         self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
@@ -201,6 +201,7 @@ class Recovery:
         self._mirrors.begin(plan.kind, plan.step, host.private(plan.kind, plan.step))
         self._mirrors.settle()
         self._call_hook(Phase.RESUME, replaced, plan)
+        self._groups.hooks_are_through()
         self._count_try(plan.step, max(report.tries for report in reports))
         timeline.end()
         return plan
@@ -226,7 +227,7 @@ class Recovery:
         """What this rank has to say of itself."""
         if self._newborn:
             said = replace(Report.of_nothing(self._rank), hook=self._hook_said, hook_failures=self._hook_failures)
-            return replace(said, doubts=tuple(self._doubts))
+            return replace(said, doubts=tuple(self._doubts), groups=self._groups.held())
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -252,6 +253,7 @@ class Recovery:
             tainted=self._tainted(),
             links=self._links,
             resumed=self._resumed,
+            groups=self._groups.held(),
         )
 
     def _tainted(self) -> bool:
@@ -324,3 +326,12 @@ class Recovery:
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)
+
+
+def _still_hold(ranks: list[int]) -> str:
+    """Return the clause that names the ranks which still hold a shard."""
+    if not ranks:
+        return "no other rank holds it"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} still holds it"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} still hold it"

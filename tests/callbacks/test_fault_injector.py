@@ -1,5 +1,6 @@
 """FaultInjector and Fingerprint: bad input in this process, faults in forked ranks under a real supervisor."""
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,9 @@ def struck(out: Path) -> list[dict[str, Any]]:
 
 
 def prints(out: Path) -> list[set[str]]:
-    return [set((out / "prints" / f"rank{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
+    """What each rank has written, but for the lines that name its processes."""
+    files = [(out / "prints" / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    return [{line for line in lines if '"world"' not in line} for lines in files]
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +156,47 @@ def test_it_changes_nothing_but_what_it_breaks(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", callbacks=[injector, Fingerprint(tmp_path)], logger=CSVLogger(tmp_path))
     assert who_sees_gradients(trainer, module) is None
     assert not may_change_weights(trainer, module)
-    before = module.lr_scheduler_step, trainer.loggers[0].log_metrics
-    other = FaultInjector()
-    injector.on_fit_start(trainer, module)
-    other.on_fit_start(trainer, module)
-    assert module.layer._forward_hooks
-    assert module.lr_scheduler_step != before[0]
-    injector.teardown(trainer, module, "fit")
-    other.teardown(trainer, module, "fit")
-    assert not module.layer._forward_hooks
-    assert "lr_scheduler_step" not in vars(other)
-    assert points._listeners == ()
+    logger, other = trainer.loggers[0], FaultInjector()
+    for injectors in ((injector, other), (other, injector)):
+        injector.on_fit_start(trainer, module)
+        other.on_fit_start(trainer, module)
+        assert module.layer._forward_hooks
+        assert "lr_scheduler_step" in vars(module)
+        assert "log_metrics" in vars(logger)
+        for each in injectors:  # in the order in which they came, and in the other
+            each.teardown(trainer, module, "fit")
+        assert not module.layer._forward_hooks
+        assert "lr_scheduler_step" not in vars(module)
+        assert "log_metrics" not in vars(logger)
+        assert points._listeners == ()
+
+
+def test_methods_of_one_object_s_own_come_back(tmp_path: Path) -> None:
+    """Who has put a method of its own into an object, before us or after, finds it there afterwards."""
+    trainer, module = L.Trainer(accelerator="cpu", logger=CSVLogger(tmp_path)), L.LightningModule()
+    first, second, seen = FaultInjector(), FaultInjector(), []
+    module.lr_scheduler_step = own = lambda *_: seen.append("own")  # type: ignore[method-assign, assignment]
+    first.on_fit_start(trainer, module)
+    before = module.lr_scheduler_step
+
+    @functools.wraps(before)
+    def later(*args: Any) -> None:
+        seen.append("later")
+        before(*args)
+
+    module.lr_scheduler_step = later  # type: ignore[method-assign]
+    second.on_fit_start(trainer, module)
+    module.lr_scheduler_step(None, None)
+    assert seen == ["later", "own"]
+    first.teardown(trainer, module, "fit")
+    second.teardown(trainer, module, "fit")
+    assert module.lr_scheduler_step is later
+    module.lr_scheduler_step(None, None)
+    assert seen == ["later", "own"] * 2
+    module.lr_scheduler_step = own  # type: ignore[method-assign, assignment]
+    first.on_fit_start(trainer, module)
+    first.teardown(trainer, module, "fit")
+    assert module.lr_scheduler_step is own
 
 
 def test_faults_in_words() -> None:

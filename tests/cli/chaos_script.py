@@ -1,7 +1,11 @@
-"""Knows nothing of chaos: ``python chaos_script.py RANKS [odd]``; no two "odd" runs are the same."""
+"""Knows nothing of chaos: ``python chaos_script.py RANKS [odd] [slow] [workers] [standby]``.
+
+No two "odd" runs are the same. "slow" leaves time to be hit from outside, by which nothing else changes.
+"""
 
 import os
 import sys
+import time
 from typing import Any
 
 import lightning as L
@@ -9,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_replica  # noqa: F401
+import lightning_replica
 
 
 class Model(L.LightningModule):
@@ -18,6 +22,7 @@ class Model(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        time.sleep(0.3 * ("slow" in sys.argv))
         loss: torch.Tensor = self.net(batch[0]).square().mean()
         return loss * (1 + os.urandom(1)[0]) if "odd" in sys.argv else loss
 
@@ -28,7 +33,7 @@ class Model(L.LightningModule):
 def main() -> None:
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(
-        strategy="replica_zero",
+        strategy=lightning_replica.ReplicaZeroStrategy(standby=int("standby" in sys.argv)),
         accelerator="cpu",
         devices=int(sys.argv[1]),
         max_epochs=2,
@@ -37,7 +42,8 @@ def main() -> None:
         enable_checkpointing=False,
         logger=False,
     )
-    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=2, shuffle=True))
+    data, workers = TensorDataset(torch.randn(24, 8)), int("workers" in sys.argv)
+    trainer.fit(Model(), DataLoader(data, batch_size=2, shuffle=True, num_workers=workers))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,16 @@
 import argparse
 import json
 import re
+import warnings
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from lightning.fabric.connector import (
+    _PRECISION_INPUT_INT,
+    _PRECISION_INPUT_STR_ALIAS,
+    _convert_precision_to_unified_args,
+)
 
 import lightning_replica
 from lightning_replica.cli.main import main, parser
@@ -45,7 +52,7 @@ def test_help_of_doctor_tells_the_exit_codes() -> None:
 
 
 def test_the_example_in_the_help_works(capsys: pytest.CaptureFixture[str]) -> None:
-    example = next(line for line in commands()["plan"].format_help().splitlines() if "--params 7e9" in line)
+    example = next(line for line in commands()["plan"].format_help().splitlines() if "--params 7B" in line)
     assert main(example.split()[1:]) == 0
     assert "Any one node of 8 may be lost at a time." in capsys.readouterr().out
 
@@ -110,11 +117,38 @@ def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.
     assert printed.out == ""
 
 
-@pytest.mark.parametrize("params", ["many", "1.5", "inf", "nan"])
+@pytest.mark.parametrize(
+    ("params", "elements"),
+    [
+        ("7000000000", 7_000_000_000),
+        ("7_000_000_000", 7_000_000_000),
+        ("1.3e9", 1_300_000_000),
+        ("1.3B", 1_300_000_000),
+        ("350M", 350_000_000),
+        ("350 m", 350_000_000),
+        ("0.5k", 500),
+        ("1T", 10**12),
+    ],
+)
+def test_numbers_of_elements(params: str, elements: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "2", "--params", params, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["parameters"] == elements
+
+
+@pytest.mark.parametrize("params", ["many", "1.5", "inf", "nan", "7Q", "B", "0.0001K", "1e400", "1e999999999", "_"])
 def test_what_is_no_number(params: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--ranks", "2", "--params", params])
-    assert f"argument --params: invalid number of elements value: '{params}'" in capsys.readouterr().err
+    assert f"argument --params: '{params}' is not a whole number of elements" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("alias", [*get_args(_PRECISION_INPUT_STR_ALIAS), *map(str, get_args(_PRECISION_INPUT_INT))])
+def test_precisions_by_lightning_s_other_names(alias: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own advice to use the long name
+        meant = _convert_precision_to_unified_args(alias)
+    assert main([*SEVEN_B, "--precision", alias, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["precision"] == meant
 
 
 def test_export_of_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

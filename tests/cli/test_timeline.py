@@ -9,9 +9,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.dates import date2num
 
 from lightning_replica.cli.incidents import read
 from lightning_replica.cli.main import main
+from lightning_replica.cli.picture import draw
 from lightning_replica.recovery.faults import Detected
 
 KINDS: tuple[Detected, ...] = ("death", "hang", "corrupted shard", "exception", "peer gone", "end", "device error")
@@ -63,6 +65,26 @@ def test_pictures(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ("unknown" in drawn) == (count >= 6)
     assert main(["timeline", str(log), "--out", str(tmp_path / "again.svg")]) == 0
     assert (tmp_path / "again.svg").read_text() == svg
+
+
+def seconds_drawn(lanes: Any, lane: int) -> list[tuple[float, float]]:
+    """When each bar of a rank's lane begins and ends, in seconds since the first fault."""
+    bars = [bar for bar in lanes.patches if bar.get_y() < lane < bar.get_y() + bar.get_height() < lane + 0.5]
+    first = date2num(datetime.fromisoformat(incident(1)["time"]))
+    ends = [(bar.get_x() - first, bar.get_x() + bar.get_width() - first) for bar in bars]
+    return [(round(86400 * begin, 3), round(86400 * end, 3)) for begin, end in ends]
+
+
+def test_an_incident_lasts_until_the_first_good_step(tmp_path: Path) -> None:
+    """A death too: what a lost rank costs is the time until training is where it was."""
+    changes: dict[str, Any] = {"detected": "death", "ranks": [1]}
+    log = write(tmp_path / "log", incident(1, **changes), failed(2, ranks=[0], recovery_s=3.0))
+    figure = draw(read(log)[0])
+    lanes = figure.axes[0]
+    assert seconds_drawn(lanes, 1) == [(0.0, 1.3)]
+    assert seconds_drawn(lanes, 0) == [(420.0, 423.0)]
+    assert seconds_drawn(lanes, 2) == []  # its shard was sent to it; it is nobody's fault
+    assert date2num(datetime.fromisoformat(incident(2)["time"])) + 3 / 86400 < lanes.get_xlim()[1]
 
 
 def test_a_png(tmp_path: Path) -> None:

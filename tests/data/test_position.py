@@ -37,7 +37,6 @@ def loader(workers: int = 0) -> ExactLoader:
 def epoch(exact: ExactLoader, number: int) -> list[Any]:
     """Every batch, and a random number drawn after it, as a training step would."""
     exact.sampler.set_epoch(number)
-    exact.begin_epoch(number)
     return [(batch.tolist(), float(torch.rand(()))) for batch in exact]
 
 
@@ -56,7 +55,6 @@ def test_a_rank_that_was_there_goes_back(stop: int, back: int, mark: bool) -> No
     exact = loader()
     epoch(exact, 0)
     exact.sampler.set_epoch(1)
-    exact.begin_epoch(1)
     batches, seen = iter(exact), []
     for number in range(stop):
         if number == back:
@@ -66,7 +64,7 @@ def test_a_rank_that_was_there_goes_back(stop: int, back: int, mark: bool) -> No
         seen.append((next(batches).tolist(), float(torch.rand(()))))
     if stop > back:
         exact.sampler.set_epoch(1)
-        exact.rewind(1, place)
+        exact.rewind(place)
         set_rng_state(state)
         seen[back:] = [(batch.tolist(), float(torch.rand(()))) for batch in exact]
     else:
@@ -81,7 +79,6 @@ def test_a_replacement_skips_without_loading(position: int) -> None:
     exact = loader()
     epoch(exact, 0)
     exact.sampler.set_epoch(1)
-    exact.begin_epoch(1)
     batches = iter(exact)
     for _ in range(position):
         next(batches)
@@ -91,7 +88,7 @@ def test_a_replacement_skips_without_loading(position: int) -> None:
     torch.manual_seed(1234)
     fresh = loader()
     fresh.sampler.set_epoch(1)
-    fresh.rewind(1, place)
+    fresh.rewind(place)
     set_rng_state(state)
     assert fresh.position == position
     rest = [(batch.tolist(), float(torch.rand(()))) for batch in fresh]
@@ -104,17 +101,16 @@ def test_a_replacement_skips_without_loading(position: int) -> None:
 def test_going_back_into_the_epoch_before() -> None:
     expected = straight()
     exact = loader()
-    exact.begin_epoch(1)
     exact.sampler.set_epoch(1)
     next(iter(exact))
     exact.sampler.set_epoch(0)
-    exact.rewind(0, LoaderState(5))
+    exact.rewind(LoaderState(5))
     assert [[row[0] for row in batch.tolist()] for batch in exact] == [[r[0] for r in b] for b, _ in expected[0][5:]]
 
 
 def test_a_loader_that_is_no_dataloader() -> None:
     exact = ExactLoader([10, 20, 30], rng_state, set_rng_state)
-    exact.rewind(0, LoaderState(2))
+    exact.rewind(LoaderState(2))
     assert list(exact) == [30]
     assert list(exact) == [10, 20, 30]
     assert len(exact) == 3

@@ -78,20 +78,17 @@ def test_a_new_process_begins_in_the_middle(kind: str, position: int) -> None:
     torch.manual_seed(5)
     exact = loader(kind)
     rest(iter(exact))
-    exact.begin_epoch(1)
     batches = iter(exact)
     take(batches, position)
     place, random = exact.state(), rng_state()
     expected = rest(batches)
-    exact.begin_epoch(2)
     expected_later = rest(iter(exact))
 
     torch.manual_seed(1234)
     fresh = loader(kind)
-    fresh.rewind(1, place)
+    fresh.rewind(place)
     set_rng_state(random)
     assert rest(iter(fresh)) == expected
-    fresh.begin_epoch(2)
     assert rest(iter(fresh)) == expected_later
 
 
@@ -101,13 +98,11 @@ def test_a_new_process_begins_between_epochs(kind: str) -> None:
     exact = loader(kind)
     rest(iter(exact))
     place, random = exact.state_between_epochs(), rng_state()
-    exact.begin_epoch(1)
     expected = rest(iter(exact))
 
     torch.manual_seed(1234)
     fresh = loader(kind)
     fresh.inherit(place)
-    fresh.begin_epoch(1)
     set_rng_state(random)
     assert rest(iter(fresh)) == expected
 
@@ -126,7 +121,7 @@ def test_one_batch_back_is_the_batch_before_with_its_random_numbers(kind: str) -
 
     torch.manual_seed(1234)
     for again in (exact, loader(kind)):  # one that was there, one that was not
-        again.rewind(0, place)
+        again.rewind(place)
         batches = iter(again)
         assert next(batches).tolist() == ahead
         set_rng_state(random)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_replica.exit_codes import GAVE_UP
+from lightning_replica.recovery.recovery import _still_hold
 from tests.support import world
 from tests.support.job import Case, Fault
 
@@ -16,10 +17,22 @@ def test_no_replacement_can_be_had(rank: int, tmp_path: Path) -> None:
     assert outcome.said == [f"Rank {rank} died (SIGKILL), and no replacement can be had: 0 of max_restarts=0 are used."]
     assert outcome.logs.count("RecoveryError: Rank") >= 3  # every survivor says why it ends
     left = {
-        0: "Shard 0 at step 2 is lost with it; holders left: 2.",
-        3: "Shard 1 at step 2 is lost with it; holders left: 1.",
+        0: "Rank 0 held shard 0 at step 2; rank 2 still holds it.",
+        3: "Rank 3 held shard 1 at step 2; rank 1 still holds it.",
     }
     assert outcome.logs.count(left[rank]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "clause"),
+    [
+        ([], "no other rank holds it"),
+        ([0], "rank 0 still holds it"),
+        ([0, 2, 4], "ranks 0, 2 and 4 still hold it"),
+    ],
+)
+def test_who_still_holds_a_shard(ranks: list[int], clause: str) -> None:
+    assert _still_hold(ranks) == clause
 
 
 def test_both_holders_of_a_shard(tmp_path: Path) -> None:

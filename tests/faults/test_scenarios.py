@@ -18,7 +18,7 @@ from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
 
 # Its search for a learning rate is a fit inside the fit, from which a replacement would have to find its way.
-NOT_YET = {"found_rate", "stream"}
+NOT_YET = {"found_rate"}
 NAMES = [name for name in SCENARIOS if name not in NOT_YET]
 POINTS = [*job.INSIDE, "train_batch_end", "validation", "epoch_end"]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import CheckpointPublisher, DyingGaspCheckpoint, ReplicaZeroStrategy
 from lightning_replica.checkpoint.export import read_whole
 from lightning_replica.exit_codes import GASP_WRITTEN
+from tests.checkpoint.test_directory import flip
 from tests.support import job, world
 from tests.support.bits import same
 from tests.support.job import Case, Fault
@@ -61,13 +63,22 @@ def test_a_fit_goes_on_and_repeats_no_batch(left: Path, untouched: world.Outcome
     assert len((left / "batches1").read_text().splitlines()) == len(untouched.batches[1])
 
 
-def test_from_the_one_before_if_the_newest_is_damaged(left: Path, untouched: world.Outcome) -> None:
-    file = left / "gasp" / "step_00000004" / "contents.pt"
-    file.write_bytes(file.read_bytes()[:-1])
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        pytest.param("contents.pt", lambda file: os.truncate(file, 900), "contents.pt has 900 bytes", id="cut short"),
+        pytest.param("__1_0.distcp", flip, "the checksum of __1_0.distcp differs", id="a flipped bit"),
+    ],
+)
+def test_from_the_one_before_if_the_newest_is_damaged(
+    name: str, damage: Callable[[Path], None], said: str, left: Path, untouched: world.Outcome
+) -> None:
+    file = left / "gasp" / "step_00000004" / name
+    damage(file)
     again = world.run(TOLD, left, target=fits)
     again.assert_same(untouched)
     assert chosen(again) == {f"{left}/kept/step_00000003."}
-    assert f"The checkpoint {file.parent} cannot be used: contents.pt has" in again.logs
+    assert again.logs.count(f"Passed over: The checkpoint {file.parent} cannot be used: {said}") == 1
 
 
 class Evaluated(job.Model):

@@ -1,5 +1,6 @@
 """A checkpoint that a run is asked for, and which does not stop it."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from lightning_replica import planned_save
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.cli.main import main
 from tests.support import job, world
@@ -85,6 +87,7 @@ class Asks(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step != 3 or not trainer.is_global_zero or (self.out / "asked").exists():
             return
+        assert planned_save.listens(os.getpid())  # a rank can be asked too
         line = [sys.executable, "-m", "lightning_replica", "save", os.environ["TESTED_BY"], "--dirpath"]
         with (self.out / "asked").open("w") as file:
             self.command = subprocess.Popen([*line, str(self.out / "gasp")], stdout=file, stderr=file)
@@ -106,14 +109,46 @@ def test_the_command(untouched: world.Outcome, tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text() == f"{tmp_path / 'gasp' / name} is written.\n"
 
 
-def test_a_process_that_does_not_listen_lives_on(capsys: pytest.CaptureFixture[str]) -> None:
+# What handles the signal and is no run all the same: a shell that cleans up at its end handles every signal with which
+# it could end, and then ends.
+OTHERS = {
+    "a program": ["cat"],
+    "a shell with a trap": ["bash", "-c", "trap 'echo ended' EXIT; echo; read"],
+    "a shell that handles the signal": ["bash", "-c", "trap 'echo heard; exit 3' USR2; echo; read"],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_process_that_is_no_run_lives_on(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(OTHERS[other], **pipes) as process:
+        if other != "a program":
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"  # its traps are set
+        assert main(["save", str(process.pid)]) == 2
+        assert f"Process {process.pid} is no run that can be asked to save" in capsys.readouterr().err
+        process.communicate(b"\n")
+    assert process.returncode == 0
+
+
+def test_a_worker_of_a_run_is_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has all that its parent has open."""
+    with planned_save.listening():
+        assert planned_save.listens(os.getpid())
+        worker = multiprocessing.get_context("fork").Process(target=sys.stdin.read)
+        worker.start()
+        assert worker.pid is not None
+        assert not planned_save.listens(worker.pid)
+        assert main(["save", str(worker.pid)]) == 2
+        worker.kill()
+        worker.join()
+    assert not planned_save.listens(os.getpid())
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
-        assert main(["save", str(other.pid)]) == 2
-        assert f"Process {other.pid} does not listen for SIGUSR2" in capsys.readouterr().err
-        assert other.poll() is None
         assert other.stdin is not None
         other.stdin.close()
-    assert other.returncode == 0
     assert main(["save", str(other.pid)]) == 2
     assert f"There is no process {other.pid} here that can be looked at" in capsys.readouterr().err
     assert main(["save", str(os.getpid()), "--timeout-s", "0"]) == 2

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_replica import CheckpointPublisher, DyingGaspCheckpoint
 from lightning_replica.checkpoint import store
@@ -12,6 +13,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Url
 from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.support import job, world
+from tests.support.bucket import trouble
 from tests.support.job import Case, Fault
 
 
@@ -123,3 +125,27 @@ def test_what_cannot_be_reached_ends_a_run_before_it_begins(bucket: str, tmp_pat
     assert outcome.code == 1
     assert outcome.logs.count("ConfigurationError: dirpath='s3://nowhere/run' cannot be written to: ") == 2
     assert not any(outcome.batches)
+
+
+class Down(Callback):
+    """The store refuses whatever would change it, from the end of the third step to that of the seventh."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step in (3, 7):
+            trouble("refused", 1 if trainer.global_step == 3 else 10**9)
+
+
+def publishes_to_one_that_is_down(case: Case, out: Path) -> None:
+    job.run(case, out, (Down(), CheckpointPublisher(url_of(out), every_n_train_steps=2)))
+
+
+def test_the_store_is_down_for_a_while(bucket: str, untouched_pair: world.Outcome, tmp_path: Path) -> None:
+    """Training goes on, and the next checkpoint is written."""
+    url_of(tmp_path, bucket)
+    outcome = world.run(Case(devices=2), tmp_path, target=publishes_to_one_that_is_down)
+    outcome.assert_same(untouched_pair)
+    for step in (4, 6):
+        said = f"the checkpoint of step {step} could not be written: "
+        assert outcome.logs.count(said) == 1, outcome.logs
+    assert "could not be written: PermissionError: Access Denied. Training goes on" in outcome.logs
+    assert whole(bucket) == ["12", "10", "08", "02"]

@@ -14,6 +14,7 @@ from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.recovery import groups
 from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.recovery.handles import Handle
 from tests.support.ranks import run_ranks
 
 LONG_S = 300.0
@@ -84,6 +85,7 @@ def users_own(rank: int, store: Any) -> bool:
     own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
     own.open(0, none)
     group = dist.new_group([0, 1], backend="cpu:gloo")
+    assert isinstance(group, Handle)
     dist.barrier(group)  # connected, at both ends
     if rank == 1:
         store.wait(["aborted"])
@@ -156,18 +158,20 @@ def goes_on(rank: int, store: Any) -> dict[str, Any]:
     dist.ProcessGroup.shutdown = lambda group: shut_down.append(group.group_name)  # type: ignore[assignment]
     own = ProcessGroups(store, rank, 2, TwoHalves(), LONG_S)
     own.open(0, lambda _: [dist.new_group([0, 1])])
-    users = dist.new_group([0, 1])
     before = [backend_of(group, OTHER) for group in own._groups]
+    users = dist.new_group([0, 1])
     added = own.add([0, 1])  # and never removed, as in a recovery that is cut short
-    user_name = users.group_name
-    del users, added
+    without_successor = [added.group_name, users.behind.group_name]
+    del added
     own.leave()
-    own.open(1, lambda _: [dist.new_group([0, 1])], resume=True)
-    after = [backend_of(group, OTHER) for group in own._groups]
-    later = backend_of(dist.new_group([0, 1]), OTHER)
+    held = dict.fromkeys(range(2), own.held())
+    own.open(1, lambda _: [dist.new_group([0, 1])], resume=True, held=held)
+    after = [backend_of(group, OTHER) for group in own._groups[:2]]
+    later = backend_of(dist.new_group([0, 1]).behind, OTHER)
+    dist.all_reduce(torch.ones(1), group=users)  # the handle is as good as before
     result = {
         "same": [old is new for old, new in zip(before, after, strict=True)],
-        "shut down": shut_down == [user_name],
+        "shut down": shut_down == without_successor,
         "sums": [reduced(half, rank) for half in (*after, later)],
         "later": later not in before,
         "name": dist.get_backend(),

@@ -29,6 +29,9 @@ def _enter(environment: dict[str, str], log: str, target: Callable[..., None], a
     sys.stdin = open(os.devnull)  # noqa: SIM115
     try:
         target(*args)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as the interpreter would, which knows no other
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # where ranks say goodbye; multiprocessing ends with os._exit (before Python 3.14)
 
@@ -41,6 +44,12 @@ class ForkedProcess:
         self._process.start()
         self._lock = threading.Lock()
         self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return int(pid)
 
     def wait(self) -> int:
         with self._lock:

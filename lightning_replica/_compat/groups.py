@@ -1,0 +1,165 @@
+"""How torch.distributed makes process groups: the one function below all that make one, and torch's books of them.
+
+``init_process_group``, ``new_group``, device meshes and whatever else makes a group end in
+``_new_process_group_helper``. `answer_new_groups` answers in its place, so that nobody makes a group unseen, whichever
+backend it names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Backend, BackendConfig, ProcessGroup, Store, distributed_c10d
+from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
+
+_original = distributed_c10d._new_process_group_helper
+
+
+@dataclass(frozen=True)
+class NewGroup:
+    """A process group that someone asks torch for.
+
+    Attributes:
+        ranks: Its members, in their order in the group.
+        place: This rank's place among them.
+        backend: As the caller has named it, or the default group's.
+        timeout: After which a collective fails.
+        options: The backend's own, if there are any.
+        is_default: Whether it is the default group.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    backend: str
+    timeout: timedelta
+    options: Any = None
+    is_default: bool = False
+
+
+def answer_new_groups(answer: Callable[[NewGroup], ProcessGroup] | None) -> None:
+    """Have ``answer`` make every process group of which this rank is a member; None gives torch its own way back.
+
+    What it returns is entered into torch's books under the name that torch has chosen, unless it stands there already.
+    """
+    helper = _original if answer is None else _answered(answer)
+    distributed_c10d._new_process_group_helper = helper
+
+
+def _answered(answer: Callable[[NewGroup], ProcessGroup]) -> Callable[..., Any]:
+    def helper(
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: list[int],
+        backend: Any,
+        store: Store,
+        group_name: Any,
+        backend_options: Any = None,
+        timeout: timedelta | None = None,
+        pg_tag: str | None = None,
+        device_id: Any = None,
+        group_desc: str | None = None,
+    ) -> tuple[Any, Store | None]:
+        world = distributed_c10d._world
+        if pg_tag:  # whoever asks twice with the same tag shares a group
+            existing = distributed_c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group)
+            if existing is not None:
+                return existing, world.pg_map[existing][1]
+        ranks = global_ranks_in_group or list(range(group_size))
+        if global_ranks_in_group and distributed_c10d._get_default_group().rank() not in ranks:
+            return distributed_c10d.GroupMember.NON_GROUP_MEMBER, None
+        made = answer(
+            NewGroup(
+                tuple(ranks),
+                group_rank,
+                str(backend),
+                timeout or distributed_c10d._get_default_timeout(Backend(backend)),
+                backend_options,
+                is_default=not global_ranks_in_group,
+            )
+        )
+        if made not in world.pg_map:
+            made._set_group_desc(group_desc or "undefined")
+            _register(made, _unused(group_name), str(backend), store, pg_tag)
+        return made, store
+
+    return helper
+
+
+def open_group(wanted: NewGroup, name: str, store: Store) -> ProcessGroup:
+    """Open a process group as torch itself does. All members call it.
+
+    Args:
+        wanted: What it is made of.
+        name: Its name, which no other group of this process may have.
+        store: Where its members meet.
+
+    Raises:
+        RuntimeError: If the members do not come together in time.
+    """
+    group: Any
+    group, _ = _original(
+        len(wanted.ranks),
+        wanted.place,
+        list(wanted.ranks),
+        Backend(wanted.backend),
+        store,
+        distributed_c10d.GroupName(name) if hasattr(distributed_c10d, "GroupName") else name,  # type: ignore[arg-type]
+        backend_options=wanted.options,
+        timeout=wanted.timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(wanted.ranks)}
+    opened: ProcessGroup = group
+    return opened
+
+
+def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:
+    """Do what ``destroy_process_group`` does for one group, and nothing where that has been done already.
+
+    Args:
+        group: The group.
+        shut_down: Whether what it is made of ends too.
+    """
+    world = distributed_c10d._world
+    if group not in world.pg_map:
+        return
+    if shut_down:
+        group.shutdown()
+    name = world.pg_names.get(group)
+    for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        book.pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    for known in (tag, ""):
+        if known is not None and group in world.tags_to_pg.get(known, ()):
+            world.tags_to_pg[known].remove(group)
+    if name is not None:
+        _unregister_process_group(name)
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Whether torch knows ``group``, which has not been destroyed then."""
+    return group in distributed_c10d._world.pg_map
+
+
+def _unused(name: str) -> str:
+    """Torch numbers groups by what this process has made; ours come and go, so that a number may come twice."""
+    taken = set(distributed_c10d._world.pg_names.values())
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}.{number}"
+    return candidate
+
+
+def _register(group: ProcessGroup, name: Any, backend: str, store: Store, tag: str | None) -> None:
+    """Enter a group into torch's books, as ``_new_process_group_helper`` does at its end."""
+    world = distributed_c10d._world
+    group._set_group_name(name)
+    world.pg_map[group] = (backend, store)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = str(BackendConfig(Backend(backend)))
+    _register_process_group(name, group)
+    own_tag = f"user:{tag}" if tag else f"ptd:{name}"
+    for each in (own_tag,) if tag else ("", own_tag):
+        world.tags_to_pg.setdefault(each, []).append(group)
+    world.pg_to_tag[group] = own_tag

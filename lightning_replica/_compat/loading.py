@@ -1,0 +1,104 @@
+"""Private names of torch's DataLoader."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
+
+_END_S = 5.0
+
+
+def take_part_in_fetching(mark: Any, collate: Any, wrap: Callable[[Any], Any]) -> None:
+    """In a worker: has it fetch through what ``wrap`` makes of each of torch's fetchers.
+
+    Args:
+        mark: What the loader was given as its ``collate_fn``, so that other loaders of this process are left alone.
+        collate: The ``collate_fn`` that it stands for.
+        wrap: Called with a fetcher at the start of each iteration.
+    """
+    create: Callable[..., Any] = _DatasetKind.create_fetcher
+
+    def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
+        if collate_fn is not mark:
+            return create(kind, dataset, auto_collation, collate_fn, drop_last)
+        return wrap(create(kind, dataset, auto_collation, collate, drop_last))
+
+    _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+
+
+def raise_deaths_of_workers() -> None:
+    """Raises if a worker of any loader of this process has died, and has not been told of yet.
+
+    Raises:
+        RuntimeError: If one has.
+    """
+    torch._C._error_if_any_worker_fails()
+
+
+def raise_deaths_of_workers_only(now: Callable[[], bool]) -> Callable[[], None]:
+    """Has torch's handler of SIGCHLD raise nothing but where ``now()`` is true.
+
+    Returns:
+        A function that undoes it.
+    """
+    original = signal_handling._error_if_any_worker_fails
+
+    def check() -> None:
+        if now():
+            original()
+
+    def undo() -> None:
+        signal_handling._error_if_any_worker_fails = original
+
+    signal_handling._error_if_any_worker_fails = check
+    return undo
+
+
+def end_workers(iterator: Any) -> None:
+    """Ends the workers of a DataLoader's iterator, if it has any, and waits for them.
+
+    torch asks them to end, and waits for each for 5 seconds. Where one was killed or stopped, all are killed: it may
+    have left a lock taken that the others wait for.
+    """
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter) or iterator._shutdown:
+        return
+    if all(_is_well(worker) for worker in iterator._workers):
+        iterator._shutdown_workers()
+    else:
+        _abandon(iterator)
+    for worker in iterator._workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join(_END_S)
+
+
+def _abandon(iterator: Any) -> None:
+    iterator._shutdown = True
+    signal_handling._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+    for worker in iterator._workers:
+        worker.kill()
+    for queue in iterator._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
+    if iterator._pin_memory:
+        iterator._pin_memory_thread_done_event.set()  # it may be in the middle of what a killed worker has sent
+
+
+def _is_well(worker: Any) -> bool:
+    if not worker.is_alive():
+        return bool(worker.exitcode == 0)
+    try:
+        state = Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:  # no Linux, or it has ended just now
+        return True
+    return state not in "Tt"
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Makes a loader with persistent workers start new ones."""
+    loader._iterator = None

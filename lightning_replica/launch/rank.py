@@ -1,0 +1,82 @@
+"""What a rank does before anything else: it makes sure that the supervisor sees it, and that its errors are read."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+import torch.distributed as dist
+
+from lightning_replica.launch import stacks
+from lightning_replica.launch.beacons import VARIABLE, sign_in
+from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.last_words import LastWords, show
+from lightning_replica.launch.orphans import die_with
+
+
+class SupervisedRank:
+    """This process as a rank that a supervisor has started.
+
+    Args:
+        environment: What the supervisor has told it.
+
+    Attributes:
+        rank: Its rank.
+    """
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self._environment = environment
+        self.rank = int(os.environ["LOCAL_RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._shown: BaseException | None = None
+        if VARIABLE in os.environ:
+            with contextlib.suppress(OSError):  # `Beacon` says so
+                sign_in(os.environ[VARIABLE], self.rank, self._world_size, stacks.answer())
+        self._print = sys.excepthook
+        sys.excepthook = self._hook
+
+    def connect(self) -> dist.Store:
+        """A new connection to the supervisor's store."""
+        return self._environment.connect()
+
+    def show(self, error: BaseException) -> None:
+        """Print an error's traceback, unless it is printed already."""
+        if error is not self._shown:
+            self._shown = error
+            show(error, self.rank, self._environment.connect())
+
+    def ends(self, error: BaseException) -> None:
+        """Leave word of what this process ends with."""
+        LastWords.of(self.rank, error).leave(self._environment.connect(), self._environment.generation)
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            words = LastWords.of(self.rank, error)
+            words.leave(self._environment.connect(), self._environment.generation)
+            if words.own and not isinstance(error, KeyboardInterrupt):
+                self.show(error)
+        except (OSError, dist.DistError):  # the supervisor is gone: nobody will say why
+            self._print(kind, error, trace)
+
+
+_entered: dict[int, SupervisedRank] = {}  # by process, as a fork has its parent's memory
+_at_entry: list[Callable[[SupervisedRank], None]] = []
+
+
+def at_entry(call: Callable[[SupervisedRank], None]) -> None:
+    """Have ``call`` called in a process that becomes a rank, as soon as it does."""
+    _at_entry.append(call)
+
+
+def enter() -> SupervisedRank | None:
+    """Make this process the rank that its environment says it is; None if it is none, or a child of one."""
+    environment = RankEnvironment.current()
+    if environment is None or os.getppid() != environment.supervisor:
+        return None
+    if os.getpid() not in _entered:
+        die_with(environment.supervisor)
+        rank = _entered[os.getpid()] = SupervisedRank(environment)
+        for call in _at_entry:
+            call(rank)
+    return _entered[os.getpid()]

@@ -1,0 +1,128 @@
+"""What a training loop came to, for a replacement that finds its way to a later one.
+
+A script may train several times: two fits, or a search for a learning rate and a fit. A replacement of a rank that is
+lost in a later loop runs the script from the top and makes no step of the earlier ones. It takes what they came to: the
+weights, and all that a snapshot holds (loops, callbacks, metrics, random numbers). State of the optimizers is not kept;
+the next fit has optimizers of its own.
+
+When a loop ends, every rank keeps its share of the weights, the N-th part of each parameter, in the host's memory. Only
+when another loop begins are all shares written to files that a replacement can read. So a script with one fit writes
+nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_replica.errors import RecoveryError
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """One rank's part of what a loop came to.
+
+    Attributes:
+        replicated: The part of the snapshot that is the same on all ranks.
+        private: The part that belongs to this rank.
+        shares: Of every parameter, by name, this rank's part of the flat values, in the host's memory.
+        problem: Why there is no ``replicated``; empty if there is.
+    """
+
+    replicated: bytes
+    private: bytes
+    shares: dict[str, Tensor]
+    problem: str = ""
+
+
+class LoopResults:
+    """Keeps results of training loops, and finds those of a predecessor.
+
+    Args:
+        directory: Where every process of this machine finds them; None where no rank can be replaced.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, directory: Path | None, rank: int, world_size: int) -> None:
+        self._directory, self._rank, self._world_size = directory, rank, world_size
+        self._kept: tuple[int, LoopResult] | None = None
+
+    def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[bytes, bytes]]) -> None:
+        """Remember what loop number ``loop`` has come to.
+
+        Args:
+            loop: Its number.
+            module: What it has trained.
+            take: Gives the replicated and the private part of a snapshot.
+        """
+        if self._directory is None:
+            return
+        try:
+            replicated, private, problem = *take(), ""
+        except RecoveryError as error:
+            replicated, private, problem = b"", b"", str(error)
+        shares = {name: self._share(parameter).cpu().clone() for name, parameter in module.named_parameters()}
+        self._kept = loop, LoopResult(replicated, private, shares, problem)
+
+    def _share(self, parameter: Tensor) -> Tensor:
+        flat = parameter.detach().reshape(-1)
+        return flat[_start(flat, self._rank, self._world_size) : _start(flat, self._rank + 1, self._world_size)]
+
+    def write(self) -> str:
+        """Write what is kept, as another loop is about to begin. Every rank does, before any can be replaced.
+
+        Returns:
+            Why no replacement could take it; empty if one can.
+        """
+        if self._kept is None or self._directory is None:
+            return ""
+        (loop, result), self._kept = self._kept, None
+        path = self._path(loop, self._rank)
+        part = path.with_suffix(".part")
+        torch.save(vars(result), part)
+        part.replace(path)
+        return result.problem
+
+    def read(self, loop: int, module: nn.Module) -> tuple[bytes, bytes]:
+        """Give ``module`` the weights that loop number ``loop`` came to.
+
+        Returns:
+            The replicated part of the snapshot, and this rank's private part.
+
+        Raises:
+            RecoveryError: If there is no such result.
+        """
+        results = [self._read(loop, rank) for rank in range(self._world_size)]
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                shares = [result.shares[name] for result in results if name in result.shares]
+                if len(shares) != len(results) or sum(map(Tensor.numel, shares)) != parameter.numel():
+                    raise RecoveryError(
+                        f"Parameter {name!r} of training loop {loop} has another shape here than it had in the process"
+                        " that this one replaces. The script must build the same model on every start."
+                    )
+                parameter.copy_(torch.cat(shares).view(parameter.shape))
+        return results[0].replicated, results[self._rank].private
+
+    def _read(self, loop: int, rank: int) -> LoopResult:
+        try:
+            if self._directory is None:
+                raise FileNotFoundError("nothing is kept")
+            saved: dict[str, Any] = torch.load(self._path(loop, rank), weights_only=True)
+        except OSError as error:
+            raise RecoveryError(f"What training loop {loop} of this script came to cannot be read: {error}.") from error
+        result = LoopResult(**saved)
+        if result.problem:
+            raise RecoveryError(result.problem)
+        return result
+
+    def _path(self, loop: int, rank: int) -> Path:
+        return (self._directory or Path()) / f"loop-{loop}-rank-{rank}.pt"
+
+
+def _start(flat: Tensor, rank: int, world_size: int) -> int:
+    return flat.numel() * rank // world_size

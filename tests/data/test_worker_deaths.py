@@ -1,0 +1,92 @@
+"""DataLoader workers that die, stop or raise: the run ends with the bits of the one that was left alone."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data import traps
+from tests.data.traps import BATCHES, Plan, Trap
+from tests.support import world
+
+KINDS = ("kill", "segv", "bus", "raise", "stop")
+LOADERS = [Plan(data=data, persistent=persistent) for data in ("map", "iterable") for persistent in (False, True)]
+# Where: one death, three, at the last batch of an epoch, in a validation.
+PLACES: dict[str, tuple[tuple[str, int, int], ...]] = {
+    "one": (("train", 0, 3),),
+    "three": (("train", 0, 1), ("train", 0, 4), ("train", 1, 2)),
+    "last": (("train", 0, BATCHES - 1),),
+    "validation": (("validation", 1, 1),),
+}
+SAMPLE = {
+    ("kill", "map, 2 workers", "one"),
+    ("kill", "iterable, 2 workers, persistent", "three"),
+    ("kill", "map, 2 workers, persistent", "validation"),
+    ("segv", "iterable, 2 workers", "last"),
+    ("bus", "map, 2 workers, persistent", "last"),
+    ("raise", "map, 2 workers", "validation"),
+    ("raise", "iterable, 2 workers, persistent", "one"),
+    ("stop", "map, 2 workers, persistent", "one"),
+}
+CASES = [
+    pytest.param(
+        kind,
+        plan,
+        place,
+        id=f"{kind}, {plan}, {place}",
+        marks=() if (kind, str(plan), place) in SAMPLE else pytest.mark.combinations,
+    )
+    for kind in KINDS
+    for plan in LOADERS
+    for place in PLACES
+]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def run(name: str) -> world.Outcome:
+        plan = next(plan for plan in [*LOADERS, *WITHOUT] if str(plan) == name)
+        outcome = world.run(plan, tmp_path_factory.mktemp("untouched"), target=traps.train)
+        assert (outcome.code, outcome.said) == (0, []), outcome.logs
+        assert "recovered" not in outcome.logs
+        return outcome
+
+    return run
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "plan", "place"), CASES)
+def test_a_worker_fails(kind: str, plan: Plan, place: str, untouched: Any, tmp_path: Path) -> None:
+    laid = tuple(Trap(kind, *where) for where in PLACES[place])
+    hang = (3.0, 6.0) if kind == "stop" else plan.hang
+    outcome = world.run(replace(plan, traps=laid, hang=hang), tmp_path, target=traps.train)
+    outcome.assert_same(untouched(str(plan)))
+    sprung = [int((tmp_path / f"trap{number}").read_text()) for number in range(len(laid))]
+    assert all(is_gone(pid) for pid in sprung)
+    if kind == "stop":  # the rank hangs; its end is the end of its workers
+        assert len([line for line in outcome.said if "takes its place" in line]) == len(laid), outcome.said
+    else:
+        assert outcome.said == []
+        assert 1 <= outcome.logs.count("recovered at") <= len(laid)  # what follows before a good step belongs to it
+
+
+WITHOUT = [Plan(data=data, workers=0) for data in ("map", "iterable")]
+
+
+@pytest.mark.parametrize("place", ["one", "validation"])
+@pytest.mark.parametrize("plan", WITHOUT, ids=str)
+def test_a_sample_that_cannot_be_read_without_workers(plan: Plan, place: str, untouched: Any, tmp_path: Path) -> None:
+    laid = tuple(Trap("raise", *where) for where in PLACES[place])
+    outcome = world.run(replace(plan, traps=laid), tmp_path, target=traps.train)
+    outcome.assert_same(untouched(str(plan)))
+    assert outcome.said == []
+    assert (tmp_path / "trap0").exists()

@@ -1,0 +1,103 @@
+"""Periodic saves that fail: training goes on, what was whole stays, and the next is tried again."""
+
+import errno
+import os
+import pathlib
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_replica import CheckpointPublisher, ConfigurationError
+from lightning_replica.checkpoint.directory import TRACKER, CheckpointDirectory
+from tests.support import job, world
+from tests.support.job import Case, Fault
+
+NO_SPACE = "No space left on device"
+
+
+@dataclass
+class Full(Case):
+    """From the third step on, ``rank`` finds no room for checkpoints, until step ``again`` is done."""
+
+    devices: int = 2
+    gasp: bool = True
+    rank: int = 0
+    again: int = 9
+    async_save: bool = False
+
+
+class Disk(Callback):
+    """Is full for a while. Only for checkpoints in the making: other files of a run are none of ours."""
+
+    def __init__(self, case: Full) -> None:
+        self.case, self.full = case, False
+        really = pathlib.Path.open
+
+        def open_if_there_is_room(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if self.full and "w" in mode and ".tmp-" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return really(path, mode, *args, **kwargs)
+
+        pathlib.Path.open = open_if_there_is_room  # type: ignore[method-assign, assignment]
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.full = trainer.global_rank == self.case.rank and 3 <= trainer.global_step < self.case.again
+
+
+def trains(case: Full, out: Path) -> None:
+    kept = CheckpointPublisher(out / "gasp", every_n_train_steps=2, async_save=case.async_save)
+    job.run(case, out, (Disk(case), kept))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
+    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
+
+
+CASES = {
+    "rank 0": (Full(), "plain.pt", (4, 6, 8), "The next is due at step 8: make it possible to write by then."),
+    "rank 1": (
+        Full(rank=1),
+        "__1_0.distcp",
+        (4, 6, 8),
+        "The next is due at step 10: make it possible to write by then.",
+    ),
+    # All ranks know of that of step 4 when 6 is due, which is then written at once, and in vain; likewise 8 and 10.
+    "beside": (Full(again=10, async_save=True), "plain.pt", (4, 6, 8, 10), "One is written now."),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_and_the_next_is_written(name: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    """All ranks agree, though one alone cannot write; and nothing in the training is different."""
+    case, file, failed, then = CASES[name]
+    outcome = world.run(case, tmp_path, max_restarts=0, target=trains)
+    outcome.assert_same(untouched)
+    directory = CheckpointDirectory(tmp_path / "gasp")
+    whole = [f"step_{step:08d}" for step in range(2, 13, 2) if step not in failed]
+    assert sorted(entry.name for entry in directory.path.iterdir()) == [TRACKER, *whole]
+    assert directory.tracked == whole[-1]
+    assert directory.latest(verify=True).problems == ()
+    for step in failed:
+        said = f"the checkpoint of step {step} could not be written: rank {case.rank}: {directory.path_of(step)}.tmp-"
+        assert outcome.logs.count(said) == 1, outcome.logs
+    assert outcome.logs.count(f"{file} could not be written: {NO_SPACE}. Training goes on") == len(failed)
+    assert f"Training goes on, and those that are whole stay. {then}" in outcome.logs
+    assert "recovered" not in outcome.logs
+
+
+def test_one_that_was_asked_for(untouched: world.Outcome, tmp_path: Path) -> None:
+    asked = Fault(f"hear {signal.SIGUSR2.value}", 1, "backward", 4)
+    outcome = world.run(Full((asked,)), tmp_path, max_restarts=0, target=trains)
+    outcome.assert_same(untouched)
+    said = "the checkpoint that was asked for could not be written: rank 0: "
+    assert outcome.logs.count(said) == 1, outcome.logs
+
+
+def test_values_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="must_save='no'"):
+        CheckpointPublisher(tmp_path, must_save="no")  # type: ignore[arg-type]
