@@ -27,8 +27,8 @@ from lightning_replica._compat.lightning import (
     _TunerExitException,
     walk_loops,
 )
-from lightning_replica.data.deaths import told_while_loading
-from lightning_replica.data.in_loops import put_in, take_out
+from lightning_replica.data import deaths
+from lightning_replica.data.in_loops import put_in, take_out, training_loaders, validation_loaders
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.points import begin, reach
 from lightning_replica.snapshot import Snapshot
@@ -62,6 +62,7 @@ def adopt(trainer: pl.Trainer) -> None:
                 f" {type(loop).__name__}. Leave `trainer.fit_loop` as Lightning made it."
             )
         loop.__class__ = ours
+    deaths.hold()
 
 
 class ReplicaOptimization(_AutomaticOptimization):
@@ -128,8 +129,10 @@ class ReplicaFitLoop(_FitLoop):
         self.on_run_start()
         if self._training.pass_loop():
             return
-        with told_while_loading():
-            self._run(self._training.begin(loaded))
+        resume = self._training.begin(loaded)
+        for loader in (*training_loaders(self.trainer), *validation_loaders(self.trainer)):
+            loader.tries_alone = 0  # from here on the world recovers
+        self._run(resume)
         self._training.report()
 
     def _run(self, resume: Snapshot | None) -> None:
@@ -198,6 +201,7 @@ class ReplicaFitLoop(_FitLoop):
         """Leaves no workers behind."""
         take_out(self._combined_loader)
         super().teardown()
+        deaths.release()
 
     def _epochs(self, resume: Snapshot | None) -> None:
         """The loop of `_FitLoop.run`, begun inside an epoch where ``resume`` says so."""

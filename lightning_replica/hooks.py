@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_replica.devices.exceptions import first_line, with_causes
 from lightning_replica.devices.interface import Device, DeviceFault
 from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
@@ -20,6 +21,7 @@ from lightning_replica.errors import (
     Interrupted,
     RecoveryError,
     TransferError,
+    WorkerDiedError,
 )
 from lightning_replica.points import PHASES
 from lightning_replica.recovery.context import RecoveryContext
@@ -70,6 +72,8 @@ def explain(error: BaseException) -> str:
 def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
     """What of ``device``, or of another rank, made this rank fail; None if that is the user's own business."""
     fault = fault_of(error, device)
+    if fault is None and any(isinstance(each, WorkerDiedError) for each in with_causes(error)):
+        return DeviceFault("retry", first_line(error))  # every rank's may: too little memory for all of them
     if fault is None and isinstance(error, (CollectiveError, Interrupted)):
         return DeviceFault("outside", str(error))
     return fault

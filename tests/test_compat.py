@@ -25,6 +25,8 @@ FOLLOWED: dict[str, tuple[Callable[..., Any], str]] = {
         "dd4eb4d2b65d",
     ),
     "the end of an epoch (ReplicaFitLoop._end_epoch)": (compat._FitLoop.on_advance_end, "a22019836c01"),
+    "loaders of training (ReplicaFitLoop._load_combined_loader_states)": (compat._FitLoop.setup_data, "0d8e96a3dc11"),
+    "loaders in validations (ReplicaValidationLoop.setup_data)": (compat._EvaluationLoop.setup_data, "81d3c1203e8d"),
     "the step of automatic optimization (ReplicaEpochLoop._tail)": (
         compat._AutomaticOptimization._optimizer_step,
         "e5bda9f172f2",

@@ -39,17 +39,13 @@ def raise_deaths_of_workers() -> None:
     torch._C._error_if_any_worker_fails()
 
 
-def raise_deaths_of_workers_only(now: Callable[[], bool]) -> Callable[[], None]:
-    """Has torch's handler of SIGCHLD raise nothing but where ``now()`` is true.
+def replace_check_for_deaths(check: Callable[[], None]) -> Callable[[], None]:
+    """Has torch's handler of SIGCHLD call ``check`` in place of `raise_deaths_of_workers`.
 
     Returns:
         A function that undoes it.
     """
     original = signal_handling._error_if_any_worker_fails
-
-    def check() -> None:
-        if now():
-            original()
 
     def undo() -> None:
         signal_handling._error_if_any_worker_fails = original

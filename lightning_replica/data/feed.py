@@ -173,7 +173,7 @@ class Feed:
             self._live = self._start()
 
     def _start(self) -> Iterator[Any]:
-        with self._broken_if_it_raises(), loading():
+        with self._broken_if_it_raises():
             return iter(self._equipped)
 
     def _note_seed(self) -> None:

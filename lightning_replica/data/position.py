@@ -35,12 +35,17 @@ beginning. Iterable data without workers that fills a shuffle buffer with the gl
 while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up order by itself.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_replica._compat.lightning import _set_sampler_epoch
 from lightning_replica.data.feed import END, Feed, put
 from lightning_replica.data.loader_state import LoaderState
+from lightning_replica.devices.exceptions import with_causes
+from lightning_replica.errors import WorkerDiedError
+
+log = logging.getLogger(__name__)
 
 __all__ = ["ExactLoader", "LoaderState"]
 
@@ -73,7 +78,10 @@ class ExactLoader:
 
     Attributes:
         loader: The same.
+        tries_alone: How often it begins again by itself where a worker dies, while nobody recovers: before training.
     """
+
+    tries_alone = 3
 
     def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
         self.loader = loader
@@ -228,7 +236,7 @@ class ExactLoader:
         if not before.batches and not self._feed.workers:
             before = before._replace(epoch=self._sampler_epoch())
         random = self._rng_state()
-        item = self._feed.next()
+        item = self._next()
         if item is END:
             self._ended = True
             raise StopIteration
@@ -236,6 +244,18 @@ class ExactLoader:
         self._kept.append(kept)
         self._drawn += 1
         return kept
+
+    def _next(self) -> Any:
+        left = self.tries_alone
+        while True:
+            try:
+                return self._feed.next()
+            except RuntimeError as error:
+                if not left or not any(isinstance(each, WorkerDiedError) for each in with_causes(error)):
+                    raise
+                log.warning("%s. Its loader begins again.", error)
+            left -= 1
+            self._replay_beside()
 
     def _after(self, kept: _Kept) -> LoaderState:
         """Where the loader stands after a batch."""

@@ -70,6 +70,12 @@ class Net(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.draw()
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.plan.peeks and batch_idx == 1:
+            assert isinstance(self.trainer.train_dataloader, DataLoader)
+            for peeked in self.trainer.train_dataloader, self.trainer.val_dataloaders:
+                self.seen.append(next(iter(peeked)).tolist())
+
     def on_train_epoch_end(self) -> None:
         self.draw()
 
@@ -101,6 +107,7 @@ class Plan:
         seed_workers: As in ``seed_everything(workers=...)``.
         limit: As ``limit_train_batches``.
         generator: Whether loaders have a generator of their own.
+        peeks: Whether a hook in the middle of an epoch looks at the loaders for itself.
         fits: How many fits.
     """
 
@@ -112,12 +119,14 @@ class Plan:
     seed_workers: bool = False
     limit: int | None = None
     generator: bool = False
+    peeks: bool = False
     fits: int = 2
 
     def __str__(self) -> str:
         words = [self.data, f"{self.workers} workers", "persistent" * self.persistent, "generator" * self.generator]
         words += ["same loader" if self.same_loader else "new loader", f"{self.fits} fits"]
         words += ["same trainer" if self.same_trainer else "new trainer", "seeded" * self.seed_workers]
+        words += ["peeks" * self.peeks]
         return ", ".join(filter(None, [*words, f"limit {self.limit}" if self.limit else ""]))
 
 

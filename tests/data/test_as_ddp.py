@@ -31,6 +31,7 @@ TWO = [
     for same_loader in (True, False)
     for same_trainer in (True, False)
 ]
+PEEKS = [Plan(data, workers, peeks=True, fits=1) for data in ("map", "iterable") for workers in (0, 2)]
 CUT_SHORT = [
     Plan(data, workers, persistent, limit=3, generator=generator, fits=1)
     for data in ("map", "iterable")
@@ -40,7 +41,7 @@ CUT_SHORT = [
 SAMPLE = [
     Plan("map", 2, seed_workers=True, fits=1),
     Plan("iterable", 2, True, seed_workers=True, fits=1),
-    Plan("map", 0, fits=1),
+    Plan("map", 0, peeks=True, fits=1),
     Plan("own sampler", 2, same_trainer=True),
     Plan("iterable", 2, True, same_trainer=False),
     Plan("combined", 2, True, same_trainer=False),
@@ -82,7 +83,7 @@ def test_a_sample_of_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("plans", [ONE, TWO, CUT_SHORT], ids=["one fit", "two fits", "cut short"])
+@pytest.mark.parametrize("plans", [ONE, TWO, CUT_SHORT, PEEKS], ids=["one fit", "two fits", "cut short", "peeks"])
 def test_all_scripts(plans: list[Plan], tmp_path: Path) -> None:
     for number in range(0, len(plans), 12):
         check(plans[number : number + 12], tmp_path / str(number))

@@ -73,10 +73,24 @@ def test_a_worker_fails(kind: str, plan: Plan, place: str, untouched: Any, tmp_p
     sprung = [int((tmp_path / f"trap{number}").read_text()) for number in range(len(laid))]
     assert all(is_gone(pid) for pid in sprung)
     if kind == "stop":  # the rank hangs; its end is the end of its workers
-        assert len([line for line in outcome.said if "takes its place" in line]) == len(laid), outcome.said
+        # Workers load ahead: two of a rank may stop at once.
+        assert 1 <= len([line for line in outcome.said if "takes its place" in line]) <= len(laid), outcome.said
     else:
         assert outcome.said == []
-        assert 1 <= outcome.logs.count("recovered at") <= len(laid)  # what follows before a good step belongs to it
+        # What follows before a good step is told with it; before the first step a loader begins again by itself.
+        told = outcome.logs.count("recovered at") + outcome.logs.count("Its loader begins again.")
+        assert 1 <= told <= len(laid)
+
+
+def test_a_stopped_worker_that_nobody_waits_for(tmp_path: Path) -> None:
+    """It has loaded ahead, and training ends before: ranks end too."""
+    plan = Plan(limits={"limit_train_batches": 3, "limit_val_batches": 0})
+    expected = world.run(plan, tmp_path / "untouched", target=traps.train)
+    trap = Trap("stop", "train", 1, 5)  # its worker has handed over the batch before, which is needed
+    outcome = world.run(replace(plan, traps=(trap,)), tmp_path / "stopped", target=traps.train)
+    outcome.assert_same(expected)
+    assert outcome.said == []
+    assert is_gone(int((tmp_path / "stopped" / "trap0").read_text()))
 
 
 WITHOUT = [Plan(data=data, workers=0) for data in ("map", "iterable")]

@@ -172,7 +172,7 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return [optimizer], [{"scheduler": plateau, "monitor": "val"}]
+        return [optimizer], [{"scheduler": plateau, "monitor": "val", "strict": False}]
 
 
 def loader(plan: Plan, stage: str) -> DataLoader[Tensor]:
@@ -209,7 +209,7 @@ def train(plan: Plan, out: Path) -> None:
     result = {
         "weights": [p.tolist() for p in net.parameters()],
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "val": float(trainer.callback_metrics["val"]),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "random": noise(),
     }
     (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
