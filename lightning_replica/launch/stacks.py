@@ -57,12 +57,14 @@ class Stack:
         state: Its state in /proc, one letter; empty if there is none.
         traced: Whether a debugger is attached.
         frames: The stack of its main thread, innermost first.
+        stopped: Processes of its own that were stopped: it may wait for them, as for a DataLoader's workers.
     """
 
     text: str
     state: str = ""
     traced: bool = False
     frames: tuple[Frame, ...] = ()
+    stopped: tuple[int, ...] = ()
 
     @property
     def finding(self) -> Finding:
@@ -75,9 +77,12 @@ class Stack:
 
     def describe(self) -> str:
         """The stack of the main thread, or why there is none."""
-        if self.frames:
-            return "\n".join(f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames)
-        return f"  (it cannot show its stack: {_STATES.get(self.state, 'it did not answer')})"
+        waits = "it may wait for process {}, which it has started: stopped by a signal"
+        lines = [f"  ({waits.format(process)})" for process in self.stopped]
+        lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames]
+        if not self.frames:
+            lines.append(f"  (it cannot show its stack: {_STATES.get(self.state, 'it did not answer')})")
+        return "\n".join(lines)
 
 
 def _is_collective(innermost: Frame) -> bool:
@@ -146,7 +151,8 @@ def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path
 
 
 def _stack(slot: Slot, text: str) -> Stack:
-    return Stack(text, _state(slot.process), _is_traced(slot.process), parse(text, slot.thread))
+    process = slot.process
+    return Stack(text, _state(process), _is_traced(process), parse(text, slot.thread), _stopped_children(process))
 
 
 def _open(slot: Slot) -> int:
@@ -160,6 +166,14 @@ def _state(process: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return ""
+
+
+def _stopped_children(process: int) -> tuple[int, ...]:
+    with contextlib.suppress(OSError):
+        threads = Path(f"/proc/{process}/task").iterdir()
+        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        return tuple(child for child in children if _state(child) in tuple("Tt"))
+    return ()
 
 
 def _is_traced(process: int) -> bool:
