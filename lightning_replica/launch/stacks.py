@@ -62,12 +62,14 @@ class Stack:
         state: Its state in /proc, one letter; empty if there is none.
         traced: Whether a debugger is attached.
         frames: The stack of its main thread, innermost first.
+        stopped: Processes of its own that were stopped: it may wait for them, as for a DataLoader's workers.
     """
 
     text: str
     state: str = ""
     traced: bool = False
     frames: tuple[Frame, ...] = ()
+    stopped: tuple[int, ...] = ()
 
     @property
     def finding(self) -> Finding:
@@ -80,9 +82,12 @@ class Stack:
 
     def describe(self) -> str:
         """The stack of the main thread, or why there is none."""
-        if self.frames:
-            return "\n".join(f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames)
-        return f"  (it cannot show its stack: {_STATES.get(self.state, 'it did not answer')})"
+        waits = "it may wait for process {}, which it has started: stopped by a signal"
+        lines = [f"  ({waits.format(process)})" for process in self.stopped]
+        lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames]
+        if not self.frames:
+            lines.append(f"  (it cannot show its stack: {_STATES.get(self.state, 'it did not answer')})")
+        return "\n".join(lines)
 
 
 def _is_collective(innermost: Frame) -> bool:
@@ -151,7 +156,8 @@ def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path
 
 
 def _stack(slot: Slot, text: str) -> Stack:
-    return Stack(text, state_of(slot.process), _is_traced(slot.process), parse(text, slot.thread))
+    process = slot.process
+    return Stack(text, state_of(process), _is_traced(process), parse(text, slot.thread), _stopped_children(process))
 
 
 def _open(slot: Slot) -> int:
@@ -159,6 +165,14 @@ def _open(slot: Slot) -> int:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/{slot.process}/fd/{slot.stacks}", os.O_RDONLY | os.O_CLOEXEC)
     return -1
+
+
+def _stopped_children(process: int) -> tuple[int, ...]:
+    with contextlib.suppress(OSError):
+        threads = Path(f"/proc/{process}/task").iterdir()
+        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        return tuple(child for child in children if state_of(child) in tuple("Tt"))
+    return ()
 
 
 def _is_traced(process: int) -> bool:

@@ -73,6 +73,7 @@ def test_a_worker_fails(kind: str, plan: Plan, place: str, untouched: Any, tmp_p
     sprung = [int((tmp_path / f"trap{number}").read_text()) for number in range(len(laid))]
     assert all(is_gone(pid) for pid in sprung)
     if kind == "stop":  # the rank hangs; its end is the end of its workers
+        assert f"wait for process {sprung[0]}, which it has started: stopped by a signal" in outcome.said[0]
         # Workers load ahead: two of a rank may stop at once.
         assert 1 <= len([line for line in outcome.said if "takes its place" in line]) <= len(laid), outcome.said
     else:
