@@ -22,6 +22,7 @@ from lightning_replica.exit_codes import DEVICE_LOST
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
+from lightning_replica.launch.ending import Ending
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.external import Patience, roll_call
 from lightning_replica.launch.journal import Journal
@@ -63,6 +64,7 @@ class Session:
         newborn: Whether this process is a replacement that has not joined the others yet.
         born: The generation that this process was born into.
         journal: Set-up collectives, written down or read back.
+        ending: How the run ends.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Session:
         self._surroundings, self._armed = surroundings, False
         store = surroundings.connect()
         self.generations = Generations(store)
+        self.ending = Ending(store, grid.world_size, surroundings.supervised)
         self.journal = Journal(store, rank, reading=self.newborn)
         if not options.recovery:
             self.journal.close()
@@ -287,7 +290,7 @@ class Session:
         """Half of the grace is over, and the ranks have not come to the end of a step."""
         generations, why = Generations(self._surroundings.connect()), "The launcher has ended this run."
         if generations.verdict() is None:
-            generations.give_up(why)
+            generations.give_up(why, asked=True)
             generations.begin_next(0, Fault("end", (), why))
 
     def close(self) -> None:
