@@ -1,5 +1,7 @@
 """The last checkpoint of a run that cannot go on, as this rank writes its part of it. See recovery/gasp.py."""
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 
 from lightning_replica import resume
@@ -27,6 +29,7 @@ class DyingGasp:
         mirrors: Private states of the peers.
         directory: Where the checkpoint goes.
         rank: This rank.
+        gasped: Called on one rank, with the step, once the checkpoint is published.
     """
 
     def __init__(
@@ -37,9 +40,10 @@ class DyingGasp:
         mirrors: Mirrors,
         directory: CheckpointDirectory,
         rank: int,
+        gasped: Callable[[int], None],
     ) -> None:
         self._trainer, self._training, self._checkpoints = trainer, training, checkpoints
-        self._mirrors, self._directory, self._rank = mirrors, directory, rank
+        self._mirrors, self._directory, self._rank, self._gasped = mirrors, directory, rank, gasped
 
     def write(self, plan: GaspPlan) -> str:
         """Writes what ``plan`` says. Collective over its ranks, which are the default group.
@@ -70,12 +74,13 @@ class DyingGasp:
         path = self._directory.path_of(step)
         self._checkpoints.save_last(self._trainer, self._training, record, path, step, plan.pieces[self._rank])
         reach("track")
-        Together(None).run(lambda: self._track(path.name, plan))
+        Together(None).run(lambda: self._track(path.name, step, plan))
         return str(path)
 
-    def _track(self, name: str, plan: GaspPlan) -> None:
+    def _track(self, name: str, step: int, plan: GaspPlan) -> None:
         if self._rank == plan.ranks[0]:
             self._directory.track(name)
+            self._gasped(step)
 
     def _private(self, taken: Snapshot, rank: int) -> bytes:
         if rank == self._rank:

@@ -15,5 +15,8 @@ NOTHING_SAVED = 76
 GAVE_UP = 77
 """A rank was lost and could not be replaced, and nobody had asked for a last checkpoint (`DyingGaspCheckpoint`)."""
 
+NO_PROGRESS = 93
+"""The run has failed at a step at which the two before it have: do not start it again. What they left is whole."""
+
 DEVICE_LOST = 78
 """This rank cannot use its device any more; under this package's own launcher, a new process takes its place."""

@@ -148,6 +148,7 @@ class LightningCheckpoints(LightningCollectives):
         """
         trainer, training = self._fitting()
         self._checkpoints.publish_to(directory, keep_last)
+        self.session.ending.leave_directory(str(directory.path))
         if training.planned is None and training.recoverable:
             training.planned = PlannedSave(partial(self._save_planned, trainer, training, directory))
             self.session.listens()
@@ -176,7 +177,15 @@ class LightningCheckpoints(LightningCollectives):
     def gasps_to(self, directory: CheckpointDirectory) -> None:
         """Has the last checkpoint of a run that cannot go on written to ``directory``. See `DyingGaspCheckpoint`."""
         trainer, training = self._fitting()
-        gasp = DyingGasp(trainer, training, self._checkpoints, self.session.mirrors, directory, self.global_rank)
+        gasp = DyingGasp(
+            trainer,
+            training,
+            self._checkpoints,
+            self.session.mirrors,
+            directory,
+            self.global_rank,
+            self.session.ending.has_gasped,
+        )
         training.write_last = gasp.write
 
     @property

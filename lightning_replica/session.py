@@ -21,6 +21,7 @@ from lightning_replica.exit_codes import DEVICE_LOST
 from lightning_replica.grid import Grid
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
+from lightning_replica.launch.ending import Ending
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.external import Patience, roll_call
 from lightning_replica.launch.orphans import ORPHANED
@@ -62,6 +63,7 @@ class Session:
         born: The generation that this process was born into.
         fits: Fits that have begun.
         succession: What this process leaves to a replacement, or has from its predecessor.
+        ending: How the run ends.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Session:
         self._surroundings, self._armed = surroundings, False
         store = surroundings.connect()
         self.generations = Generations(store)
+        self.ending = Ending(store, grid.world_size, surroundings.supervised)
         kept = options.recovery and surroundings.supervised
         self.succession = Succession(store, rank, grid.world_size, newborn, surroundings.spool, kept)
         journal = self.succession.journal
@@ -294,7 +297,7 @@ class Session:
         """Half of the grace is over, and the ranks have not come to the end of a step."""
         generations, why = Generations(self._surroundings.connect()), "The launcher has ended this run."
         if generations.verdict() is None:
-            generations.give_up(why)
+            generations.give_up(why, asked=True)
             generations.begin_next(0, Fault("end", (), why))
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Training:
         shared_memory: bool = True,
     ) -> None:
         module = trainer.lightning_module
-        self._session, self._precision, self._module = session, precision, module
+        self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
         self.recoverable = session.options.recovery
         self.manual = not module.automatic_optimization
         self.whole_gradients = _resolve(whole_gradients, trainer)
@@ -138,7 +138,7 @@ class Training:
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:
             self._session.mirrors.settle()
-            self._session.generations.give_up("All ranks have agreed to save and end.")
+            self._session.generations.give_up("All ranks have agreed to save and end.", asked=True)
             self._end_with_gasp()
         if self.planned is not None and self.planned.agreed:
             self._session.mirrors.settle()
@@ -330,7 +330,8 @@ class Training:
             session.end_as_orphan()
             raise
         except RecoveryError as final:
-            session.generations.give_up(str(final))
+            session.ending.leave_step(session.rank, self._trainer.global_step)  # ours counts from where this run began
+            session.generations.give_up(str(final), asked=self.asked_to_stop)
             self._incidents.failed(str(final), -1 if session.newborn else self.state.step)
             if session.options.gasp:
                 self._end_with_gasp()
@@ -369,7 +370,7 @@ class Training:
             log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
             raise SystemExit(NOTHING_SAVED) from error
         log.info("rank %d: the last checkpoint is %s", session.rank, path)
-        raise SystemExit(GASP_WRITTEN)
+        raise SystemExit(session.ending.code(GASP_WRITTEN))
 
     def release(self) -> None:
         """The trainer is done with this fit."""

@@ -15,7 +15,8 @@ class DyingGaspCheckpoint(RunDirectory):
     That is when a rank is lost and cannot be replaced, when recovery fails, when every rank raises, and when the run is
     told to end: SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, at the supervisor or at any rank. At most the step in flight is
     lost. The process ends with an exit code of `lightning_replica.exit_codes`; go on with
-    ``trainer.fit(model, ckpt_path="last")``, or ``ReplicaZeroStrategy(resume="auto")`` and the same command.
+    ``trainer.fit(model, ckpt_path="last")``, or ``ReplicaZeroStrategy(resume="auto")`` and the same command. The third
+    run in a row that fails at one step ends with a code that says not to (`exit_codes.NO_PROGRESS`).
 
     Args:
         dirpath: Directory of the run's checkpoints, or its URL ("s3://bucket/run"); this one is

@@ -6,6 +6,7 @@
       step_00000120.tmp-<8 hex>/      being written; after a crash, what was written of it
       step_00000120.gone-<8 hex>/     being removed
       latest                          the tracker: one line, the name of a whole checkpoint
+      failures.json                   how often runs have failed at one step (`failures`)
 
 Only these names are ever written or removed. Any other directory with a manifest is a checkpoint too, which is found
 and loaded but never removed. In a store of objects there are ``step_...`` and ``latest`` only; see `attempts`.
@@ -105,12 +106,12 @@ class CheckpointDirectory:
             CheckpointError: If that is not a whole checkpoint of this directory.
         """
         _check(self._storage.child(name))
-        self._storage.write_tracker(f"{name}\n".encode())
+        self._storage.write(TRACKER, f"{name}\n".encode())
 
     @property
     def tracked(self) -> str | None:
         """What the tracker says, whatever that is; None if there is none."""
-        content = self._storage.read_tracker()
+        content = self._storage.read(TRACKER)
         return None if content is None else content.decode(errors="replace").strip()
 
     def latest(self, verify: bool = False) -> Latest:

@@ -12,6 +12,7 @@ from lightning_replica.checkpoint.manifest import MANIFEST, WRITTEN
 from lightning_replica.errors import CheckpointError
 
 TRACKER = "latest"
+FAILURES = "failures.json"  # see `failures`
 STEP = re.compile(r"step_\d{8,}")
 _PROBE = f"{TRACKER}.tmp"
 
@@ -46,11 +47,18 @@ class Storage(Protocol):
     def settle(self, name: str, whole: bool) -> None:
         """Leaves one of two, if what readers find of them now is ``whole``."""
 
-    def read_tracker(self) -> bytes | None:
-        """What the tracker holds."""
+    def read(self, name: str) -> bytes | None:
+        """What a file beside the checkpoints holds; None if there is none."""
 
-    def write_tracker(self, content: bytes) -> None:
-        """Replaces the tracker, as a whole."""
+    def write(self, name: str, content: bytes) -> None:
+        """Replaces such a file, as a whole."""
+
+    def remove(self, name: str) -> None:
+        """Removes such a file, if there is one.
+
+        Raises:
+            OSError: If that fails; also CheckpointError.
+        """
 
     def discard(self, name: str) -> None:
         """Removes a checkpoint."""
@@ -102,12 +110,15 @@ class _OnDisk:
         elif whole:  # otherwise the former may be the only one
             publish.discard(former)
 
-    def read_tracker(self) -> bytes | None:
-        file = self._path / TRACKER
+    def read(self, name: str) -> bytes | None:
+        file = self._path / name
         return file.read_bytes() if file.is_file() else None
 
-    def write_tracker(self, content: bytes) -> None:
-        publish.replace_file(self._path / TRACKER, content)
+    def write(self, name: str, content: bytes) -> None:
+        publish.replace_file(self._path / name, content)
+
+    def remove(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
 
     def discard(self, name: str) -> None:
         publish.discard(self._path / name)
@@ -144,11 +155,15 @@ class _InStore:
             if attempt.committed and attempt.url != newest:
                 attempt.remove()
 
-    def read_tracker(self) -> bytes | None:
-        return store.read(self._url / TRACKER)
+    def read(self, name: str) -> bytes | None:
+        return store.read(self._url / name)
 
-    def write_tracker(self, content: bytes) -> None:
-        store.write(self._url / TRACKER, content)
+    def write(self, name: str, content: bytes) -> None:
+        store.write(self._url / name, content)
+
+    def remove(self, name: str) -> None:
+        if store.is_object(self._url / name):
+            store.remove([self._url / name])
 
     def discard(self, name: str) -> None:
         for attempt in attempts_at(self._url / name):
@@ -169,7 +184,7 @@ def _plain(directory: Location, name: str) -> str:
 
 def _refuse_foreign(entry: Path) -> None:
     """Refuses what has a name that we would replace or remove, and is not ours."""
-    if entry.name in (TRACKER, _PROBE):
+    if entry.name in (TRACKER, FAILURES, _PROBE):
         ours = entry.is_file()
     elif STEP.fullmatch(entry.name.removesuffix(".old")):
         ours = entry.is_dir()

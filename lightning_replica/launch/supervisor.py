@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from lightning_replica import planned_save
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from lightning_replica.launch.beacons import HangLimits
+from lightning_replica.launch.ending import Ending
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
 from lightning_replica.launch.last_words import LastWords
 from lightning_replica.launch.orphans import born_mortal
@@ -178,10 +179,12 @@ class Supervisor:
 
     def _final_code(self) -> int:
         path = Gasp.written(self._generations) if self._options.gasp else None
+        code = GASP_WRITTEN if path is not None else NOTHING_SAVED if self._gasps else self._code
+        code = Ending(self._store, self._world_size).judge(code, self._in_fit(), self._say)
         if path is not None:
-            self._say(f"the run has ended before its time, and has left {path}. Start it again from there.")
-            return GASP_WRITTEN
-        return NOTHING_SAVED if self._gasps else self._code
+            again = " Start it again from there." if code == GASP_WRITTEN else ""
+            self._say(f"the run has ended before its time, and has left {path}.{again}")
+        return code
 
     def _start(self, rank: int, generation: int) -> str:
         """Starts a rank's process, or finds it; says which."""
@@ -273,7 +276,7 @@ class Supervisor:
                 child.process.send_signal(signal.SIGTERM)
             return
         again = self._told is not None
-        self._fail(f"The run was stopped by {told.name}.", 128 + told, forward=told)
+        self._fail(f"The run was stopped by {told.name}.", 128 + told, forward=told, asked=True)
         if again:
             self._code, self._gasps = 128 + told, False
             self._terminate(signal.SIGKILL)
@@ -289,7 +292,7 @@ class Supervisor:
             self._code, self._gasps = self._code or 128 + self._told, self._in_fit()
             self._terminate(signal.SIGKILL)
         elif passed_s > self._options.grace_s / 2 and self._generations.verdict() is None:
-            self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told)
+            self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told, asked=True)
         elif passed_s > self._options.grace_s * 2 / 3 and not self._hung:
             self._end_absent()
 
@@ -341,14 +344,21 @@ class Supervisor:
         who = self._start(rank, self._generations.begin_next(0, fault))
         self._say(f"{fault.text}; {who} takes its place ({self._restarts} of {self._options.max_restarts}).")
 
-    def _fail(self, why: str, code: int, ranks: tuple[int, ...] = (), forward: signal.Signals | None = None) -> None:
+    def _fail(
+        self,
+        why: str,
+        code: int,
+        ranks: tuple[int, ...] = (),
+        forward: signal.Signals | None = None,
+        asked: bool = False,
+    ) -> None:
         """Ends the run: ranks are told why and given some time to end by themselves, or to save what they have."""
         if not self._code:
             self._code = code
             self._gasps = self._options.gasp and self._in_fit()
             if self._generations.verdict() is None:
                 self._say(why)
-        self._generations.give_up(why)
+        self._generations.give_up(why, asked or self._told is not None)
         self._generations.begin_next(0, Fault("end", ranks, why))  # wakes whoever is blocked
         if self._gasps:
             return

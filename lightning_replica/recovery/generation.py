@@ -97,9 +97,20 @@ class Generations:
         """See `spoil`."""
         return self.store.check(["spoiled"])
 
-    def give_up(self, why: str) -> None:
-        """Ends the run: every rank that waits, or will wait, gets ``why`` as an error."""
+    def give_up(self, why: str, asked: bool = False) -> None:
+        """Ends the run: every rank that waits, or will wait, gets ``why`` as an error.
+
+        Args:
+            why: A sentence.
+            asked: Whether somebody wants it to end; otherwise it has failed.
+        """
+        if asked and self.verdict() is None:
+            self.store.set("asked", "")
         self.store.compare_set("verdict", "", why)
+
+    def was_asked(self) -> bool:
+        """Whether the run was given up because somebody wanted that."""
+        return self.store.check(["asked"])
 
     def verdict(self) -> str | None:
         """Why the run has ended; None while it goes on."""

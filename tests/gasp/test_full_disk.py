@@ -13,6 +13,7 @@ import pytest
 
 from lightning_replica import CheckpointPublisher
 from lightning_replica.checkpoint.directory import TRACKER, CheckpointDirectory
+from lightning_replica.checkpoint.storage import FAILURES
 from lightning_replica.exit_codes import NOTHING_SAVED
 from lightning_replica.points import listen
 from tests.support import job, world
@@ -75,7 +76,8 @@ def check(case: Full, out: Path, rank: int, file: str, reason: str, untouched: w
     assert re.search(named, ended.logs), ended.logs
     directory = CheckpointDirectory(out / "gasp")
     (directory.path / FILLER).unlink(missing_ok=True)
-    assert {entry.name for entry in directory.path.iterdir()} == {TRACKER, "step_00000002"}
+    failed = {FAILURES} if case.must_save else set()  # else it was told to end
+    assert {entry.name for entry in directory.path.iterdir()} == {TRACKER, "step_00000002", *failed}
     assert directory.tracked == "step_00000002"
     assert directory.latest(verify=True).problems == ()
     world.run(Full(()), out, max_restarts=0).assert_same(untouched)

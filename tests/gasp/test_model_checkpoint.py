@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_replica import CheckpointPublisher
 from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.storage import FAILURES
 from lightning_replica.exit_codes import GAVE_UP
 from tests.support import job, world
 from tests.support.job import Case, Fault
@@ -89,7 +90,8 @@ def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_p
     assert world.run(case, tmp_path, max_restarts=0, target=trains).code == GAVE_UP
     directory, newest = CheckpointDirectory(tmp_path / "kept"), "last.ckpt" if last is True else "theirs-step=9.ckpt"
     links = {f"{directory.path}/last.ckpt is a symbolic link, and not followed. Name its target instead."}
-    assert entries(tmp_path) == {"latest", "step_00000005", "theirs-step=9.ckpt", *(["last.ckpt"] if last else [])}
+    lasts = {"last.ckpt"} if last else set()
+    assert entries(tmp_path) == {"latest", FAILURES, "step_00000005", "theirs-step=9.ckpt", *lasts}
     assert directory.tracked == newest
     latest = directory.latest(verify=True)
     assert latest.path == directory.path / newest
