@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_replica import ConfigurationError, NPUAccelerator
 from lightning_replica.accelerators.npu import chosen
 from lightning_replica.devices import npu_package
+from lightning_replica.launch.environment import RankEnvironment
 from tests.support.npu_wheel import NO_DEVICE, TWO_DEVICES, Wheel, at_hand, skeleton
 from tests.support.ranks import run_ranks
 
@@ -153,6 +154,8 @@ def constructed(rank: int, store: Any, folder: str) -> Any:
     handler = Lines()
     logging.getLogger("lightning_replica.devices").addHandler(handler)
     os.environ["TORCH_HCCL_BLOCKING_WAIT"] = "1"
+    # As a rank: any other process becomes the supervisor here.
+    os.environ |= RankEnvironment("127.0.0.1", store.port, os.getppid(), 0).variables(0, 2, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -175,7 +178,7 @@ class Lines(logging.Handler):
 
 
 def test_a_trainer_for_npus(wheel: Wheel, tmp_path: Path) -> None:
-    """Up to where ranks would be started; what defeats recovery is warned of, once."""
+    """Up to where it would train; what defeats recovery is warned of, once."""
     (found,) = run_ranks(1, constructed, str(skeleton(wheel, tmp_path, TWO_DEVICES)))
     (line,) = found.pop()
     assert line.startswith("TORCH_HCCL_BLOCKING_WAIT=1: With it a rank that waits for a lost one cannot be called back")
