@@ -27,11 +27,15 @@ class LoggerRows:
     Args:
         store: Where a replacement finds what was written.
         loggers: The trainer's.
+        newborn: Whether this process is a replacement: until it has joined, it could only repeat its predecessor.
     """
 
-    def __init__(self, store: Store, loggers: Sequence[Logger]) -> None:
-        self._store = store
+    def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool) -> None:
+        self._store, self._joining = store, newborn
         self._since: dict[Kind, tuple[int, list[Row]]] = {"batch": (-1, []), "tail": (-1, [])}
+        if newborn and store.check([_KEY]):
+            for kind, (step, rows) in json.loads(store.get(_KEY)).items():
+                self._since[kind] = (step, [(number, row_step, tuple(names)) for number, row_step, names in rows])
         self._back: tuple[Kind, int] | None = None  # where this rank has gone back to, and is doing again
         self._passing: Counter[Row] = Counter()
         for number, logger in enumerate(loggers):
@@ -51,11 +55,9 @@ class LoggerRows:
             self._back = None
             self._passing.clear()
 
-    def restored(self, kind: Kind, step: int, newborn: bool) -> None:
+    def restored(self, kind: Kind, step: int) -> None:
         """This rank goes back to a snapshot, or, as a replacement, takes its predecessor's place there."""
-        if newborn and self._store.check([_KEY]):
-            for name, (at, rows) in json.loads(self._store.get(_KEY)).items():
-                self._since[name] = (at, [(number, row_step, tuple(names)) for number, row_step, names in rows])
+        self._joining = False
         at, written = self._since[kind]
         if at != step:  # nothing was written since
             at, written = self._since[kind] = (step, [])
@@ -63,6 +65,8 @@ class LoggerRows:
 
     def _once(self, number: int, logger: Logger, original: Callable[..., Any]) -> Callable[..., None]:
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+            if self._joining:
+                return
             row = (number, step, tuple(sorted(metrics)))
             written = self._passing[row] > 0
             if written:

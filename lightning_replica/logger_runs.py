@@ -70,8 +70,6 @@ def hand_over() -> dict[str, str]:
     loggers = [each for each in gc.get_objects() if isinstance(each, Logger)]
     recorded = record(loggers)
     for logger in loggers:
-        if _has_begun(logger):
-            logger.save()
         if "_wandb_init" in vars(logger) and _has_begun(logger):
             vars(logger)["_experiment"].finish()
             sys.modules["wandb"].teardown()  # its service would be the ranks' too

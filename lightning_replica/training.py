@@ -107,7 +107,7 @@ class Training:
         self._shown = ""  # the newest exception whose traceback has been printed
         writes = self.recoverable and trainer.is_global_zero
         self._loggers: list[Logger] = trainer.loggers
-        self._rows = LoggerRows(session.generations.store, self._loggers) if writes else None
+        self._rows = LoggerRows(session.generations.store, self._loggers, session.newborn) if writes else None
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
@@ -338,7 +338,7 @@ class Training:
             session.let_go()
             raise
         if self._rows is not None:
-            self._rows.restored(outcome.plan.kind, outcome.plan.step, session.newborn)
+            self._rows.restored(outcome.plan.kind, outcome.plan.step)
         if session.newborn:
             session.has_joined()
         self._window_is_open, self.weights_touched = False, True

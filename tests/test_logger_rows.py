@@ -38,11 +38,11 @@ EXPECTED = [(0, "lr"), (0, "loss"), (1, "lr"), (1, "loss"), (2, "lr"), (2, "loss
 
 def test_a_batch_that_is_done_again_and_again() -> None:
     logger = Lines()
-    rows = LoggerRows(dist.HashStore(), [logger])
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
     window(rows, logger, 0)
     for _ in range(3):
         window(rows, logger, 1, "backward")
-        rows.restored("batch", 1, newborn=False)
+        rows.restored("batch", 1)
     window(rows, logger, 1)
     window(rows, logger, 2)
     assert logger.lines == EXPECTED
@@ -53,17 +53,18 @@ def test_a_batch_that_is_done_again_and_again() -> None:
 def test_a_replacement_that_goes_back_to_the_tail() -> None:
     """It passes what its predecessor had written there and in the next batch; and once more after a second fault."""
     store, logger = dist.HashStore(), Lines()
-    rows = LoggerRows(store, [logger])
+    rows = LoggerRows(store, [logger], newborn=False)
     window(rows, logger, 0)
     window(rows, logger, 1, "backward")
     for again in ("tail", "batch"):
         rows.release([logger])
-        rows = LoggerRows(store, [logger])
-        rows.restored(again, 1, newborn=True)  # type: ignore[arg-type]
+        rows = LoggerRows(store, [logger], newborn=True)
+        logger.log_metrics({"hp_metric": -1}, 0)  # of its set-up, as its predecessor's
+        rows.restored(again, 1)  # type: ignore[arg-type]
         if again == "tail":
             tail(logger, 0)
         window(rows, logger, 1, "backward")
-    rows.restored("batch", 1, newborn=False)
+    rows.restored("batch", 1)
     window(rows, logger, 1)
     window(rows, logger, 2)
     assert logger.lines == EXPECTED
@@ -71,12 +72,12 @@ def test_a_replacement_that_goes_back_to_the_tail() -> None:
 
 def test_a_replacement_whose_predecessor_wrote_nothing_since() -> None:
     store, logger = dist.HashStore(), Lines()
-    rows = LoggerRows(store, [logger])
+    rows = LoggerRows(store, [logger], newborn=False)
     window(rows, logger, 0)
     rows.taken("batch", 1)
     rows.release([logger])
-    rows = LoggerRows(store, [logger])
-    rows.restored("batch", 1, newborn=True)
+    rows = LoggerRows(store, [logger], newborn=True)
+    rows.restored("batch", 1)
     window(rows, logger, 1)
     window(rows, logger, 2)
     assert logger.lines == EXPECTED

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_replica import logger_runs
@@ -25,7 +26,8 @@ def train(case: Case, out: Path) -> None:
     original = L.Trainer
 
     def trainer(**options: Any) -> L.Trainer:
-        return original(**{**options, "logger": loggers(out)})
+        callbacks = [LearningRateMonitor("step"), *options["callbacks"]]
+        return original(**{**options, "callbacks": callbacks, "logger": loggers(out)})
 
     L.Trainer = trainer  # type: ignore[misc,assignment]
     job.run(case, out)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from lightning_replica.devices.gloo import is_collective_failure
 from lightning_replica.errors import CollectiveError, Interrupted, RecoveryError
+from lightning_replica.messages import with_bars
 from lightning_replica.recovery.generation import Store
 
 _OF_OTHERS = (CollectiveError, Interrupted, RecoveryError)
@@ -67,7 +68,10 @@ def show(error: BaseException, rank: int, store: Store) -> None:
     key, own = f"shown/{_digest(error)}", f"{rank}.{os.getpid()}.{time.monotonic_ns()}"
     if store.compare_set(key, "", own).decode() != own:
         return
-    lines = "".join(f"[rank {rank}] {line}\n" for line in text.rstrip().splitlines())
+    with_bars("".join(f"[rank {rank}] {line}\n" for line in text.rstrip().splitlines()), _write)
+
+
+def _write(lines: str) -> None:
     out = sys.__stderr__ or sys.stderr  # not what torch's own hook puts in its place, to set another prefix before
     sys.stdout.flush()
     out.write(lines)  # at one go: other ranks write to the same place

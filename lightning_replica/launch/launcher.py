@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from lightning.pytorch.callbacks import RichProgressBar
+
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.launch.arguments import FillIn
@@ -13,7 +15,7 @@ from lightning_replica.launch.rank import enter
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor, start_script
 from lightning_replica.launch.told import Told
-from lightning_replica.messages import say
+from lightning_replica.messages import leave_room, say
 from lightning_replica.recovery.options import RecoveryOptions
 
 
@@ -69,7 +71,9 @@ class RankLauncher(_Launcher):
             ConfigurationError: If callbacks contradict the strategy.
         """
         die_with(self._environment.supervisor)
-        Told(self._options_for(trainer), _local_root(trainer)).tell(self._environment.connect())
+        room = 0 if trainer is None else sum(isinstance(each, RichProgressBar) for each in trainer.callbacks)
+        leave_room(room)
+        Told(self._options_for(trainer), _local_root(trainer), room).tell(self._environment.connect())
         bound = self._fill_in(trainer, function, args, kwargs)
         _set_num_threads_if_needed(num_processes=self._world_size)
         try:

@@ -27,6 +27,7 @@ from lightning_replica.launch.repeats import Repeats
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.told import Told
 from lightning_replica.launch.watch import Phase, Watch
+from lightning_replica.messages import leave_room
 from lightning_replica.recovery.faults import Fault
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.generation import Generations, Store
@@ -169,6 +170,7 @@ class Supervisor:
         self._asks, self._options = False, told.options
         self._watch.use(HangLimits.of(told.options), Path(told.directory))
         self._hear_usr1()
+        leave_room(told.room)
         if self._standbys is not None:
             self._standbys.keep(told.options.standby)
 

@@ -20,19 +20,21 @@ class Told:
     Attributes:
         options: What the strategy's arguments and the trainer's callbacks say about recovery.
         directory: The trainer's ``default_root_dir``; where that is remote, the working directory.
+        room: Empty lines below messages (`messages.leave_room`).
     """
 
     options: RecoveryOptions
     directory: str = ""
+    room: int = 0
 
     def tell(self, store: Store) -> None:
         """Tell the supervisor, unless another rank has."""
-        store.compare_set(_KEY, "", json.dumps([asdict(self.options), self.directory]))
+        store.compare_set(_KEY, "", json.dumps([asdict(self.options), self.directory, self.room]))
 
     @classmethod
     def ask(cls, store: Store) -> "Told | None":
         """Return what the ranks have told; None if nobody has yet."""
         if not store.check([_KEY]):
             return None
-        options, directory = json.loads(store.get(_KEY))
-        return cls(RecoveryOptions(**options), directory)
+        options, directory, room = json.loads(store.get(_KEY))
+        return cls(RecoveryOptions(**options), directory, room)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "logging_script.py"
-LOSSES = ["loss", "lr-SGD", "val", "epoch"]
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +42,7 @@ def test_csv(runs: dict[str, Path]) -> None:
 
     killed = seen(runs["killed"])
     assert killed == seen(runs["ddp"])
-    assert (
-        sorted(killed)
-        == [f"{name}/version_0/{file}" for name in ("early", "late") for file in FILES]
-        + ["tensorboard/version_0/hparams.yaml"] * (runs["ddp"] / "tensorboard").exists()
-    )
-
-
-FILES = ("hparams.yaml", "metrics.csv")
+    assert {"early/version_0/metrics.csv", "late/version_0/metrics.csv"} <= set(killed)
 
 
 def test_tensorboard(runs: dict[str, Path]) -> None:
@@ -59,7 +51,8 @@ def test_tensorboard(runs: dict[str, Path]) -> None:
     def seen(folder: Path) -> dict[str, list[tuple[int, float]]]:
         (version,) = (folder / "tensorboard").iterdir()
         events = accumulator.EventAccumulator(str(version)).Reload()
-        return {tag: [(row.step, row.value) for row in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        tags = set(events.Tags()["scalars"]) - {"hp_metric"}  # Lightning's, for each time that a script logs parameters
+        return {tag: [(row.step, row.value) for row in events.Scalars(tag)] for tag in tags}
 
     killed = seen(runs["killed"])
     assert killed == seen(runs["ddp"])
