@@ -25,13 +25,28 @@ def put(module: pl.LightningModule, saved: Mapping[str, Any]) -> None:
     """The inverse of `take`. Containers are filled again in place; others may hold them too."""
     for name, value in saved.items():
         current = getattr(module, name, None)
-        if isinstance(value, list) and isinstance(current, list):
-            current[:] = _copy(value)
-        elif isinstance(value, (dict, set)) and type(current) is type(value):
-            current.clear()
-            current.update(_copy(value))
-        else:
-            setattr(module, name, _copy(value))
+        restored = _put_back(current, value)
+        if restored is not current:
+            setattr(module, name, restored)
+
+
+def _put_back(current: Any, value: Any) -> Any:
+    """Return ``value``, in the container that is there if that is of its kind.
+
+    So hyperparameters, a Counter or a defaultdict, which `take` and a message hold as a plain dict, stay what they are.
+    """
+    if isinstance(value, list) and isinstance(current, list):
+        current[:] = _copy(value)
+    elif isinstance(value, dict) and isinstance(current, dict):
+        known = dict(current)
+        current.clear()
+        current.update({key: _put_back(known.get(key), item) for key, item in value.items()})
+    elif isinstance(value, set) and isinstance(current, set):
+        current.clear()
+        current.update(value)
+    else:
+        return _copy(value)
+    return current
 
 
 def plain(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Plain attributes of a module: which are taken, how they are put back, what may travel."""
 
+import json
+from collections import Counter, defaultdict
+
 import torch
 from lightning.pytorch import LightningModule
 
@@ -44,3 +47,30 @@ def test_what_travels_is_plain() -> None:
     module = Module()
     module.mixed = [object()]
     assert set(attributes.plain(attributes.take(module))) == {"count", "rate", "outputs", "by_name"}
+
+
+class WithHyperparameters(LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.counted = Counter("aab")
+        self.lists: defaultdict[str, list[int]] = defaultdict(list, a=[1])
+
+
+def test_containers_stay_what_they_are() -> None:
+    """Hyperparameters are read as attributes, missing keys of a Counter and a defaultdict are made: no plain dicts."""
+    module = WithHyperparameters()
+    hparams = module.hparams
+    taken = attributes.take(module)
+    names = ("_hparams", "counted", "lists")
+    travelled = json.loads(json.dumps(attributes.plain({name: taken[name] for name in names})))
+    for saved in (taken, travelled):
+        module.hparams.lr = 0.2
+        module.counted["c"] += 1
+        module.lists["b"].append(2)
+        attributes.put(module, saved)
+        assert module.hparams is hparams
+        assert module.hparams.lr == 0.1
+        assert module.counted["z"] == 0
+        assert (dict(module.counted), dict(module.lists)) == ({"a": 2, "b": 1}, {"a": [1]})
+        module.lists["new"].append(3)

@@ -25,7 +25,6 @@ class ForkedPython(ForkedProcess):
 
     def __init__(self, line: list[str], cwd: str, environment: dict[str, str], output: str, group: int = 0) -> None:
         super().__init__(environment, Path(output), _run, line, cwd, output, group)
-        self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
         if self._process.exitcode is not None:

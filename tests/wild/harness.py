@@ -84,6 +84,7 @@ class Script:
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "offline",
             "WANDB_SILENT": "true",
+            "MLFLOW_ALLOW_FILE_STORE": "true",
             "TERM": "xterm",
             "COLUMNS": "120",
         }

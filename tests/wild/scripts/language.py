@@ -11,16 +11,16 @@ import lightning_replica  # noqa: F401
 
 
 class Language(L.LightningModule):
-    def __init__(self, lr: float = 1e-3) -> None:
+    def __init__(self, lr: float = 1e-3, z_loss: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
         self.model = GPT2LMHeadModel(config)
 
     def training_step(self, batch, batch_idx):
-        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
+        output = self.model(input_ids=batch[0], labels=batch[0])
+        self.log("train_loss", output.loss, prog_bar=True)
+        return output.loss + self.hparams.z_loss * output.logits.logsumexp(-1).square().mean()
 
     def validation_step(self, batch, batch_idx):
         loss = self.model(input_ids=batch[0], labels=batch[0]).loss
