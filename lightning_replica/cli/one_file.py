@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica.checkpoint import store
+from lightning_replica.checkpoint.archive import damage_in
 from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoints import OWN_KEY
 from lightning_replica.cli.output import size, table
@@ -50,7 +51,8 @@ def look(path: Location, verify: bool, tensors: bool) -> tuple[dict[str, Any], l
     with _opened(path) as stream:
         zipped = zipfile.is_zipfile(stream)
         facts: dict[str, Any] = {"path": str(path), "form": "file", "size_bytes": stream.seek(0, 2)}
-        problem = _damage(stream) if verify and zipped else ""
+        stream.seek(0)
+        problem = damage_in(stream) if verify and zipped else ""
         read, problem = (None, problem) if problem else _read(stream, path, zipped)
     if isinstance(read, Mapping):
         facts |= _inside(read, tensors)
@@ -65,16 +67,6 @@ def _opened(path: Location) -> AbstractContextManager[IO[bytes]]:
         return store.opened(path) if isinstance(path, Url) else path.open("rb")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _damage(stream: IO[bytes]) -> str:
-    """Take the checksum of every record; return what is wrong."""
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            record = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        return f"its archive is damaged ({error})"
-    return f"the checksum of its record {record} differs" if record else ""
 
 
 def _read(stream: IO[bytes], path: Location, zipped: bool) -> tuple[Any, str]:
