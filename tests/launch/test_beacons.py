@@ -60,7 +60,7 @@ def test_a_point_is_seen_by_the_supervisor_and_by_nobody_else(block: tuple[Beaco
     assert slot.deadline == slot.written + 100.0
     assert (slot.process, slot.stacks, slot.thread) == (os.getpid(), 7, threading.main_thread().ident)
     # Fresh memory is zero: a rank that has not been born yet is nobody's business.
-    assert [block[0].slot(rank) for rank in (0, 2)] == [Slot(deadline=0.0, stacks=0)] * 2
+    assert [block[0].slot(rank) for rank in (0, 2)] == [Slot(deadline=0.0, stacks=0, step=0)] * 2
 
 
 def test_a_wait_is_renewed_and_does_not_count(block: tuple[Beacons, str], rank_1: Beacon) -> None:

@@ -223,7 +223,8 @@ class Module:
             broken("restart_device while the device runs")
         if threading.current_thread() is not threading.main_thread():
             broken("restart_device in another thread than the one that trains")
-        if not all(half_of(group).settled for group in registered_groups(HCCL)):
+        own = [group for group in registered_groups() if OTHER_HALF in group._device_types]
+        if not all(half_of(group).settled for group in own):
             broken("restart_device with connections that neither go on nor are given up")
         MEMORY.stopped, self.answer, self.link_is_dead = False, 0, False
 
@@ -250,8 +251,9 @@ class Distributed:
             if MODULE.link_is_dead:
                 raise RuntimeError(TEXTS["link"])
             sys.stderr.write(f"{RESUMED}\n")
-            for each in registered_groups(HCCL):
-                half_of(each).resume_hccl_comm(0)
+            for each in registered_groups():
+                if OTHER_HALF in each._device_types:
+                    half_of(each).resume_hccl_comm(0)
             return None
         if "hccl" in dist.get_backend(group):
             half_of(group)._delete_tcpstore_key()
