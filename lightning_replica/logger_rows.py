@@ -32,12 +32,13 @@ class LoggerRows:
 
     def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool) -> None:
         self._store, self._joining = store, newborn
-        self._since: dict[Kind, tuple[int, list[Row]]] = {"batch": (-1, []), "tail": (-1, [])}
-        if newborn and store.check([_KEY]):
-            for kind, (step, rows) in json.loads(store.get(_KEY)).items():
-                self._since[kind] = (step, [(number, row_step, tuple(names)) for number, row_step, names in rows])
+        self._since: dict[tuple[Kind, int], list[Row]] = {}  # by snapshot: the rows that were written since
+        self._passing: Counter[Row] = Counter()  # rows that are there already, should they be logged again
         self._back: tuple[Kind, int] | None = None  # where this rank has gone back to, and is doing again
-        self._passing: Counter[Row] = Counter()
+        self._anew: set[tuple[Kind, int]] = set()  # snapshots taken since then
+        if newborn and store.check([_KEY]):
+            for kind, step, rows in json.loads(store.get(_KEY)):
+                self._since[kind, step] = [(number, row_step, tuple(names)) for number, row_step, names in rows]
         for number, logger in enumerate(loggers):
             vars(logger)["log_metrics"] = self._once(number, logger, type(logger).log_metrics)
 
@@ -47,36 +48,40 @@ class LoggerRows:
             vars(logger).pop("log_metrics", None)
 
     def taken(self, kind: Kind, step: int) -> None:
-        """A snapshot is taken: what is written from now on would be written again by whoever goes back to it."""
+        """A snapshot is taken: what is written from now on would be written again by whoever goes back to it.
+
+        The commit that follows the one of a tail may fail, so those of the step before are kept until a batch begins.
+        """
         if (kind, step) == self._back:
             return  # the one that this rank has gone back to
-        self._since[kind] = (step, [])
-        if kind == "tail":  # what was written after the next commit, whoever goes back before it has not written
+        if kind == "batch":
+            self._since = {key: rows for key, rows in self._since.items() if key[1] >= step}
+        else:  # what comes after the commit nobody has written who has gone back to before it
             self._back = None
             self._passing.clear()
+        self._since[kind, step] = []
+        self._anew.add((kind, step))
 
     def restored(self, kind: Kind, step: int) -> None:
         """This rank goes back to a snapshot, or, as a replacement, takes its predecessor's place there."""
         self._joining = False
-        at, written = self._since[kind]
-        if at != step:  # nothing was written since
-            at, written = self._since[kind] = (step, [])
-        self._back, self._passing = (kind, step), Counter(written)
+        self._back, self._anew = (kind, step), set()
+        self._passing = Counter(self._since.setdefault((kind, step), []))
 
     def _once(self, number: int, logger: Logger, original: Callable[..., Any]) -> Callable[..., None]:
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
             if self._joining:
                 return
             row = (number, step, tuple(sorted(metrics)))
-            written = self._passing[row] > 0
-            if written:
+            passes = self._passing[row] > 0
+            if passes:
                 self._passing[row] -= 1
             else:
                 original(logger, metrics, step)
                 logger.save()  # a row that only this process knows would be lost with it, and taken for written
-            for kind, (_, rows) in self._since.items():
-                if not written or (self._back is not None and self._back[0] == "tail" and kind == "batch"):
-                    rows.append(row)  # else it is there already
-            self._store.set(_KEY, json.dumps(self._since))
+            for key, rows in self._since.items():
+                if not passes or key in self._anew:
+                    rows.append(row)  # else it is there
+            self._store.set(_KEY, json.dumps([(*key, rows) for key, rows in self._since.items()]))
 
         return log_metrics

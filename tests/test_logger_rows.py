@@ -81,3 +81,18 @@ def test_a_replacement_whose_predecessor_wrote_nothing_since() -> None:
     window(rows, logger, 1)
     window(rows, logger, 2)
     assert logger.lines == EXPECTED
+
+
+def test_a_commit_that_fails_after_its_snapshot() -> None:
+    """It was entered here, and not by all: all go back to the tail of the step before."""
+    logger = Lines()
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    window(rows, logger, 0)
+    for _ in range(3):
+        window(rows, logger, 1, "backward")
+        rows.taken("tail", 2)
+        rows.restored("tail", 1)
+        tail(logger, 0)
+    window(rows, logger, 1)
+    window(rows, logger, 2)
+    assert logger.lines == EXPECTED

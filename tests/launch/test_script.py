@@ -124,6 +124,7 @@ def test_a_signal_ends_all(signum: signal.Signals) -> None:
     assert process.returncode == 128 + signum, output
     assert f"The run was stopped by {signum.name}" in output
     assert "died" not in output
+    assert "Traceback" not in output, output  # it was asked for
     all_gone(pids)
 
 
