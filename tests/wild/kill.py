@@ -11,11 +11,14 @@ from pathlib import Path
 from tests.wild.outcome import Outcome, progress
 
 
+_LAST = 4  # lines of a fit after which it may be over before the signal has arrived
+
+
 @dataclass(frozen=True)
 class Kill:
     """SIGKILL for a rank ``after_s`` after it has written line ``line`` of its progress, or at the next line if sooner.
 
-    Both come from an untouched run: moments are spread evenly over its time between the second batch and the last line
+    Both come from an untouched run: moments are spread evenly over its time between the second batch and the last lines
     of each fit. Lines and not seconds are waited for, so that a slower machine does not move the kill out of the fit.
     """
 
@@ -28,9 +31,9 @@ class Kill:
         """Chooses the moment."""
         lines = untouched.progress[rank]
         spans = [
-            (number, after.time_s - before.time_s)
-            for number, (before, after) in enumerate(zip(lines, lines[1:], strict=False))
-            if number and lines[number - 1].fit == before.fit == after.fit
+            (number, lines[number + 1].time_s - line.time_s)
+            for number, line in enumerate(lines[:-_LAST])
+            if number and lines[number - 1].fit == line.fit == lines[number + _LAST].fit
         ]
         at = random.Random(seed).uniform(0, sum(span for _, span in spans))
         while len(spans) > 1 and at > spans[0][1]:

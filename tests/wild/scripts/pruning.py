@@ -15,6 +15,13 @@ trainer = L.Trainer(
     accelerator="cpu",
     devices=2,
     max_epochs=2,
-    callbacks=[ModelPruning("l1_unstructured", parameters_to_prune=[(model.layer, "weight")], amount=0.2)],
+    callbacks=[
+        ModelPruning(
+            "l1_unstructured",
+            parameters_to_prune=[(model.layer, "weight")],
+            amount=0.2,
+            use_lottery_ticket_hypothesis=False,  # makes the weights and those to go back to share memory, under DDP
+        )
+    ],
 )
 trainer.fit(model)
