@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tests.wild.outcome import Outcome, progress
 
-
 _LAST = 4  # lines of a fit after which it may be over before the signal has arrived
 
 
