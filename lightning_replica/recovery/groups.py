@@ -237,7 +237,8 @@ class ProcessGroups:
                 for group in doomed:
                     _keep_forever(group)
             for group in reversed(doomed):  # NCCL's abort was a collective once: in one order everywhere
-                forget_group(group)
+                if group is not dist.group.WORLD:  # of a last checkpoint: torch destroys it with all others
+                    forget_group(group)
 
     def _close(self, group: dist.ProcessGroup) -> None:
         with self._lock:
