@@ -1,11 +1,11 @@
-"""Plain attributes of the LightningModule: counters, and the lists in which outputs are collected for an epoch's end.
+"""Plain attributes of modules: counters, and the lists in which outputs are collected for an epoch's end.
 
 A rank that goes back a step puts them back, so that a batch that is done again is not counted twice. A replacement
 takes a peer's, where they are numbers, strings and containers of these; what differs from rank to rank belongs into
 metrics or buffers. Flags (bool) are left as they are: who raises once, shall not raise again because of us.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,12 +16,17 @@ _OWN_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _CONTAINERS = (list, dict, set)
 
 
-def take(module: pl.LightningModule) -> dict[str, Any]:
-    """The attributes that the user's code has set: numbers and tensors as they are, containers copied."""
-    return {name: _copy(value) for name, value in vars(module).items() if _is_state(name, value)}
+def take(module: torch.nn.Module, own: Container[str] = _OWN_OF_LIGHTNING) -> dict[str, Any]:
+    """Copy the attributes that the user's code has set: numbers, tensors, and containers with what they hold.
+
+    Args:
+        module: The LightningModule, or another.
+        own: Names of what is not the user's.
+    """
+    return {name: _copy(value) for name, value in vars(module).items() if name not in own and _is_state(value)}
 
 
-def put(module: pl.LightningModule, saved: Mapping[str, Any]) -> None:
+def put(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
     """The inverse of `take`. Containers are filled again in place; others may hold them too."""
     for name, value in saved.items():
         current = getattr(module, name, None)
@@ -54,8 +59,8 @@ def plain(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if _is_plain(value)}
 
 
-def _is_state(name: str, value: Any) -> bool:
-    if name in _OWN_OF_LIGHTNING or isinstance(value, bool):
+def _is_state(value: Any) -> bool:
+    if isinstance(value, bool):
         return False
     return isinstance(value, (int, float, *_CONTAINERS)) or (isinstance(value, Tensor) and not value.requires_grad)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_replica._compat.lightning import (
     Closure,
@@ -121,6 +122,7 @@ class ReplicaFitLoop(_FitLoop):
 
     def run(self) -> None:
         """Trains to the end, through any number of faults."""
+        self._follow_sanity_check()
         self.setup_data()
         loaded = self._strategy.resumption(self.trainer)
         if self._strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
@@ -181,14 +183,31 @@ class ReplicaFitLoop(_FitLoop):
             super().reset()
         torch.set_grad_enabled(True)
 
-    def on_run_start(self) -> None:
-        """Sets validation data up on every rank now: a replacement cannot do it later, when nobody else does."""
+    def _follow_sanity_check(self) -> None:
+        """In a replacement, which runs none: sets validation data up before training data if its predecessor did.
+
+        A dataset may draw what it holds when it is made, so order matters; the sanity check draws from generators that
+        are put back after it.
+        """
+        if self._strategy.session.succession.remembered("validation data", lambda: self._validates_already):
+            with isolate_rng():
+                self._set_up_validation()
+
+    @property
+    def _validates_already(self) -> bool:
+        return self.epoch_loop.val_loop._combined_loader is not None
+
+    def _set_up_validation(self) -> None:
         trainer = self.trainer
-        if trainer.enable_validation and self.epoch_loop.val_loop._combined_loader is None:
+        if trainer.enable_validation and not self._validates_already:
             trainer.validating = True
             self.epoch_loop.val_loop.setup_data()
             trainer.training = True
-        trainer.strategy.barrier("on_train_start")
+
+    def on_run_start(self) -> None:
+        """Sets validation data up on every rank now: a replacement cannot do it later, when nobody else does."""
+        self._set_up_validation()
+        self.trainer.strategy.barrier("on_train_start")
         super().on_run_start()
 
     def on_advance_start(self) -> None:

@@ -10,7 +10,7 @@ import gc
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -25,6 +25,7 @@ _NAMES = ("_version", "_id", "_run_id", "_experiment_id", "_experiment_key")
 _FIRST, _OF_RANK = "runs/first", "runs/{}"  # store keys: what the first process had, and what a rank has
 
 _made: "list[weakref.ref[Logger]]" = []
+_muted: "list[_Muted]" = []
 
 
 def record(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
@@ -90,6 +91,8 @@ def _follow(rank: SupervisedRank) -> None:
 
     def made(logger: Logger) -> None:
         _made.append(weakref.ref(logger))
+        if rank.replaces:
+            _muted.append(_Muted(logger))
         run = next((run for run in runs if _is_like(logger, run)), None)
         if run is not None:
             runs.remove(run)
@@ -124,23 +127,18 @@ def _has_begun(logger: Logger) -> bool:
     return vars(logger).get("_experiment") is not None or bool(vars(logger).get("_initialized"))
 
 
-def mute(loggers: Iterable[Logger]) -> Callable[[], None]:
-    """Have ``loggers`` write no metrics: a predecessor has written them.
-
-    Returns:
-        A function that ends it.
-    """
-    muted = [_Muted(logger) for logger in loggers]
-
-    def end() -> None:
-        for each in muted:
-            each.end()
-
-    return end
+def unmute() -> None:
+    """Have loggers write metrics from now on: this replacement has joined the others."""
+    while _muted:
+        _muted.pop().end()
 
 
 class _Muted:
-    """In place of a logger's ``log_metrics``. Others may wrap it meanwhile, so in the end it stays, and passes on."""
+    """In place of ``log_metrics`` of a replacement's logger: until it has joined, its predecessor has written it all.
+
+    Hyperparameters too log a metric, with TensorBoard, and a script may log them before `fit`. Others may wrap this one
+    meanwhile, so in the end it stays, and passes on.
+    """
 
     def __init__(self, logger: Logger) -> None:
         self._logger, self._write, self._muted = logger, logger.log_metrics, True

@@ -115,9 +115,9 @@ class Session:
         """From here on the supervisor sees how far this rank is, and can have its stacks."""
         limits = HangLimits.of(options)
         if VARIABLE in os.environ and options.recovery and not limits.off:
-            path, world_size = os.environ[VARIABLE], self.grid.world_size
+            path = os.environ[VARIABLE]
             try:
-                points.watch(Beacon(path, self.rank, world_size, limits, stacks.answer(), newborn))
+                points.watch(Beacon(path, self.rank, limits, stacks.answer(), newborn))
             except OSError as error:
                 log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 

@@ -93,11 +93,10 @@ class Beacons:
 
     Args:
         file: Its descriptor; the mapping outlives it.
-        world_size: Number of ranks.
     """
 
-    def __init__(self, file: int, world_size: int) -> None:
-        self._cells = memoryview(mmap.mmap(file, world_size * _CELLS * 8)).cast("d")
+    def __init__(self, file: int) -> None:
+        self._cells = memoryview(mmap.mmap(file, 0)).cast("d")
 
     def slot(self, rank: int) -> Slot:
         """What ``rank`` has written last."""
@@ -134,17 +133,17 @@ def create(world_size: int) -> tuple[Beacons, str] | None:
         return None
     file = os.memfd_create("lightning_replica_beacons")
     os.ftruncate(file, world_size * _CELLS * 8)
-    beacons = Beacons(file, world_size)
+    beacons = Beacons(file)
     return beacons, f"/proc/{os.getpid()}/fd/{file}"
 
 
-def sign_in(path: str, rank: int, world_size: int, stacks: int) -> None:
+def sign_in(path: str, rank: int, stacks: int) -> None:
     """Write where this process's stacks are found, as soon as it runs; its progress comes later (`Beacon`).
 
     Raises:
         OSError: If the block cannot be mapped.
     """
-    _sign(_map(path, rank, world_size), stacks)
+    _sign(_map(path, rank), stacks)
 
 
 def _sign(cells: "memoryview[float]", stacks: int) -> None:
@@ -152,10 +151,10 @@ def _sign(cells: "memoryview[float]", stacks: int) -> None:
     cells[_PROCESS] = os.getpid()
 
 
-def _map(path: str, rank: int, world_size: int) -> "memoryview[float]":
+def _map(path: str, rank: int) -> "memoryview[float]":
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return Beacons(file, world_size)._of(rank)
+        return Beacons(file)._of(rank)
     finally:
         os.close(file)
 
@@ -190,7 +189,6 @@ class Beacon:
     Args:
         path: Where the block is found.
         rank: This rank.
-        world_size: Number of ranks.
         limits: The user's limits.
         stacks: The file descriptor that stacks are written to.
         replaces: Whether others wait for this process to take a lost rank's place.
@@ -199,10 +197,8 @@ class Beacon:
         OSError: If the block cannot be mapped.
     """
 
-    def __init__(
-        self, path: str, rank: int, world_size: int, limits: HangLimits, stacks: int, replaces: bool = False
-    ) -> None:
-        self._cells = _map(path, rank, world_size)
+    def __init__(self, path: str, rank: int, limits: HangLimits, stacks: int, replaces: bool = False) -> None:
+        self._cells = _map(path, rank)
         self._least_s = limits.min_s
         quick = _RECOVERY if replaces else PHASES
         self._learnt = [

@@ -23,16 +23,17 @@ class SupervisedRank:
 
     Attributes:
         rank: Its rank.
+        replaces: Whether it was started to replace a process that was lost.
     """
 
     def __init__(self, environment: RankEnvironment) -> None:
         self._environment = environment
         self.rank = int(os.environ["LOCAL_RANK"])
-        self._world_size = int(os.environ["WORLD_SIZE"])
+        self.replaces = environment.generation > 0
         self._shown: BaseException | None = None
         if VARIABLE in os.environ:
             with contextlib.suppress(OSError):  # `Beacon` says so
-                sign_in(os.environ[VARIABLE], self.rank, self._world_size, stacks.answer())
+                sign_in(os.environ[VARIABLE], self.rank, stacks.answer())
         self._print = sys.excepthook
         sys.excepthook = self._hook
 

@@ -33,7 +33,7 @@ def block() -> tuple[Beacons, str]:
 
 @pytest.fixture
 def rank_1(block: tuple[Beacons, str]) -> Iterator[Beacon]:
-    beacon = Beacon(block[1], 1, 3, LIMITS, stacks=7)
+    beacon = Beacon(block[1], 1, LIMITS, stacks=7)
     points.watch(beacon)
     yield beacon
     points.watch(None)
