@@ -11,6 +11,7 @@ from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Pa
 from lightning_replica.sharding.shared import Block
 
 _MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_ALIGN_BYTES = 64  # what torch gives a tensor on CPU; see [Note: alignment] in layout.py
 
 
 class Buffers:
@@ -50,8 +51,9 @@ class Buffers:
         shared: bool,
     ) -> None:
         dtype, device = parameters[0].dtype, parameters[0].device
-        bucket_numel = max(1, bucket_bytes // parameters[0].element_size())
-        self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition)
+        bucket_numel = max(1, bucket_bytes // dtype.itemsize)
+        align = max(1, _ALIGN_BYTES // dtype.itemsize)
+        self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition, align)
         self.rank, self.partition = rank, partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         self.params = torch.zeros(self.layout.world_numel, dtype=dtype, device=device)

@@ -89,6 +89,7 @@ def test_parameters_do_not_overlap(case: Case) -> None:
     ordered = sorted((r for r in layout.world if r.numel), key=lambda r: r.start)
     assert all(a.stop <= b.start for a, b in zip(ordered, ordered[1:], strict=False))
     assert [r.numel for r in layout.world] == numels
+    assert all(r.start % case[2] == 0 for r in layout.world)
 
 
 def test_the_picture_in_the_note() -> None:
