@@ -133,7 +133,7 @@ class ReplicaFitLoop(_FitLoop):
             return
         resume = self._training.begin(loaded)
         for loader in (*training_loaders(self.trainer), *validation_loaders(self.trainer)):
-            loader.tries_alone = 0  # from here on the world recovers
+            loader.leave_deaths_to_recovery()
         self._run(resume)
         self._training.report()
 

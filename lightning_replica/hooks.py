@@ -72,11 +72,16 @@ def explain(error: BaseException) -> str:
 def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
     """What of ``device``, or of another rank, made this rank fail; None if that is the user's own business."""
     fault = fault_of(error, device)
-    if fault is None and any(isinstance(each, WorkerDiedError) for each in with_causes(error)):
+    if fault is None and worker_died(error):
         return DeviceFault("retry", first_line(error))  # every rank's may: too little memory for all of them
     if fault is None and isinstance(error, (CollectiveError, Interrupted)):
         return DeviceFault("outside", str(error))
     return fault
+
+
+def worker_died(error: BaseException) -> bool:
+    """Whether an exception says that a worker of a DataLoader has died."""
+    return any(isinstance(each, WorkerDiedError) for each in with_causes(error))
 
 
 class Hooks:

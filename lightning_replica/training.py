@@ -17,7 +17,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.digests import Digest
 from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
-from lightning_replica.hooks import Hooks, explain, fault_behind
+from lightning_replica.hooks import Hooks, explain, fault_behind, worker_died
 from lightning_replica.host import LightningHost
 from lightning_replica.incidents import Incidents
 from lightning_replica.launch.rank import enter
@@ -27,6 +27,7 @@ from lightning_replica.overrides import may_change_weights, who_sees_gradients
 from lightning_replica.planned_save import PlannedSave
 from lightning_replica.points import at_step, reach
 from lightning_replica.precision import ShardedStep
+from lightning_replica.recovery.faults import Detected
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.session import Session
@@ -305,7 +306,7 @@ class Training:
         if fault is not None and fault.level == "lost":
             self._session.leave_without_device(device_said)
         try:
-            return self._recover(raised, device_said)
+            return self._recover(raised, device_said, "worker death" if worker_died(error) else "device error")
         except RecoveryError as final:
             if raised:
                 raise error from final
@@ -320,10 +321,10 @@ class Training:
         log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
         self._shown = raised
 
-    def _recover(self, raised: str, device_said: str = "") -> Snapshot | None:
+    def _recover(self, raised: str, device_said: str = "", because: Detected = "device error") -> Snapshot | None:
         session = self._session
         try:
-            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said)
+            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said, because)
         except DeviceLostError as lost:
             session.leave_without_device(str(lost))
         except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later

@@ -25,6 +25,7 @@ MARKS: dict[str, tuple[str, str]] = {
     "hang": ("s", "#E69F00"),
     "corrupted shard": ("D", "#CC79A7"),
     "device error": ("P", "#56B4E9"),
+    "worker death": ("v", "#F0E442"),
     "exception": ("o", "#0072B2"),
     "peer gone": ("^", "#009E73"),
     "end": ("*", "#999999"),

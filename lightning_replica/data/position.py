@@ -47,6 +47,8 @@ from lightning_replica.errors import WorkerDiedError
 
 log = logging.getLogger(__name__)
 
+_TRIES = 3  # of a loader whose workers die before training
+
 __all__ = ["ExactLoader", "LoaderState"]
 
 
@@ -78,15 +80,13 @@ class ExactLoader:
 
     Attributes:
         loader: The same.
-        tries_alone: How often it begins again by itself where a worker dies, while nobody recovers: before training.
     """
-
-    tries_alone = 3
 
     def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
         self.loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._feed = Feed(loader, rng_state, set_rng_state)
+        self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded
         self._kept: list[_Kept] = []  # those since the mark: the last `len(_kept)` of `_drawn`
@@ -106,6 +106,10 @@ class ExactLoader:
     def position(self) -> int:
         """Batches yielded in this iteration."""
         return self._state.batches
+
+    def leave_deaths_to_recovery(self) -> None:
+        """Raise if a worker dies. Before, while nobody recovers, the loader goes to where it was by itself."""
+        self._tries = 0
 
     # Where it stands
 
@@ -246,7 +250,7 @@ class ExactLoader:
         return kept
 
     def _next(self) -> Any:
-        left = self.tries_alone
+        left = self._tries
         while True:
             try:
                 return self._feed.next()

@@ -5,16 +5,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Detected: TypeAlias = Literal["death", "hang", "corrupted shard", "device error", "exception", "peer gone", "end"]
-"""How a fault was noticed. "device error": the device has one of its own, whatever its rank was doing. "peer gone": a
-collective failed, and whose fault that is, somebody else will know.
-"end": the run was given up."""
+Detected: TypeAlias = Literal[
+    "death", "hang", "corrupted shard", "device error", "worker death", "exception", "peer gone", "end"
+]
+"""How a fault was noticed. "device error": the device has one of its own, whatever its rank was doing. "worker death":
+a worker of a rank's DataLoader has died. "peer gone": a collective failed, and whose fault that is, somebody else will
+know. "end": the run was given up."""
 
 _TELLING: tuple[Detected, ...] = (
     "death",
     "hang",
     "corrupted shard",
     "device error",
+    "worker death",
     "exception",
     "end",
     "peer gone",

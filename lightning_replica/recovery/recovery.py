@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.grid import Grid
 from lightning_replica.recovery.context import RecoveryContext
-from lightning_replica.recovery.faults import Fault
+from lightning_replica.recovery.faults import Detected, Fault
 from lightning_replica.recovery.fitness import begins_again, clean
 from lightning_replica.recovery.generation import Generations
 from lightning_replica.recovery.groups import ProcessGroups
@@ -83,6 +83,7 @@ class Recovery:
         self._links: tuple[bool, ...] = ()  # of the device, that could go on
         self._resumed = -1  # the step at which they last did
         self._raised = self._device_said = ""  # this rank's own errors, until a plan has been made of them
+        self._because: Detected = "device error"
         self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
         self._job = generations.job()
         # Of the recovery under way:
@@ -94,7 +95,15 @@ class Recovery:
         """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
         self._committed = (step, vector)
 
-    def recover(self, state: Recoverable, host: Host, newborn: bool, raised: str, device_said: str = "") -> Outcome:
+    def recover(
+        self,
+        state: Recoverable,
+        host: Host,
+        newborn: bool,
+        raised: str,
+        device_said: str = "",
+        because: Detected = "device error",
+    ) -> Outcome:
         """Brings this rank, with all others, to one step.
 
         Args:
@@ -103,6 +112,7 @@ class Recovery:
             newborn: Whether this rank is a replacement.
             raised: The exception of this rank's own that made it stop; empty if it was stopped by others.
             device_said: The error of its device that made it stop; empty if there was none.
+            because: What such an error is noted as: a DataLoader's worker is no more the training's doing.
 
         Raises:
             RecoveryError: If the run cannot go on.
@@ -110,7 +120,7 @@ class Recovery:
         """
         timeline, self._left = Timeline(), self.generation - newborn
         self._newborn = self._joining = newborn
-        self._raised, self._device_said, self._doubts = raised, device_said, []
+        self._raised, self._device_said, self._because, self._doubts = raised, device_said, because, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
         fault = None if newborn else self._fault(state, raised)
         while True:
@@ -126,7 +136,9 @@ class Recovery:
                 raise RecoveryError(f"{final}{self._standing(state)}") from None
             except Exception as error:
                 # In the middle of a recovery: the next generation begins. Or it is a bug, or final.
-                self._device_said = begins_again(error, self._groups.device) or self._device_said
+                device_says = begins_again(error, self._groups.device)
+                if device_says:
+                    self._device_said, self._because = device_says, "device error"
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
                 fault = self._fault(state, "", str(error))
                 if timeline.elapsed_s > self._options.rendezvous_timeout_s:
@@ -149,7 +161,7 @@ class Recovery:
         if state.corrupted:
             return Fault("corrupted shard", (self._rank,), state.corrupted)
         if self._device_said:
-            return Fault("device error", (self._rank,), f"rank {self._rank}: {self._device_said}")
+            return Fault(self._because, (self._rank,), f"rank {self._rank}: {self._device_said}")
         if raised:
             return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
         return Fault("peer gone", (), f"rank {self._rank}: {seen}")

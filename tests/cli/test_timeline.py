@@ -16,14 +16,23 @@ from lightning_replica.cli.main import main
 from lightning_replica.cli.picture import draw
 from lightning_replica.recovery.faults import Detected
 
-KINDS: tuple[Detected, ...] = ("death", "hang", "corrupted shard", "exception", "peer gone", "end", "device error")
+KINDS: tuple[Detected, ...] = (
+    "death",
+    "hang",
+    "corrupted shard",
+    "exception",
+    "peer gone",
+    "end",
+    "device error",
+    "worker death",
+)
 
 
 def incident(number: int, **changes: Any) -> dict[str, Any]:
     time = datetime(2026, 11, 21, 12, tzinfo=timezone.utc) + timedelta(minutes=7 * number)
     return {
         "schema": 1, "incident": number, "time": time.isoformat(timespec="milliseconds"), "outcome": "recovered",
-        "error": "", "detected": KINDS[number % 7], "ranks": [] if number % 7 == 4 else [number % 4],
+        "error": "", "detected": KINDS[number % len(KINDS)], "ranks": [] if number % len(KINDS) == 4 else [number % 4],
         "why": f"Rank {number % 4} died (SIGKILL)",
         "faults": [{"detected": "peer gone", "ranks": [], "text": "rank 1: a peer <is> gone"}],
         "level": "replacement", "generation": number, "step": 10 * number, "epoch": 1, "kind": "batch", "replaced": [2],

@@ -83,6 +83,18 @@ def test_a_worker_fails(kind: str, plan: Plan, place: str, untouched: Any, tmp_p
         assert 1 <= told <= len(laid)
 
 
+@pytest.mark.parametrize("plan", [LOADERS[1], LOADERS[2]], ids=str)
+def test_workers_of_all_ranks_die_at_once(plan: Plan, untouched: Any, tmp_path: Path) -> None:
+    """As where memory runs out: every rank's may, and no rank is to blame."""
+    laid = tuple(Trap("kill", "train", 1, 2, rank) for rank in range(2))
+    outcome = world.run(replace(plan, traps=laid), tmp_path, target=traps.train)
+    outcome.assert_same(untouched(str(plan)))
+    assert outcome.said == []
+    assert all((tmp_path / f"trap{rank}").exists() for rank in range(2))
+    assert "worker death: rank" in outcome.logs or "worker death and 1 more: rank" in outcome.logs
+    assert "device error" not in outcome.logs
+
+
 def test_a_stopped_worker_that_nobody_waits_for(tmp_path: Path) -> None:
     """It has loaded ahead, and training ends before: ranks end too."""
     plan = Plan(limits={"limit_train_batches": 3, "limit_val_batches": 0})
