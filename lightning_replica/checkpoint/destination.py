@@ -1,6 +1,7 @@
 """Where one save writes, until it is published: on a file system (`publish`), or in a store of objects (`attempts`)."""
 
 import logging
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -12,6 +13,7 @@ from lightning_replica.checkpoint.attempts import Attempt
 from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 from lightning_replica.errors import CheckpointError
+from lightning_replica.recovery.journal import SPOOL
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,10 @@ class _OnDisk(Destination):
 
 
 class _InStore(Destination):
-    """Each writes into a directory of its own, from which its files are uploaded."""
+    """Each writes into a directory of its own, from which its files are uploaded.
+
+    It lies in the supervisor's, if there is one: a rank that is killed leaves nothing behind for longer than the run.
+    """
 
     durable = False
 
@@ -102,7 +107,9 @@ class _InStore(Destination):
 
     def begin(self, first: bool) -> str:
         try:
-            made = tempfile.TemporaryDirectory(prefix="lightning_replica-", ignore_cleanup_errors=True)
+            made = tempfile.TemporaryDirectory(
+                prefix="lightning_replica-", dir=os.environ.get(SPOOL), ignore_cleanup_errors=True
+            )
         except OSError as error:
             raise CheckpointError(
                 f"There is no directory to write into before the upload: {error}. Set TMPDIR."

@@ -22,11 +22,11 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.recovery.journal import SPOOL
 
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
-_SPOOL = "LIGHTNING_REPLICA_SPOOL"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("lo", "lo0")  # Linux, macOS
 _CONNECT = timedelta(seconds=60)
@@ -87,7 +87,7 @@ class RankEnvironment:
             return None
         try:
             host, port = os.environ[_STORE].rsplit(":", 1)
-            spool = Path(os.environ[_SPOOL]) if _SPOOL in os.environ else None
+            spool = Path(os.environ[SPOOL]) if SPOOL in os.environ else None
             return cls(host, int(port), int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION]), spool)
         except (KeyError, ValueError) as error:
             given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in (_STORE, _SUPERVISOR, _GENERATION))
@@ -111,7 +111,7 @@ class RankEnvironment:
             _STORE: f"{self.host}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
-            **({} if self.spool is None else {_SPOOL: str(self.spool)}),
+            **({} if self.spool is None else {SPOOL: str(self.spool)}),
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
             "WORLD_SIZE": str(world_size),

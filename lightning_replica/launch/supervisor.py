@@ -4,10 +4,8 @@ import logging
 import math
 import os
 import queue
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +22,7 @@ from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serv
 from lightning_replica.launch.last_words import LastWords
 from lightning_replica.launch.orphans import born_mortal
 from lightning_replica.launch.repeats import Repeats
+from lightning_replica.launch.spool import Spool
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.told import Told
 from lightning_replica.launch.watch import Phase, Watch
@@ -122,7 +121,6 @@ class Supervisor:
         self._told: signal.Signals | None = None  # the first signal that this process was sent
         self._told_at = 0.0
         self._gasps = False  # those who are left are writing, or try to
-        self._spool: Path | None = None
 
     def run(self) -> int:
         """Starts all ranks and returns the exit code that this process should end with.
@@ -131,7 +129,7 @@ class Supervisor:
         signal n).
         """
         self._store = serve(LOOPBACK)
-        self._spool = Path(tempfile.mkdtemp(prefix="lightning_replica-"))
+        self._spool = Spool()
         self._generations = Generations(self._store)
         for key, note in self._notes.items():
             self._store.set(key, note)
@@ -157,7 +155,7 @@ class Supervisor:
             if self._standbys is not None:
                 self._standbys.end()
             asked.close()
-            shutil.rmtree(self._spool, ignore_errors=True)
+            self._spool.close()
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
         return self._final_code()
@@ -190,7 +188,7 @@ class Supervisor:
 
     def _start(self, rank: int, generation: int) -> str:
         """Starts a rank's process, or finds it; says which."""
-        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation, self._spool)
+        environment = RankEnvironment(LOOPBACK, self._store.port, os.getpid(), generation, self._spool.path)
         variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -34,6 +34,9 @@ from lightning_replica.recovery.generation import Store
 log = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["writing", "reading", "closed"]
+
+SPOOL: Final = "LIGHTNING_REPLICA_SPOOL"
+"""The variable that names the supervisor's directory, which goes when the run is over."""
 
 # The store keeps no value above 8 MiB, and keeps all of them in the supervisor's memory.
 _LARGE_BYTES = 256 * 1024
