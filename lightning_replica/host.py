@@ -6,10 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_replica import plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
-from lightning_replica.attributes import plain
 from lightning_replica.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
@@ -32,7 +32,7 @@ class LightningHost:
 
     def __init__(self, trainer: pl.Trainer, state: ShardedState, device: Device) -> None:
         self._trainer, self._state, self._device = trainer, state, device
-        self._copies = snapshots.Copies()
+        self._copies = snapshots.Copies(trainer.lightning_module)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._loss: tuple[int, Any] = (0, None)
         self._passed = -1
@@ -132,13 +132,13 @@ class LightningHost:
             RecoveryError: If it holds what cannot be sent.
         """
         taken = self._take("tail", 0)
-        taken.replicated["attributes"] = plain(taken.attributes)
+        taken.replicated["attributes"] = plain.pack(taken.attributes.whole())
         return taken.replicated_bytes(), taken.private_bytes()
 
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
         """Take what `result` has returned; the weights are there already."""
         taken = Snapshot.from_bytes("tail", 0, replicated, private)
-        taken.attributes = taken.replicated.pop("attributes")
+        taken.sent = (plain.unpack(taken.replicated.pop("attributes")), *taken.sent)
         snapshots.restore_groups(self._trainer, taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -160,7 +160,7 @@ class LightningHost:
             for name, parameter in self._trainer.lightning_module.named_parameters()
             if id(parameter) not in trained
         }
-        replicated = {**taken.replicated, "frozen": frozen, "attributes": plain(taken.attributes)}
+        replicated = {**taken.replicated, "frozen": frozen, "attributes": plain.pack(taken.attributes.whole())}
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
     def private(self, kind: Kind, step: int) -> bytes:
@@ -175,7 +175,7 @@ class LightningHost:
         with torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
-        taken.attributes = taken.replicated.pop("attributes")
+        taken.sent = (plain.unpack(taken.replicated.pop("attributes")), *taken.sent)
         snapshots.restore_groups(self._trainer, taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -189,6 +189,9 @@ class LightningHost:
         """Puts everything back; `resume` tells the fit loop where to go on."""
         taken = self._held[kind, step]
         snapshots.restore(self._trainer, taken)
+        modules = list(self._trainer.lightning_module.modules())
+        if taken.sent:  # from now on it is this rank's own, and may be sent on
+            taken.attributes, taken.sent = self._copies.attributes.take(modules), ()
         self._rewind(taken)
         for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
             (loader.inherit if self._adopted else loader.return_to)(state)

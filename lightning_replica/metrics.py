@@ -60,7 +60,8 @@ def copy_states(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
 
 def _copy_state(metric: Any) -> dict[str, Any]:
     declared = {name: _clone(getattr(metric, name)) for name in (*metric._defaults, "_update_count", "_computed")}
-    return {**attributes.take(metric, {*_OWN, *declared}), **declared}
+    others = {name: value for name, value in vars(metric).items() if name not in declared and name not in _OWN}
+    return {**{name: _clone(value) for name, value in others.items() if attributes.is_state(value)}, **declared}
 
 
 def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]]) -> None:

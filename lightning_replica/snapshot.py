@@ -17,6 +17,7 @@ import torch
 from lightning_replica import attributes, plain
 from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.tree import Tree
+from lightning_replica.attributes import Taken
 from lightning_replica.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -58,7 +59,8 @@ class Snapshot:
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; likewise.
         metric_states: States of torchmetrics objects in the module.
-        attributes: Plain attributes of the module; on a replacement, what may travel of them.
+        attributes: Plain attributes of the module and its submodules; empty on a replacement.
+        sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
     """
 
@@ -74,7 +76,8 @@ class Snapshot:
     batch: Any = None
     output: dict[str, Any] = field(default_factory=dict)
     metric_states: list[dict[str, Any]] = field(default_factory=list)
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: Taken = field(default_factory=Taken)
+    sent: tuple[list[Any], ...] = ()
     schedulers: list[Any] | None = None
 
     @property
@@ -91,7 +94,8 @@ class Snapshot:
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
-        return plain.pack_lists([self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states()])
+        own = plain.pack(self.attributes.private()) if self.attributes.changed else b""
+        return plain.pack_lists([self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states(), own])
 
     def _packed_states(self) -> bytes:
         """Metric states are the user's, and may hold tuples and more."""
@@ -127,10 +131,11 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, validation, loss, fresh, states = plain.unpack(private)
+        rng, results, loaders, validation, loss, fresh, states, own = plain.unpack(private)
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.metric_states = plain.unpack(states) if states else []
+        taken.sent = (plain.unpack(own),) if own else ()
         return taken
 
 
@@ -172,9 +177,14 @@ def _culprit(replicated: dict[str, Any]) -> str:
 
 
 class Copies:
-    """Copies of what is large and changes seldom, kept from one snapshot to the next."""
+    """Copies of what is large and changes seldom, kept from one snapshot to the next.
 
-    def __init__(self) -> None:
+    Args:
+        module: The LightningModule, before training.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.attributes = attributes.Copies(module)
         self.buffers = BufferCopies()
         self.callbacks = CallbackStates()
 
@@ -241,7 +251,10 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> N
         config.scheduler.load_state_dict(copy.deepcopy(saved))
     restore_callbacks(_callbacks(trainer), state["callbacks"])
     follow_batch_norm_epoch(trainer, state["momenta"])
-    attributes.put(trainer.lightning_module, snapshot.attributes)
+    modules = list(trainer.lightning_module.modules())
+    attributes.put(modules, snapshot.attributes)
+    for sent in snapshot.sent:
+        attributes.put_plain(modules, sent, trainer.lightning_module.device)
     trainer.should_stop = state["should_stop"]
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
@@ -292,14 +305,15 @@ def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
 def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer, and of the generators of its device, as they are now."""
     tree = Tree.of(trainer.lightning_module)
-    return take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
+    taken = take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
+    taken.attributes = copies.attributes.take(tree.modules)
+    return taken
 
 
 def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapshot:
     """Completes a snapshot with what belongs to this rank."""
     snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
     snapshot.metric_states = copy_states(tree.modules)
-    snapshot.attributes = attributes.take(trainer.lightning_module)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
     snapshot.loaders = [loader.state(back) for loader in training_loaders(trainer)]

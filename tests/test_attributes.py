@@ -1,52 +1,214 @@
-"""Plain attributes of a module: which are taken, how they are put back, what may travel."""
+"""Plain attributes of a module and what it consists of: which are taken, how they are put back, what travels."""
 
-import json
-from collections import Counter, defaultdict
+import random
+from collections import Counter, defaultdict, deque, namedtuple
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
-from lightning_replica import attributes
+from lightning_replica import attributes, plain
+from lightning_replica.attributes import Copies
+from lightning_replica.errors import RecoveryError
+
+Pair = namedtuple("Pair", "a b")
+CPU = torch.device("cpu")
+
+
+class Cell(nn.Linear):
+    """Of the user's own class, with state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls, self.begun, self.last = 0, False, None
 
 
 class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.rate, self.raised = 1, 0.5, False
+        self.count, self.rate, self.begun = 1, 0.5, False
+        self.hidden: Any = None
         self.outputs: list[object] = [torch.ones(2)]
         self.by_name = {"a": [1, 2]}
         self.seen = {3}
+        self.mean = torch.zeros(2)
+        self.history = np.zeros(2)
+        self.recent = deque([1], maxlen=2)
+        self.pair = Pair(torch.ones(1), 2)
+        self.dice = random.Random(1)
+        self.noise = torch.Generator().manual_seed(3)
         self.other = object()
+        self.cell = Cell()
+        self.plain = nn.Linear(2, 2)
+        self.mine = [self.plain.weight]
 
 
-def test_counters_and_containers_go_back_and_flags_stay() -> None:
-    module = Module()
-    outputs = module.outputs
-    taken = attributes.take(module)
-    assert set(taken) == {"count", "rate", "outputs", "by_name", "seen"}
-    module.count, module.raised = 7, True
+def take(module: Module, copies: Copies | None = None) -> attributes.Taken:
+    return (copies or Copies(module)).take(list(module.modules()))
+
+
+def train(module: Module) -> None:
+    """Changes everything, in place where that is possible."""
+    module.count, module.rate, module.begun = 7, 0.1, True
+    module.hidden = (torch.ones(2, requires_grad=True) * 2, torch.ones(1))
     module.outputs.append(torch.zeros(1))
     module.by_name["a"].append(3)
+    module.by_name["b"] = []
     module.seen.clear()
-    attributes.put(module, taken)
-    assert (module.count, module.raised, module.by_name, module.seen) == (1, True, {"a": [1, 2]}, {3})
-    assert module.outputs is outputs  # whoever else holds the list sees it
-    assert len(outputs) == 1
+    module.mean.add_(1)
+    module.history += 1
+    module.recent.extend([5, 6])
+    module.pair.a.zero_()
+    module.dice.random()
+    torch.rand(1, generator=module.noise)
+    module.cell.calls, module.cell.begun, module.cell.last = 4, True, torch.ones(1)
+    module.late = 3
 
 
-def test_a_snapshot_is_put_back_any_number_of_times() -> None:
+def drawn(module: Module) -> tuple[float, float]:
+    return module.dice.random(), float(torch.rand(1, generator=module.noise))
+
+
+def state(module: Module) -> dict[str, Any]:
+    names = ("count", "rate", "begun", "by_name", "seen", "recent")
+    found = {name: getattr(module, name) for name in names}
+    found["hidden"] = None if module.hidden is None else [h.tolist() for h in module.hidden]
+    found["tensors"] = [t.tolist() for t in (*module.outputs, module.mean, module.pair.a)]  # type: ignore[attr-defined]
+    found["history"], found["cell"] = module.history.tolist(), (module.cell.calls, module.cell.begun)
+    found["last"] = None if module.cell.last is None else module.cell.last.tolist()
+    return found
+
+
+def copied(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "by_name": {k: list(v) for k, v in found["by_name"].items()}, "seen": set(found["seen"])} | {
+        "recent": deque(found["recent"])
+    }
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_everything_goes_back_any_number_of_times(trained: bool) -> None:
     module = Module()
-    taken = attributes.take(module)
+    copies = Copies(module)
+    if trained:
+        train(module)
+    taken, before = take(module, copies), copied(state(module))
+    outputs, mean = module.outputs, module.mean
+    numbers = None
     for _ in range(2):
-        module.by_name["a"].append(9)
-        attributes.put(module, taken)
-        assert module.by_name == {"a": [1, 2]}
+        train(module)
+        attributes.put(list(module.modules()), taken)
+        assert state(module) == before
+        assert hasattr(module, "late") == trained
+        assert module.outputs is outputs  # whoever else holds it sees it
+        assert module.mean is mean
+        numbers = numbers or drawn(module)
+        attributes.put(list(module.modules()), taken)
+        assert drawn(module) == numbers
 
 
-def test_what_travels_is_plain() -> None:
+def test_what_is_not_state_stays() -> None:
     module = Module()
+    taken, other, weight = take(module), module.other, module.plain.weight
+    module.other, changed = object(), torch.ones(2, 2)
+    with torch.no_grad():
+        weight.copy_(changed)
+    attributes.put(list(module.modules()), taken)
+    assert module.other is not other
+    assert module.mine[0] is weight
+    assert torch.equal(weight, changed)  # parameters are put back by others
+
+
+def test_a_replacement_gets_all_of_it() -> None:
+    module = Module()
+    copies = Copies(module)
+    train(module)
+    taken = take(module, copies)
+    numbers = drawn(module)
+    for sent in (taken.private(), taken.whole()):
+        fresh = Module()
+        attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(sent)), CPU)
+        assert state(fresh) == state(module)
+        assert isinstance(fresh.pair, Pair)
+        assert fresh.recent.maxlen == 2
+        assert fresh.mine[0] is not None
+        assert fresh.late == 3
+        assert drawn(fresh) == numbers
+
+
+def test_only_what_has_changed_is_mirrored() -> None:
+    module = Module()
+    copies = Copies(module)
+    assert take(module, copies).private() == []
+    module.cell.calls += 1
+    assert take(module, copies).private() == [[1, [["calls", 1]]]]
+    module.mean.add_(1)
+    (_, values), _ = take(module, copies).private()
+    assert [name for name, _ in values] == ["mean"]
+
+
+def test_where_a_checkpoint_may_have_set_attributes_all_are_mirrored() -> None:
+    class Loads(Module):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.count = checkpoint["count"]
+
+    module = Loads()
+    (number, values), *_ = take(module).private()
+    assert number == 0
+    assert ["count", 1] in values
+
+
+def test_large_attributes_are_not_mirrored_but_a_peer_has_them() -> None:
+    module = Module()
+    copies = Copies(module)
+    module.outputs = [torch.ones(2**20), torch.ones(2**10)]
+    module.by_name = {"many": list(range(5000))}
+    taken = take(module, copies)
+    assert taken.private() == []
+    fresh = Module()
+    attributes.put_plain(list(fresh.modules()), taken.whole(), CPU)
+    assert [t.numel() for t in fresh.outputs] == [2**20, 2**10]  # type: ignore[attr-defined]
+    assert fresh.by_name == module.by_name
+    module.outputs.append(torch.ones(1))
+    module.by_name["many"].pop()
+    attributes.put(list(module.modules()), taken)
+    assert (len(module.outputs), len(module.by_name["many"])) == (2, 5000)
+
+
+def test_a_large_list_whose_tensors_are_written_to_is_not_put_back_wrongly() -> None:
+    module = Module()
+    module.outputs = [torch.ones(2**20), torch.ones(2**10)]
+    taken = take(module)
+    module.outputs[1].zero_()  # type: ignore[attr-defined]
+    with pytest.raises(RecoveryError, match="'outputs' is a list of more than 4 MiB"):
+        attributes.put(list(module.modules()), taken)
+
+
+def test_a_tensor_is_copied_once() -> None:
+    module = Module()
+    copies = Copies(module)
+    first, second = take(module, copies), take(module, copies)
+    assert first.values[0]["mean"] is second.values[0]["mean"]
+    module.mean.add_(1)
+    assert take(module, copies).values[0]["mean"] is not first.values[0]["mean"]
+
+
+def test_what_another_rank_cannot_have_stays_as_it_was_built() -> None:
+    module = Module()
+    copies = Copies(module)
     module.mixed = [object()]
-    assert set(attributes.plain(attributes.take(module))) == {"count", "rate", "outputs", "by_name"}
+    module.count = 2
+    assert take(module, copies).private() == [[0, [["count", 2]]]]
+
+
+def test_a_container_that_contains_itself() -> None:
+    module = Module()
+    module.by_name["a"] = [module.by_name]  # type: ignore[list-item]
+    taken = take(module)
+    attributes.put(list(module.modules()), taken)
+    assert module.by_name["a"][0] is module.by_name
 
 
 class WithHyperparameters(LightningModule):
@@ -57,20 +219,22 @@ class WithHyperparameters(LightningModule):
         self.lists: defaultdict[str, list[int]] = defaultdict(list, a=[1])
 
 
-def test_containers_stay_what_they_are() -> None:
+@pytest.mark.parametrize("travels", [False, True])
+def test_containers_stay_what_they_are(travels: bool) -> None:
     """Hyperparameters are read as attributes, missing keys of a Counter and a defaultdict are made: no plain dicts."""
     module = WithHyperparameters()
     hparams = module.hparams
-    taken = attributes.take(module)
-    names = ("_hparams", "counted", "lists")
-    travelled = json.loads(json.dumps(attributes.plain({name: taken[name] for name in names})))
-    for saved in (taken, travelled):
-        module.hparams.lr = 0.2
-        module.counted["c"] += 1
-        module.lists["b"].append(2)
-        attributes.put(module, saved)
-        assert module.hparams is hparams
-        assert module.hparams.lr == 0.1
-        assert module.counted["z"] == 0
-        assert (dict(module.counted), dict(module.lists)) == ({"a": 2, "b": 1}, {"a": [1]})
-        module.lists["new"].append(3)
+    taken = Copies(module).take([module])
+    sent = taken.whole()
+    module.hparams.lr = 0.2
+    module.counted["c"] += 1
+    module.lists["b"].append(2)
+    if travels:
+        attributes.put_plain([module], sent, CPU)
+    else:
+        attributes.put([module], taken)
+    assert module.hparams is hparams
+    assert module.hparams.lr == 0.1
+    assert module.counted["z"] == 0
+    assert (dict(module.counted), dict(module.lists)) == ({"a": 2, "b": 1}, {"a": [1]})
+    module.lists["new"].append(3)
