@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_replica import plain
+from lightning_replica.devices.host import HOST
 from lightning_replica.errors import RecoveryError
 
 _OWN = frozenset(vars(pl.LightningModule()))
@@ -78,7 +79,7 @@ class _Tensor:
         """For another rank: whether it lies on the host, and the contents."""
         tensor = self._itself if self.content is None else self.content
         assert tensor is not None
-        return ["tensor", tensor.device.type == "cpu", tensor.detach()]
+        return ["tensor", tensor.device == HOST, tensor.detach()]
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def _to_plain(kept: Kept) -> Any:
     if type(kept) in _ATOMS:
         return kept
     if isinstance(kept, Tensor):
-        return ["tensor", kept.device.type == "cpu", kept.detach()]
+        return ["tensor", kept.device == HOST, kept.detach()]
     if isinstance(kept, _Tensor):
         return kept.plain()
     if isinstance(kept, tuple):

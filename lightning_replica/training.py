@@ -17,6 +17,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.digests import Digest
 from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
+from lightning_replica.files_again import FilesAgain
 from lightning_replica.hooks import Hooks, explain, fault_behind, worker_died
 from lightning_replica.host import LightningHost
 from lightning_replica.incidents import Incidents
@@ -108,7 +109,9 @@ class Training:
         self._shown = ""  # the newest exception whose traceback has been printed
         writes = self.recoverable and trainer.is_global_zero
         self._loggers: list[Logger] = trainer.loggers
-        self._rows = LoggerRows(session.generations.store, self._loggers, session.newborn) if writes else None
+        store = session.generations.store
+        self._rows = LoggerRows(store, self._loggers, session.newborn) if writes else None
+        self.files = FilesAgain(store, trainer.checkpoint_callbacks, session.newborn, writes)
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
@@ -135,7 +138,7 @@ class Training:
             self.host.pass_window(self.state.step)
             return
         taken = self.host.begin_window(self.state.step)
-        self._rows_since("batch", taken.step)
+        self._done_since("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:
             self._session.mirrors.settle()
@@ -145,7 +148,8 @@ class Training:
             self._session.mirrors.settle()
             self.planned.write()
 
-    def _rows_since(self, kind: Kind, step: int) -> None:
+    def _done_since(self, kind: Kind, step: int) -> None:
+        self.files.taken(kind, step)
         if self._rows is not None:
             self._rows.taken(kind, step)
 
@@ -201,7 +205,7 @@ class Training:
         finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
-            self._rows_since("tail", taken.step)
+            self._done_since("tail", taken.step)
             found = state.look()
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
@@ -338,6 +342,7 @@ class Training:
                 self._end_with_gasp()
             session.let_go()
             raise
+        self.files.restored(outcome.plan.kind, outcome.plan.step)
         if self._rows is not None:
             self._rows.restored(outcome.plan.kind, outcome.plan.step)
         if session.newborn:
@@ -375,6 +380,7 @@ class Training:
 
     def release(self) -> None:
         """The trainer is done with this fit."""
+        self.files.release()
         if self._rows is not None:
             self._rows.release(self._loggers)
         if not self._released:

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
@@ -82,6 +83,7 @@ __all__ = [
     "rerun_command",
     "save_loops",
     "walk_loops",
+    "checkpoint_exists",
     "when_made",
     "writes_archives",
 ]
@@ -193,6 +195,11 @@ def let_config_be_saved_again(trainer: Any) -> None:
 
 def _overwrite(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return save(*args, **{**kwargs, "overwrite": True})
+
+
+def checkpoint_exists(callback: ModelCheckpoint, path: Any) -> bool:
+    """Whether a checkpoint's file is there, as the callback sees it; on this rank alone."""
+    return bool(callback._fs.exists(path))
 
 
 def when_made(kind: type[Any], made: Callable[[Any], None]) -> None:

@@ -101,3 +101,19 @@ def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_p
     assert f"goes on from {directory.path / newest}." in again.logs
     assert directory.tracked == newest.replace("9", "12")
     assert directory.latest(verify=True).path == directory.path / newest.replace("9", "12")
+
+
+def saves_plainly(case: Kept, out: Path) -> None:
+    plain = ModelCheckpoint(out / "kept", "{step}", every_n_train_steps=3, save_top_k=1, save_last=True)
+    job.run(case, out, (plain,))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_is_written_again_keeps_its_name(rank: int, tmp_path: Path) -> None:
+    """All have saved, and the tail in which they have is done again: no ``-v1``, which would be removed in its place."""
+    fault = Fault("kill", rank, "batch_end", 6)
+    case = Kept((fault,))
+    expected = world.run(Case(devices=2), tmp_path / "untouched", target=saves_plainly)
+    world.run(case, tmp_path / "killed", target=saves_plainly).assert_same(expected)
+    assert (tmp_path / "killed" / "fired0").exists()
+    assert entries(tmp_path / "killed") == entries(tmp_path / "untouched") == {"last.ckpt", "step=12.ckpt"}
