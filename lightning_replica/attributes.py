@@ -1,7 +1,7 @@
 """Plain attributes of modules: counters, flags, hidden states, lists in which outputs are collected for an epoch's end.
 
 A rank that goes back a step puts them back, so that a batch that is done again finds them as it did the first time: in
-the LightningModule and in all submodules of classes that are not torch's own, which keep nothing but settings there.
+the LightningModule and in all submodules, but for those of torch's own classes, which keep nothing but settings there.
 State are numbers, strings, None, tensors, arrays, generators and containers of these; other objects are left alone.
 
 What belongs to one rank is mirrored to its peers, for its replacement: the hidden state of a recurrent network is
@@ -185,7 +185,7 @@ class Copies:
         former, self._tensors = self._tensors, {}
         taken = Taken()
         for number, module in enumerate(modules):
-            if number and (type(module).__module__.startswith("torch.") or isinstance(module, Metric)):
+            if number and _keeps_nothing(module):
                 continue
             values: dict[str, Kept] = {}
             for name, value in vars(module).items():
@@ -247,6 +247,13 @@ def is_state(value: Any) -> bool:
     if type(value) in _ATOMS or isinstance(value, (list, tuple, dict, set, deque, np.ndarray)):
         return True
     return isinstance(value, Tensor) or _random_state(value) is not None
+
+
+def _keeps_nothing(module: nn.Module) -> bool:
+    """Whether attributes are settings only: torch's own, unless a hook makes weights of it, as pruning does."""
+    if isinstance(module, Metric):
+        return True  # metrics.py
+    return type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
 
 
 def _put_back(kept: Kept, name: str) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_replica import attributes, plain
 from lightning_replica.attributes import Copies
@@ -238,3 +239,20 @@ def test_containers_stay_what_they_are(travels: bool) -> None:
     assert module.counted["z"] == 0
     assert (dict(module.counted), dict(module.lists)) == ({"a": 2, "b": 1}, {"a": [1]})
     module.lists["new"].append(3)
+
+
+def test_a_pruned_weight_goes_back() -> None:
+    """It is a plain attribute of torch's own module, made anew in each forward; the next pruning looks at it."""
+    module = Module()
+    copies = Copies(module)
+    prune.l1_unstructured(module.plain, "weight", 0.5)
+    taken = take(module, copies)
+    weight = module.plain.weight.detach().clone()
+    module.plain.weight_orig.data.add_(1)
+    module.plain(torch.ones(1, 2))
+    attributes.put(list(module.modules()), taken)
+    assert torch.equal(module.plain.weight, weight)
+    fresh = Module()
+    prune.l1_unstructured(fresh.plain, "weight", 0.5)
+    attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(taken.private())), CPU)
+    assert torch.equal(fresh.plain.weight, weight)

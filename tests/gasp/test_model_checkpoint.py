@@ -110,7 +110,7 @@ def saves_plainly(case: Kept, out: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_is_written_again_keeps_its_name(rank: int, tmp_path: Path) -> None:
-    """All have saved, and the tail in which they have is done again: no ``-v1``, which would be removed in its place."""
+    """All have saved, and do that tail again: no ``-v1``, which would later be removed in its place."""
     fault = Fault("kill", rank, "batch_end", 6)
     case = Kept((fault,))
     expected = world.run(Case(devices=2), tmp_path / "untouched", target=saves_plainly)

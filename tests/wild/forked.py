@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_replica.launch.rank import enter
 from tests.support.forked import ForkedProcess
 
 _START = subprocess.Popen
@@ -56,6 +57,7 @@ def _run(line: list[str], cwd: str, output: str, group: int) -> None:
         return ForkedPython(list(command), kwargs.get("cwd") or os.getcwd(), environment, output, os.getpgid(0))
 
     subprocess.Popen = start  # type: ignore[assignment, misc]
+    enter()  # as importing the package does, which was imported before the fork
     runpy.run_path(line[1], run_name="__main__")
 
 
