@@ -21,10 +21,10 @@ LAYERS = [
     ["recovery"],
     ["checkpoint"],
     ["launch"],
-    ["data", "loop_results", "since", "succession"],
+    ["attributes", "loop_results", "since", "succession"],
+    ["data"],
     [
         "agreement",
-        "attributes",
         "callback_state",
         "hooks",
         "files_again",

@@ -19,6 +19,7 @@ class LoaderState(NamedTuple):
         epoch: What the sampler took for the epoch; None if it knows of none.
         first: Random state before the first batch was loaded; None if it has not been, or where workers load.
         seeded: State of the generator from which the seed of workers that live longer was drawn; None without such.
+        samplers: What samplers of the user's own classes kept when the iteration began; None without such.
     """
 
     batches: int
@@ -31,6 +32,7 @@ class LoaderState(NamedTuple):
     epoch: int | None = None
     first: bytes | None = None
     seeded: bytes | None = None
+    samplers: bytes | None = None
 
     @classmethod
     def of(cls, plain: Iterable[Any]) -> "LoaderState":

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from lightning_replica._compat.lightning import _set_sampler_epoch
 from lightning_replica.data.feed import END, Feed, put
 from lightning_replica.data.loader_state import LoaderState
+from lightning_replica.data.samplers import Samplers
 from lightning_replica.devices.exceptions import with_causes
 from lightning_replica.errors import WorkerDiedError
 
@@ -86,6 +87,7 @@ class ExactLoader:
         self.loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._feed = Feed(loader, rng_state, set_rng_state)
+        self._samplers = Samplers(loader)
         self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded
@@ -130,11 +132,19 @@ class ExactLoader:
             return self._inherited
         state = self._state
         if not self._feed.lasts or state.begun is None:
-            return LoaderState(0, None, self._generator_state(), turn=state.turn)
+            return LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
         workers = self._final_workers()
         if workers is None:  # they load on; whoever takes their place does so too
             return state._replace(before=())
-        return LoaderState(0, None, self._generator_state(), workers, turn=state.turn, seeded=state.seeded)
+        return LoaderState(
+            0,
+            None,
+            self._generator_state(),
+            workers,
+            turn=state.turn,
+            seeded=state.seeded,
+            samplers=self._samplers.state(),
+        )
 
     def state_between_epochs(self, ahead: int = 0) -> LoaderState:
         """The same between epochs, where the next iteration may have begun; ``ahead`` batches of it are fetched."""
@@ -178,6 +188,7 @@ class ExactLoader:
                 self._replay()
             else:  # one that has not begun does so with the first batch
                 self._put_generator(state.generator)
+                self._samplers.put(state.samplers)
 
     def inherit(self, state: LoaderState) -> None:
         """Takes what `state_between` has returned, in another process or in this one."""
@@ -187,6 +198,7 @@ class ExactLoader:
             self._inherited = state
         if state.begun is None:
             self._put_generator(state.generator)
+            self._samplers.put(state.samplers)
 
     def return_to(self, state: LoaderState) -> None:
         """Takes what `state_between` has returned, in this process: workers that have not gone on since are kept."""
@@ -278,7 +290,7 @@ class ExactLoader:
         turn = self._state.turn + 1
         if inherited is not None and inherited.begun is not None:
             self._replay_beside()
-        begun, generator = self._rng_state(), self._generator_state()
+        begun, generator, samplers = self._rng_state(), self._generator_state(), self._samplers.state()
         self._kept, self._drawn, self._ended, self._final = [], 0, False, None
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
             workers, reused = inherited.workers, True
@@ -287,7 +299,7 @@ class ExactLoader:
             workers, reused = self._feed.begin()
         epoch = self._sampler_epoch() if self._feed.workers else None
         self._state = LoaderState(
-            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded
+            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded, samplers=samplers
         )
 
     def _begin_late(self) -> None:
@@ -313,6 +325,7 @@ class ExactLoader:
         else:
             self._set_rng_state(state.begun)
             self._put_generator(state.generator)
+            self._samplers.put(state.samplers)
         self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)

@@ -1,0 +1,220 @@
+"""Values as they were: what a snapshot keeps of an attribute, and how it goes back."""
+
+import operator
+import random
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_replica.devices.host import HOST
+from lightning_replica.errors import RecoveryError
+
+ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
+LARGE_BYTES: Final = 4 * 2**20
+MANY: Final = 1000  # items of a container; with more, it is copied without what they consist of
+
+Kept: TypeAlias = Any
+"""An atom, or one of the classes below."""
+
+
+class KeptTensor:
+    """A tensor, as it was."""
+
+    def __init__(self, tensor: Tensor, copied: bool) -> None:
+        self._ref = weakref.ref(tensor)
+        self._version = version_of(tensor)
+        registered = isinstance(tensor, (nn.Parameter, nn.Buffer))  # put back by others
+        self._has_graph = tensor.requires_grad and not tensor.is_leaf
+        self._itself = None if self._has_graph else tensor
+        self.content = tensor.detach().clone() if not registered and (copied or self._has_graph) else None
+        self.nbytes = tensor.numel() * tensor.element_size()
+
+    def is_of(self, tensor: Tensor, copied: bool) -> bool:
+        """Whether this is ``tensor`` as it is now."""
+        same = self._ref() is tensor and self._version == version_of(tensor) != -1
+        return same and (self.content is not None or not copied or isinstance(tensor, (nn.Parameter, nn.Buffer)))
+
+    def put_back(self, name: str) -> Tensor:
+        """The tensor itself, with what it held; or a copy, where it had a graph."""
+        if self._itself is None:
+            assert self.content is not None
+            return self.content.clone()
+        if isinstance(self._itself, (nn.Parameter, nn.Buffer)) or version_of(self._itself) == self._version != -1:
+            return self._itself
+        if self.content is None:
+            raise RecoveryError(
+                f"{name!r} is a list of more than {LARGE_BYTES >> 20} MiB, and a tensor in it was written to in place:"
+                " what it held before is gone. Put a new tensor in its place, or keep it in a buffer."
+            )
+        with torch.no_grad():
+            self._itself.copy_(self.content)
+        self._version = version_of(self._itself)
+        return self._itself
+
+    def plain(self) -> list[Any]:
+        """For another rank: whether it lies on the host, and the contents."""
+        tensor = self._itself if self.content is None else self.content
+        assert tensor is not None
+        return ["tensor", tensor.device == HOST, tensor.detach()]
+
+
+@dataclass(frozen=True)
+class KeptContainer:
+    """A list, deque, dict or set: the object itself, and what was in it."""
+
+    itself: Any
+    items: list[Kept]
+    keys: list[Any] | None = None
+
+    def put_back(self, name: str) -> Any:
+        """Return it, filled as it was."""
+        fill(self.itself, [put_back_value(item, name) for item in self.items], self.keys)
+        return self.itself
+
+
+@dataclass(frozen=True)
+class KeptTuple:
+    """A tuple with something in it that can change."""
+
+    itself: Any
+    items: list[Kept]
+
+    def put_back(self, name: str) -> Any:
+        """Return one like it."""
+        return tuple_like(self.itself, [put_back_value(item, name) for item in self.items])
+
+
+@dataclass(frozen=True)
+class KeptArray:
+    """An array of NumPy."""
+
+    itself: "np.ndarray[Any, Any]"
+    content: "np.ndarray[Any, Any]"
+
+    def put_back(self, _: str) -> Any:
+        """Return it, filled as it was."""
+        if not np.array_equal(self.itself, self.content):
+            self.itself[...] = self.content
+        return self.itself
+
+
+@dataclass(frozen=True)
+class KeptGenerator:
+    """A source of random numbers."""
+
+    itself: Any
+    state: Any
+
+    def put_back(self, _: str) -> Any:
+        """Return it, where it was."""
+        set_random(self.itself, self.state)
+        return self.itself
+
+
+@dataclass(frozen=True)
+class KeptObject:
+    """Anything else inside of a container: the object itself, whatever has become of it."""
+
+    itself: Any
+
+    def put_back(self, _: str) -> Any:
+        """Return it."""
+        return self.itself
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is plain data already."""
+
+    value: Any
+
+    def plain(self) -> Any:
+        """Return it."""
+        return self.value
+
+
+CLASSES: Final = (KeptTensor, KeptContainer, KeptTuple, KeptArray, KeptGenerator, KeptObject)
+
+
+def put_back_value(kept: Kept, name: str) -> Any:
+    """Put a value back; ``name`` is its attribute's, for messages."""
+    return kept.put_back(name) if isinstance(kept, CLASSES) else kept
+
+
+def same(a: Kept, b: Kept) -> bool:
+    """Tell whether two values were the same; in doubt, they were not."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (KeptContainer, KeptTuple)):
+        if len(a.items) != len(b.items) or (isinstance(a, KeptContainer) and a.keys != b.keys):
+            return False
+        return all(map(operator.is_, a.items, b.items)) or (len(a.items) <= MANY and all(map(same, a.items, b.items)))
+    if isinstance(a, KeptArray):
+        return np.array_equal(a.content, b.content)
+    if isinstance(a, KeptObject):
+        return a.itself is b.itself
+    if isinstance(a, KeptGenerator):
+        return _same_state(a.state, b.state)
+    return type(a) in ATOMS and a == b
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number that grows whenever a tensor is written to; -1 if it has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def fill(container: Any, items: list[Any], keys: list[Any] | None) -> None:
+    """Give a container other contents."""
+    if isinstance(container, list):
+        container[:] = items
+        return
+    container.clear()
+    if keys is None:
+        (container.extend if isinstance(container, deque) else container.update)(items)
+    else:
+        container.update(dict(zip(keys, items, strict=True)))  # a Counter would count pairs
+
+
+def tuple_like(value: Any, items: list[Any]) -> Any:
+    """Return a tuple of the class of ``value``, which may be a named one."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def random_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers; None if ``value`` is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, np.random.RandomState) else None
+
+
+def set_random(generator: Any, state: Any) -> None:
+    """Put a generator where it was."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return all(_same_state(value, b[key]) for key, value in a.items())
+    return all(map(_same_state, a, b)) if isinstance(a, tuple) else bool(a == b)
