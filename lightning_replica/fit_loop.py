@@ -8,9 +8,10 @@ original.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
@@ -30,6 +31,7 @@ from lightning_replica._compat.lightning import (
 )
 from lightning_replica.data import deaths
 from lightning_replica.data.in_loops import put_in, take_out, training_loaders, validation_loaders
+from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.points import begin, reach
 from lightning_replica.snapshot import Snapshot
@@ -37,6 +39,9 @@ from lightning_replica.snapshot import Snapshot
 if TYPE_CHECKING:
     from lightning_replica.strategy import ReplicaZeroStrategy
     from lightning_replica.training import Training
+
+Drawn: TypeAlias = tuple[int, bytes]
+"""The epoch in which loaders were made, and the state of the generators before that."""
 
 # Not faults: Lightning steers by the first, and the others say that recovery is over.
 _PASS = (_TunerExitException, RecoveryError, ProtocolError, ConfigurationError)
@@ -95,13 +100,25 @@ class ReplicaManualOptimization(_ManualOptimization):
 class ReplicaValidationLoop(_EvaluationLoop):
     """Reads data that can be put back: workers that live longer than a validation go on from one to the next."""
 
+    drawn: Drawn | None = None  # how the loaders in place were made
+
     def setup_data(self) -> None:
         """Puts exact loaders in place of those that were set up."""
-        before = self._combined_loader
+        before, random = self._combined_loader, rng_state()
         super().setup_data()
         if self._combined_loader is not before:
+            self.drawn = (self.trainer.current_epoch, random)
             take_out(before)
             put_in(self._combined_loader)
+
+    def draw_again(self, drawn: Drawn) -> None:
+        """See `ReplicaFitLoop.draw_again`."""
+        take_out(self._combined_loader)
+        self._combined_loader = None
+        with _as_when(self.trainer, drawn):
+            self.trainer.validating = True
+            self.setup_data()
+            self.trainer.training = True
 
     def teardown(self) -> None:
         """Leaves no workers behind."""
@@ -109,8 +126,23 @@ class ReplicaValidationLoop(_EvaluationLoop):
         super().teardown()
 
 
+@contextmanager
+def _as_when(trainer: pl.Trainer, drawn: Drawn) -> Iterator[None]:
+    """With the epoch and the random state of that time, and no other rank to ask: none of them does the same."""
+    progress = trainer.fit_loop.epoch_progress.current
+    epoch, progress.completed = progress.completed, drawn[0]
+    set_rng_state(drawn[1])
+    try:
+        with cast("ReplicaZeroStrategy", trainer.strategy).by_itself():
+            yield
+    finally:
+        progress.completed = epoch
+
+
 class ReplicaFitLoop(_FitLoop):
     """`_FitLoop` that recovers."""
+
+    drawn: Drawn | None = None  # how the loaders in place were made
 
     @property
     def _strategy(self) -> "ReplicaZeroStrategy":
@@ -155,6 +187,20 @@ class ReplicaFitLoop(_FitLoop):
                 fault = error
             # Not in the clause above, where whatever is raised would drag the fault's traceback along.
             resume = training.recover_from(fault)
+
+    def setup_data(self) -> None:
+        """Remembers how loaders were made: some draw their data then (``reload_dataloaders_every_n_epochs``)."""
+        before, random = self._combined_loader, rng_state()
+        super().setup_data()
+        if self._combined_loader is not before:
+            self.drawn = (self.trainer.current_epoch, random)
+
+    def draw_again(self, drawn: Drawn) -> None:
+        """Makes loaders as they were made then, where this rank has others: a replacement's, or the next epoch's."""
+        take_out(self._combined_loader)
+        self._combined_loader = None
+        with _as_when(self.trainer, drawn):
+            self.setup_data()
 
     def _load_combined_loader_states(self) -> None:
         """Called by `setup_data` once all is done to the loaders, right before they are iterated: by exact ones.

@@ -10,7 +10,7 @@ from lightning_replica import plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
-from lightning_replica.data.in_loops import training_loaders, validation_loaders
+from lightning_replica.data.in_loops import drawing_loops, training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import from_plain, to_plain
@@ -189,6 +189,9 @@ class LightningHost:
         """Puts everything back; `resume` tells the fit loop where to go on."""
         taken = self._held[kind, step]
         snapshots.restore(self._trainer, taken)
+        for loop, drawn in zip(drawing_loops(self._trainer), taken.drawn, strict=False):
+            if drawn is not None and loop.drawn != tuple(drawn):
+                loop.draw_again(tuple(drawn))
         modules = list(self._trainer.lightning_module.modules())
         if taken.sent:  # from now on it is this rank's own, and may be sent on
             taken.attributes, taken.sent = self._copies.attributes.take(modules), ()

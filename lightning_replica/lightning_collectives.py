@@ -1,5 +1,7 @@
 """The collectives that Lightning and user code ask a strategy for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +25,15 @@ class LightningCollectives(ParallelStrategy):
         if self._session is None:
             raise ReplicaError("The strategy is not set up: call `trainer.fit` (or validate, test, predict) first.")
         return self._session
+
+    @contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Lightning's collectives meet nobody, and give what this rank has."""
+        session, self._session = self._session, None
+        try:
+            yield
+        finally:
+            self._session = session
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until all ranks are here."""

@@ -25,7 +25,7 @@ from lightning_replica.callback_state import (
     follow_weight_averaging,
     restore_callbacks,
 )
-from lightning_replica.data.in_loops import training_loaders, validation_loaders
+from lightning_replica.data.in_loops import drawn_anew, training_loaders, validation_loaders
 from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
@@ -60,6 +60,7 @@ class Snapshot:
         output: What the closure returned; likewise.
         metric_states: States of torchmetrics objects in the module.
         attributes: Plain attributes of the module and its submodules; empty on a replacement.
+        drawn: How the training loaders and the validation loaders were made, where they are made again and again.
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
     """
@@ -77,6 +78,7 @@ class Snapshot:
     output: dict[str, Any] = field(default_factory=dict)
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     attributes: Taken = field(default_factory=Taken)
+    drawn: list[Any] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
     schedulers: list[Any] | None = None
 
@@ -95,7 +97,9 @@ class Snapshot:
         """The private part, as it is mirrored: plain data and tensors."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         own = plain.pack(self.attributes.private()) if self.attributes.changed else b""
-        return plain.pack_lists([self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states(), own])
+        return plain.pack_lists(
+            [self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states(), own, self.drawn]
+        )
 
     def _packed_states(self) -> bytes:
         """Metric states are the user's, and may hold tuples and more."""
@@ -131,11 +135,12 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, validation, loss, fresh, states, own = plain.unpack(private)
+        rng, results, loaders, validation, loss, fresh, states, own, drawn = plain.unpack(private)
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.metric_states = plain.unpack(states) if states else []
         taken.sent = (plain.unpack(own),) if own else ()
+        taken.drawn = drawn
         return taken
 
 
@@ -307,6 +312,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     tree = Tree.of(trainer.lightning_module)
     taken = take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
     taken.attributes = copies.attributes.take(tree.modules)
+    taken.drawn = [None if drawn is None else list(drawn) for drawn in drawn_anew(trainer)]
     return taken
 
 

@@ -21,6 +21,9 @@ PLANS = {
     "stream": Plan("stream", val_check=4, every=4),
     "stream workers": Plan("stream workers", accumulate=2, every=2),
     "two loaders": Plan("two loaders", every=4),
+    "own order": Plan("own order", every=4),
+    "own order workers": Plan("own order workers", every=4),
+    "fresh": Plan("fresh", reload=1, every=4),
 }
 
 
@@ -88,6 +91,14 @@ FAULTS = [
     ("stream workers", Fault("kill", 1, "before_commit", 4)),
     ("stream workers", Fault("kill", 0, "epoch_end", 3)),
     ("two loaders", Fault("kill", 1, "batch_start", 4)),
+    ("own order", Fault("kill", 1, "batch_start", 3)),
+    ("own order", Fault("kill", 0, "before_commit", 9)),
+    ("own order", Fault("kill", 1, "epoch_end", 6)),
+    ("own order workers", Fault("kill", 1, "before_commit", 9)),
+    ("fresh", Fault("kill", 1, "before_commit", 2)),
+    ("fresh", Fault("kill", 0, "before_commit", 9)),
+    ("fresh", Fault("kill", 1, "batch_start", 6)),
+    ("fresh", Fault("kill", 1, "epoch_end", 6)),
 ]
 
 

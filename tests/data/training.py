@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 from torchmetrics import MeanSquaredError
 
 from lightning_replica import ReplicaZeroStrategy
@@ -50,12 +51,34 @@ class SizedStream(Stream):
         return BATCH * BATCHES
 
 
+class OwnOrder(Sampler[int]):
+    """Shuffles in place, each time, with a generator of its own; every rank reads its part."""
+
+    def __init__(self) -> None:
+        self.order, self.dice = np.arange(samples()), np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        self.dice.shuffle(self.order)
+        return iter(self.order[int(os.environ["LOCAL_RANK"]) :: int(os.environ["RANKS"])].tolist())
+
+    def __len__(self) -> int:
+        return BATCH * BATCHES
+
+
+def fresh() -> DataLoader[Tensor]:
+    """Its data are drawn here and now."""
+    data = torch.randn(samples(), INPUTS)
+    return DataLoader(data, BATCH, shuffle=True)  # type: ignore[arg-type]
+
+
 def samples() -> int:
     return int(os.environ["RANKS"]) * BATCH * BATCHES
 
 
 DATA: dict[str, Callable[[], Any]] = {
     "map": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True),
+    "own order": lambda: DataLoader(Noisy(samples()), BATCH, sampler=OwnOrder()),
+    "own order workers": lambda: DataLoader(Noisy(samples()), BATCH, sampler=OwnOrder(), num_workers=1),
     "map in order": lambda: DataLoader(Noisy(samples()), BATCH),
     "map workers": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True, num_workers=2),
     "map persistent": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
@@ -108,7 +131,7 @@ class Net(L.LightningModule):
         ]
 
     def train_dataloader(self) -> Any:
-        return DATA[self.data]()
+        return fresh() if self.data == "fresh" else DATA[self.data]()
 
     def val_dataloader(self) -> Any:
         return DataLoader(TensorDataset(torch.ones(4, INPUTS)), batch_size=2)
@@ -124,10 +147,14 @@ class Plan:
     val_check: int | float = 1.0
     estimates: bool = False
     every: int = 2  # optimizer steps between two checkpoints
+    reload: int = 0
 
     def options(self) -> dict[str, Any]:
         limit = {"max_epochs": 2} if self.steps is None else {"max_steps": self.steps}
-        return {"accumulate_grad_batches": self.accumulate, "val_check_interval": self.val_check, **limit}
+        return {"accumulate_grad_batches": self.accumulate, "val_check_interval": self.val_check, **limit} | {
+            "reload_dataloaders_every_n_epochs": self.reload,
+            "use_distributed_sampler": not self.data.startswith("own order"),
+        }
 
 
 @dataclass
