@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -104,7 +105,7 @@ class Session:
             self._process_groups.hold()
         else:
             self._process_groups.open(0, self._make_groups)
-        atexit.register(self.close)  # gloo's threads must end before the interpreter does
+        atexit.register(self._close_at_exit)  # gloo's threads must end before the interpreter does
 
     @property
     def newborn(self) -> bool:
@@ -302,9 +303,15 @@ class Session:
             generations.give_up(why, asked=True)
             generations.begin_next(0, Fault("end", (), why))
 
+    def _close_at_exit(self) -> None:
+        """From here on Ctrl-C, which a terminal sends to all ranks at once, has nothing left to end."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.close()
+
     def close(self) -> None:
         """Leaves the world."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if self._deadline is not None:
             self._deadline.cancel()
         self.let_go()
