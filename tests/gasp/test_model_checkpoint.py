@@ -1,7 +1,7 @@
 """Lightning's `ModelCheckpoint`, in the sharded form, in the directory of a `CheckpointPublisher`."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +103,28 @@ def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_p
     assert directory.latest(verify=True).path == directory.path / newest.replace("9", "12")
 
 
+class AtEpochStart(Callback):
+    """Fails where a rank would begin the next epoch; the last save is part of a tail that is done again then."""
+
+    def __init__(self, case: Kept, out: Path) -> None:
+        self.faults, self.marker = case.faults, out / "fired"
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        for fault in self.faults:
+            fault.reach("epoch_start", trainer.current_epoch, self.marker)
+
+
 def saves_plainly(case: Kept, out: Path) -> None:
-    plain = ModelCheckpoint(out / "kept", "{step}", every_n_train_steps=3, save_top_k=1, save_last=True)
-    job.run(case, out, (plain,))
+    job.run(replace(case, faults=()), out, (AtEpochStart(case, out), ModelCheckpoint(out / "kept", "{step}")))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_is_written_again_keeps_its_name(rank: int, tmp_path: Path) -> None:
-    """All have saved, and do that tail again: no ``-v1``, which would later be removed in its place."""
-    fault = Fault("kill", rank, "batch_end", 6)
-    case = Kept((fault,))
-    expected = world.run(Case(devices=2), tmp_path / "untouched", target=saves_plainly)
-    world.run(case, tmp_path / "killed", target=saves_plainly).assert_same(expected)
-    assert (tmp_path / "killed" / "fired0").exists()
-    assert entries(tmp_path / "killed") == entries(tmp_path / "untouched") == {"last.ckpt", "step=12.ckpt"}
+    """No ``-v1``, which would later be removed in its place."""
+    case = Kept((Fault("kill", rank, "epoch_start", 1),))
+    expected = world.run(Kept(), tmp_path / "untouched", target=saves_plainly)
+    killed = world.run(case, tmp_path / "killed", target=saves_plainly)
+    killed.assert_same(expected)
+    assert (tmp_path / "killed" / "fired").exists()
+    assert "the tail of the step is done again" in killed.logs
+    assert entries(tmp_path / "killed") == entries(tmp_path / "untouched") == {"step=12.ckpt"}
