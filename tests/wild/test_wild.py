@@ -8,12 +8,11 @@ import pytest
 
 from tests.wild.kill import Kill
 from tests.wild.outcome import Outcome
-from tests.wild.table import SAMPLE, SCRIPTS
+from tests.wild.table import REAL, SAMPLE, SCRIPTS
 
 SEEDS = range(int(os.environ.get("WILD_SEEDS", "5")))
 Run = Callable[[str, str], Outcome]
 
-# The sample starts real Pythons; in the sweep they are forked, which leaves all but their start as it is.
 SCRIPT = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.combinations) for name in SCRIPTS]
 )
@@ -25,9 +24,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     known: dict[tuple[str, str], Outcome] = {}
 
     def once(name: str, strategy: str) -> Outcome:
+        missing = [variable for variable in SCRIPTS[name].packages if variable not in os.environ]
+        if missing:
+            pytest.skip(f"{missing[0]} names no directory with that package")
         if (name, strategy) not in known:
             out = tmp_path_factory.mktemp(f"{name}-{strategy}")
-            known[name, strategy] = SCRIPTS[name].run(strategy, out, forked=name not in SAMPLE)
+            known[name, strategy] = SCRIPTS[name].run(strategy, out, forked=name != REAL)
         return known[name, strategy]
 
     return once
@@ -51,7 +53,7 @@ def killed_like_untouched(name: str, rank: int, seed: int, run: Run, out: Path) 
     untouched = run(name, "replica_zero")
     assert untouched.code == 0, untouched.output
     kill = Kill.choose(untouched, rank, f"{name} {rank} {seed}")
-    killed = SCRIPTS[name].run("replica_zero", out, kill, forked=name not in SAMPLE)
+    killed = SCRIPTS[name].run("replica_zero", out, kill, forked=name != REAL)
     assert killed.code == 0, f"{kill}\n{killed.output}"
     assert f"Rank {rank} died (SIGKILL)" in killed.output
     assert killed.differences(untouched, SCRIPTS[name].varies) == [], f"{kill}\n{killed.output}"
