@@ -231,7 +231,8 @@ def put(modules: Sequence[nn.Module], taken: Taken) -> None:
         for name in [name for name, value in now.items() if name not in saved and name not in _OWN and is_state(value)]:
             del now[name]
         for name, kept in saved.items():
-            now[name] = _put_back(kept, name)
+            if not _is_registered(modules[number], name):
+                now[name] = _put_back(kept, name)
 
 
 def put_plain(modules: Sequence[nn.Module], sent: list[Any], device: torch.device) -> None:
@@ -239,6 +240,8 @@ def put_plain(modules: Sequence[nn.Module], sent: list[Any], device: torch.devic
     for number, values in sent:
         now = vars(modules[number])
         for name, value in values:
+            if _is_registered(modules[number], name):
+                continue  # the module has made a parameter, a buffer or a submodule of what was an attribute
             now[name] = _from_plain(value, now.get(name), device)
 
 
@@ -254,6 +257,10 @@ def _keeps_nothing(module: nn.Module) -> bool:
     if isinstance(module, Metric):
         return True  # metrics.py
     return type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    return name in module._parameters or name in module._buffers or name in module._modules
 
 
 def _put_back(kept: Kept, name: str) -> Any:

@@ -31,6 +31,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
+from lightning_replica.pruned import Structure
 from lightning_replica.recovery.interface import Kind
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Snapshot:
         attributes: Plain attributes of the module and its submodules; empty on a replacement.
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
+        structure: Which of the module's tensors are pruned; None where a checkpoint held the snapshot.
     """
 
     kind: Kind
@@ -79,6 +81,7 @@ class Snapshot:
     attributes: Taken = field(default_factory=Taken)
     sent: tuple[list[Any], ...] = ()
     schedulers: list[Any] | None = None
+    structure: Structure | None = None
 
     @property
     def place(self) -> Place | None:
@@ -307,6 +310,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     tree = Tree.of(trainer.lightning_module)
     taken = take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
     taken.attributes = copies.attributes.take(tree.modules)
+    taken.structure = Structure.of(tree)
     return taken
 
 
