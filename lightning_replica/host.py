@@ -169,6 +169,15 @@ class LightningHost:
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
+    settings_advice = (
+        "Schedulers on all ranks must follow the same numbers: log the metric that a scheduler follows with"
+        " `self.log(..., sync_dist=True)`."
+    )
+
+    def settings(self, step: int) -> dict[str, str]:
+        """The hyperparameters of all param groups, as they were at the tail that leads to ``step``."""
+        return snapshots.hyperparameters(self._held["tail", step].replicated["groups"])
+
     def private(self, kind: Kind, step: int) -> bytes:
         """The part that is mirrored."""
         return self._held[kind, step].private_bytes()

@@ -7,6 +7,7 @@ way and the closure's loss belong to one rank; its peers keep a copy (recovery.m
 """
 
 import copy
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -41,6 +42,7 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 
 # What callbacks (stochastic weight averaging) change of the loop itself.
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
+_SHORT = 120  # characters of a hyperparameter in a message
 
 
 @dataclass
@@ -337,6 +339,27 @@ def _groups(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
         [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers
     ]
+
+
+def hyperparameters(groups: list[list[dict[str, Any]]]) -> dict[str, str]:
+    """Describe the param groups of all optimizers in short text, as far as they hold numbers, words and flags."""
+    described = {}
+    for number, optimizer in enumerate(groups):
+        for name in dict.fromkeys(name for group in optimizer for name in group if name != "params"):
+            values = [_value(group.get(name)) for group in optimizer]
+            text = ", ".join(values if len(set(values)) > 1 else values[:1])
+            if len(text) > _SHORT:
+                text = f"{text[:_SHORT]} ... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+            described[f"{name} of optimizer {number}"] = text
+    return described
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist() if value.numel() <= 1 else ""
+    plain_value = value is None or isinstance(value, (bool, int, float, str))
+    numbers = isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value)
+    return repr(value) if plain_value or numbers else "..."
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
