@@ -6,10 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import plain
+from lightning_replica import plain, pruned
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
+from lightning_replica._compat.tree import Tree
 from lightning_replica.data.in_loops import drawing_loops, training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
@@ -160,8 +161,22 @@ class LightningHost:
             for name, parameter in self._trainer.lightning_module.named_parameters()
             if id(parameter) not in trained
         }
-        replicated = {**taken.replicated, "frozen": frozen, "attributes": plain.pack(taken.attributes.whole())}
+        replicated = {
+            **taken.replicated,
+            "frozen": frozen,
+            "attributes": plain.pack(taken.attributes.whole()),
+            "names": pruned.names_of(self._trainer.lightning_module),
+        }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
+
+    settings_advice = (
+        "Schedulers on all ranks must follow the same numbers: log the metric that a scheduler follows with"
+        " `self.log(..., sync_dist=True)`."
+    )
+
+    def settings(self, step: int) -> dict[str, str]:
+        """The hyperparameters of all param groups, as they were at the tail that leads to ``step``."""
+        return snapshots.hyperparameters(self._held["tail", step].replicated["groups"])
 
     def private(self, kind: Kind, step: int) -> bytes:
         """The part that is mirrored."""
@@ -171,7 +186,10 @@ class LightningHost:
         """Takes what a peer sent as this rank's own."""
         self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
-        parameters = dict(self._trainer.lightning_module.named_parameters())
+        module = self._trainer.lightning_module
+        pruned.follow(module, taken.replicated.pop("names"), taken.replicated["buffers"])
+        taken.structure = pruned.Structure.of(Tree.of(module))
+        parameters = dict(module.named_parameters())
         with torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
@@ -183,7 +201,10 @@ class LightningHost:
     def restore_groups(self, kind: Kind, step: int) -> None:
         """Puts the param groups back, before shards move. See `Host.restore_groups` for the snapshots."""
         self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
-        snapshots.restore_groups(self._trainer, self._held[kind, step])
+        taken = self._held[kind, step]
+        if taken.structure is not None:
+            taken.structure.put_back(self._trainer.lightning_module)
+        snapshots.restore_groups(self._trainer, taken)
 
     def restore(self, kind: Kind, step: int) -> None:
         """Puts everything back; `resume` tells the fit loop where to go on."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica.errors import RecoveryError
+from lightning_replica.pruned import follow
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class LoopResult:
         replicated: The part of the snapshot that is the same on all ranks.
         private: The part that belongs to this rank.
         shares: Of every parameter, by name, this rank's part of the flat values, in the host's memory.
+        buffers: The names of all buffers.
         problem: Why there is no ``replicated``; empty if there is.
     """
 
     replicated: bytes
     private: bytes
     shares: dict[str, Tensor]
+    buffers: list[str]
     problem: str = ""
 
 
@@ -66,7 +69,8 @@ class LoopResults:
         except RecoveryError as error:
             replicated, private, problem = b"", b"", str(error)
         shares = {name: self._share(parameter).cpu().clone() for name, parameter in module.named_parameters()}
-        self._kept = loop, LoopResult(replicated, private, shares, problem)
+        buffers = [name for name, _ in module.named_buffers()]
+        self._kept = loop, LoopResult(replicated, private, shares, buffers, problem)
 
     def _share(self, parameter: Tensor) -> Tensor:
         flat = parameter.detach().reshape(-1)
@@ -97,6 +101,7 @@ class LoopResults:
             RecoveryError: If there is no such result.
         """
         results = [self._read(loop, rank) for rank in range(self._world_size)]
+        follow(module, list(results[0].shares), results[0].buffers)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 shares = [result.shares[name] for result in results if name in result.shares]

@@ -7,6 +7,7 @@ way and the closure's loss belong to one rank; its peers keep a copy (recovery.m
 """
 
 import copy
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -31,6 +32,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
+from lightning_replica.pruned import Structure
 from lightning_replica.recovery.interface import Kind
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 
 # What callbacks (stochastic weight averaging) change of the loop itself.
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
+_SHORT = 120  # characters of a hyperparameter in a message
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Snapshot:
         drawn: How the training loaders and the validation loaders were made, where they are made again and again.
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
+        structure: Which of the module's tensors are pruned; None where a checkpoint held the snapshot.
     """
 
     kind: Kind
@@ -81,6 +85,7 @@ class Snapshot:
     drawn: list[Any] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
     schedulers: list[Any] | None = None
+    structure: Structure | None = None
 
     @property
     def place(self) -> Place | None:
@@ -313,6 +318,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     taken = take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
     taken.attributes = copies.attributes.take(tree.modules)
     taken.drawn = [None if drawn is None else list(drawn) for drawn in drawn_anew(trainer)]
+    taken.structure = Structure.of(tree)
     return taken
 
 
@@ -339,6 +345,27 @@ def _groups(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
         [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers
     ]
+
+
+def hyperparameters(groups: list[list[dict[str, Any]]]) -> dict[str, str]:
+    """Describe the param groups of all optimizers in short text, as far as they hold numbers, words and flags."""
+    described = {}
+    for number, optimizer in enumerate(groups):
+        for name in dict.fromkeys(name for group in optimizer for name in group if name != "params"):
+            values = [_value(group.get(name)) for group in optimizer]
+            text = ", ".join(values if len(set(values)) > 1 else values[:1])
+            if len(text) > _SHORT:
+                text = f"{text[:_SHORT]} ... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+            described[f"{name} of optimizer {number}"] = text
+    return described
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist() if value.numel() <= 1 else ""
+    plain_value = value is None or isinstance(value, (bool, int, float, str))
+    numbers = isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value)
+    return repr(value) if plain_value or numbers else "..."
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -30,7 +30,7 @@ from lightning_replica.digests import GuardMode
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.grid import Grid
 from lightning_replica.hooks import combined
-from lightning_replica.launch.choice import is_rank, launcher_for, surroundings
+from lightning_replica.launch.choice import check_devices, is_rank, launcher_for, surroundings
 from lightning_replica.launch.external import started_by_another
 from lightning_replica.launch.once import once
 from lightning_replica.lightning_checkpoints import LightningCheckpoints
@@ -207,6 +207,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     # Setting up
 
     def _configure_launcher(self) -> None:
+        check_devices(self.num_processes)
         grid = self.grid  # raises, in the first process, before anyone waits for anyone
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
         if grid.world_size == 1 and not is_rank(self.cluster_environment):

@@ -256,3 +256,17 @@ def test_a_pruned_weight_goes_back() -> None:
     prune.l1_unstructured(fresh.plain, "weight", 0.5)
     attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(taken.private())), CPU)
     assert torch.equal(fresh.plain.weight, weight)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "submodule"])
+def test_what_is_registered_is_not_written_over(kind: str) -> None:
+    """A plain attribute that has become a parameter of that name since, or was one only on another rank."""
+    module: Any = LightningModule()
+    module.weight = 3
+    taken = attributes.Copies(module).take([module])
+    del module.weight
+    made: Any = {"parameter": nn.Parameter(torch.ones(1)), "buffer": nn.Buffer(torch.ones(1)), "submodule": nn.ReLU()}
+    module.weight = made[kind]
+    attributes.put([module], taken)
+    attributes.put_plain([module], taken.whole(), torch.device("cpu"))
+    assert module.weight is made[kind]

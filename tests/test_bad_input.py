@@ -186,3 +186,17 @@ def test_two_fits_in_one_script(tmp_path: Path) -> None:
     twice = world.run(Case(devices=2), tmp_path / "twice", target=fit_twice)
     assert twice.code == 0, twice.logs
     assert [rank["weights"] for rank in twice.ranks] == [rank["weights"] for rank in once.ranks]
+
+
+def fewer_devices(case: Case, out: Path) -> None:
+    """A second trainer, which is to predict on one rank."""
+    job.run(case, out)
+    L.Trainer(accelerator="cpu", devices=1, strategy=ReplicaZeroStrategy(replicas=1), logger=False)
+
+
+def test_fewer_devices_in_the_same_script(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=fewer_devices)
+    assert outcome.code == 1
+    assert "ConfigurationError: This trainer asks for 1 rank, but this script runs with 2" in outcome.logs
+    assert 'Trainer(devices=1, strategy="auto")' in outcome.logs
+    assert "IndexError" not in outcome.logs  # on rank 1; whichever rank is first ends the run

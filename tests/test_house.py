@@ -16,7 +16,7 @@ LAYERS = [
     ["errors", "messages", "checks", "_compat"],
     ["points", "grid", "works", "digests", "exit_codes", "planned_save"],
     ["devices"],
-    ["plain"],
+    ["plain", "pruned"],
     ["sharding"],
     ["recovery"],
     ["checkpoint"],

@@ -135,13 +135,15 @@ def put(modules: Sequence[nn.Module], taken: Taken) -> None:
         for name in [name for name, value in now.items() if name not in saved and name not in _OWN and is_state(value)]:
             del now[name]
         for name, kept in saved.items():
-            now[name] = put_back_value(kept, name)
+            if not _is_registered(modules[number], name):
+                now[name] = put_back_value(kept, name)
 
 
 def put_plain(modules: Sequence[nn.Module], sent: list[Any], device: torch.device) -> None:
     """Puts what another rank has sent into a replacement; containers that are there already are filled."""
     for number, values in sent:
-        put_plain_into(vars(modules[number]), values, device)
+        module = modules[number]  # which may have made a parameter, a buffer or a submodule of what was an attribute
+        put_plain_into(vars(module), [pair for pair in values if not _is_registered(module, pair[0])], device)
 
 
 def put_plain_into(attributes: dict[str, Any], sent: list[Any], device: torch.device) -> None:
@@ -162,6 +164,10 @@ def _keeps_nothing(module: nn.Module) -> bool:
     if isinstance(module, Metric):
         return True  # metrics.py
     return type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    return name in module._parameters or name in module._buffers or name in module._modules
 
 
 def _is_large(value: Any) -> bool:

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import ClusterEnvironment
 from lightning_replica._compat.lightning import _Launcher
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.arguments import FillIn
-from lightning_replica.launch.environment import RankEnvironment, Surroundings
+from lightning_replica.launch.environment import RankEnvironment, Surroundings, ranks_running
 from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import RankLauncher, supervise
 from lightning_replica.launch.refusal import RefusingLauncher, called_by_tests
@@ -55,6 +55,26 @@ def launcher_for(
     if runner:
         return RefusingLauncher(runner)
     return supervise(num_processes, options, hand_over())
+
+
+def check_devices(num_processes: int) -> None:
+    """Make sure that a trainer asks for the ranks that this script runs with, on every rank alike.
+
+    Args:
+        num_processes: What it asks for.
+
+    Raises:
+        ConfigurationError: If the supervisor has started another number of ranks, for the script's first trainer.
+    """
+    running = ranks_running()
+    if running in ("", str(num_processes)):
+        return
+    raise ConfigurationError(
+        f"This trainer asks for {num_processes} rank{'s' if num_processes > 1 else ''}, but this script runs with"
+        f" {running}, as its first trainer with `replica_zero` has asked for. Use the same `devices` in all of them. A"
+        " trainer that only predicts or tests, and on one device, needs no replicas: `Trainer(devices=1,"
+        ' strategy="auto")`.'
+    )
 
 
 def is_rank(cluster: ClusterEnvironment | None) -> bool:

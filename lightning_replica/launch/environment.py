@@ -5,6 +5,7 @@
 | LIGHTNING_REPLICA_STORE | ``host:port`` of the supervisor's store |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
+| LIGHTNING_REPLICA_WORLD_SIZE | number of ranks; Lightning removes WORLD_SIZE after a fit |
 | LIGHTNING_REPLICA_SPOOL | directory for what set-up collectives gave ranks and is large (recovery/journal.py) |
 | LIGHTNING_REPLICA_BEACONS | where the memory is found that it writes its progress to (beacons.py) |
 
@@ -27,6 +28,7 @@ from lightning_replica.recovery.journal import SPOOL
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
+_WORLD_SIZE = "LIGHTNING_REPLICA_WORLD_SIZE"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("lo", "lo0")  # Linux, macOS
 _CONNECT = timedelta(seconds=60)
@@ -111,6 +113,7 @@ class RankEnvironment:
             _STORE: f"{self.host}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
+            _WORLD_SIZE: str(world_size),
             **({} if self.spool is None else {SPOOL: str(self.spool)}),
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
@@ -118,6 +121,11 @@ class RankEnvironment:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
+
+
+def ranks_running() -> str:
+    """Return how many ranks the supervisor has started; empty where there is none."""
+    return os.environ.get(_WORLD_SIZE, "")
 
 
 def loopback_interface() -> dict[str, str]:

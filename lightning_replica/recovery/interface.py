@@ -74,6 +74,13 @@ class Host(Protocol):
     def export(self, kind: Kind, step: int) -> bytes:
         """The part of a snapshot that is the same on all ranks."""
 
+    def settings(self, step: int) -> dict[str, str]:
+        """What decides how the update to ``step`` is made, by name, as short text; the same on all ranks."""
+
+    @property
+    def settings_advice(self) -> str:
+        """What to do where ranks' settings differ."""
+
     def private(self, kind: Kind, step: int) -> bytes:
         """The part that belongs to this rank alone, as it is mirrored to the peers."""
 

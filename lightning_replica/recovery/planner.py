@@ -44,6 +44,8 @@ class Report:
         tainted: Whether any rank has found wrong bits since this one trained last, one too that is gone by now.
         links: For every process group, whether its device has connections that could go on.
         resumed: The step at which they last did; -1 if they never did.
+        settings: What it trains with, by name, as short text; told only where `settings_step` is.
+        settings_step: The step of the tail at which it trained with them; -1 if it tells none.
         groups: The process groups that its user code holds. Nothing is planned by them; see user_groups.py.
     """
 
@@ -67,6 +69,8 @@ class Report:
     device: str = ""
     links: tuple[bool, ...] = ()
     resumed: int = -1
+    settings: tuple[tuple[str, str], ...] = ()
+    settings_step: int = -1
     groups: Held = Held()
 
     @classmethod
@@ -93,7 +97,8 @@ class Report:
         mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
         steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts", "links")}
         groups = Held(**{name: tuple(keys) for name, keys in plain["groups"].items()})
-        return cls(**{**plain, **steps, "mirrors": mirrors, "groups": groups})
+        settings = tuple((name, value) for name, value in plain["settings"])
+        return cls(**{**plain, **steps, "mirrors": mirrors, "groups": groups, "settings": settings})
 
 
 @dataclass(frozen=True)

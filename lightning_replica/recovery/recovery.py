@@ -21,6 +21,7 @@ from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
+from lightning_replica.recovery.settings import check_settings
 from lightning_replica.recovery.transfer import Channel, Tag
 from lightning_replica.works import Work
 
@@ -185,6 +186,7 @@ class Recovery:
         self._monitor.moved_to(self.generation)
         reports = self._exchange_reports(self.report(state, host))
         replaced = tuple(report.rank for report in reports if report.joining)
+        check_settings(reports, host.settings_advice)
         plan = make_plan(reports, self._grid, self._options.max_tries)
         # Dealt with; should another rank raise from here on, not "every rank" has in one attempt.
         self._raised = self._device_said = ""
@@ -244,6 +246,8 @@ class Recovery:
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
         step, tries = self._tries
+        tails = host.held("tail")
+        newest = max(tails) if tails else -1
         return Report(
             rank=self._rank,
             step=state.step,
@@ -265,6 +269,8 @@ class Recovery:
             tainted=self._tainted(),
             links=self._links,
             resumed=self._resumed,
+            settings=tuple(host.settings(newest).items()) if tails else (),
+            settings_step=newest,
             groups=self._groups.held(),
         )
 

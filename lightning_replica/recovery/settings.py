@@ -1,0 +1,42 @@
+"""What ranks train with, and where they do not agree on it: then they make different updates of the same shard."""
+
+from collections.abc import Sequence
+
+from lightning_replica.errors import RecoveryError
+from lightning_replica.recovery.planner import Report
+
+
+def check_settings(reports: Sequence[Report], advice: str) -> None:
+    """Make sure that a shard which was found to be wrong is not so because ranks have updated it differently.
+
+    Settings are compared only where a shard is wrong, and only between ranks that told those of the same step.
+
+    Args:
+        reports: One of every rank.
+        advice: What to do where settings differ.
+
+    Raises:
+        RecoveryError: If they differ.
+    """
+    wrong = [report for report in reports if report.corrupted and report.settings]
+    if not wrong:
+        return
+    step = wrong[0].settings_step
+    told = {report.rank: dict(report.settings) for report in reports if report.settings_step == step}
+    names = {name: None for settings in told.values() for name in settings}
+    found = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, settings in told.items():
+            ranks.setdefault(settings.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            found.append(f"{name} is {' and '.join(f'{value} on {_named(of)}' for value, of in ranks.items())}")
+    if found:
+        raise RecoveryError(
+            f"The ranks made the update to step {step} with different settings, so the holders of a shard no longer"
+            f" make the same one: {'; '.join(found)}. {advice}"
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
