@@ -1,9 +1,10 @@
 """The host state of a rank: what it is, how it is taken and how it is put back.
 
 [Note: replicated and private]
-Loops' counters, schedulers, hyperparameters of param groups, callbacks, module buffers and the values that loggers
-last saw are the same on every rank; a replacement takes them from a peer. Random numbers, data position, metrics under
-way and the closure's loss belong to one rank; its peers keep a copy (recovery.mirror).
+Loops' counters, hyperparameters of param groups, module buffers and more are the same on every rank; a replacement
+takes them from a peer. Random numbers, data position, metrics under way and the closure's loss belong to one rank; its
+peers keep a copy (recovery.mirror). States of schedulers and callbacks and the values that loggers last saw are mostly
+the same on every rank. They are in both parts, and a replacement has its predecessor's (own_states.py).
 """
 
 import copy
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import attributes, plain
+from lightning_replica import attributes, own_states, plain
 from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.tree import Tree
 from lightning_replica.attributes import Taken
@@ -31,6 +32,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
+from lightning_replica.own_states import Logged, Own, States
 from lightning_replica.recovery.interface import Kind
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Snapshot:
         metric_states: States of torchmetrics objects in the module.
         attributes: Plain attributes of the module and its submodules; empty on a replacement.
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
+        own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
     """
 
@@ -78,6 +81,7 @@ class Snapshot:
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     attributes: Taken = field(default_factory=Taken)
     sent: tuple[list[Any], ...] = ()
+    own: bytes = b""
     schedulers: list[Any] | None = None
 
     @property
@@ -94,8 +98,9 @@ class Snapshot:
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
-        own = plain.pack(self.attributes.private()) if self.attributes.changed else b""
-        return plain.pack_lists([self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states(), own])
+        kept = plain.pack(self.attributes.private()) if self.attributes.changed else b""
+        states = self._packed_states()
+        return plain.pack_lists([self.rng, self.results, *loaders, self.loss, self.fresh, states, kept, self.own])
 
     def _packed_states(self) -> bytes:
         """Metric states are the user's, and may hold tuples and more."""
@@ -126,16 +131,17 @@ class Snapshot:
         """A replacement's snapshot, from what a peer sent."""
         taken = cls.of_private(kind, step, private)
         taken.replicated = plain.load(replicated)
+        own_states.put(taken.replicated, taken.own)
         return taken
 
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, validation, loss, fresh, states, own = plain.unpack(private)
-        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh)
+        rng, results, loaders, validation, loss, fresh, states, kept, own = plain.unpack(private)
+        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.metric_states = plain.unpack(states) if states else []
-        taken.sent = (plain.unpack(own),) if own else ()
+        taken.sent = (plain.unpack(kept),) if kept else ()
         return taken
 
 
@@ -187,6 +193,13 @@ class Copies:
         self.attributes = attributes.Copies(module)
         self.buffers = BufferCopies()
         self.callbacks = CallbackStates()
+        self.schedulers = States()
+        self._logged, self._own = Logged(), Own()
+
+    def own(self, replicated: dict[str, Any]) -> bytes:
+        """What of ``replicated``, which has just been taken with these copies, may be another on every rank."""
+        schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
+        return self._own.pack(schedulers, self.callbacks.packed, self._logged.pack(replicated["logged"]))
 
 
 def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
@@ -220,7 +233,10 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
     """The replicated host state, detached from the trainer."""
     return {
         **capture_progress(trainer, tree),
-        "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        "schedulers": [
+            copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
+            for place, config in enumerate(trainer.lr_scheduler_configs)
+        ],
         "groups": _groups(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(_callbacks(trainer)),
@@ -305,7 +321,9 @@ def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
 def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer, and of the generators of its device, as they are now."""
     tree = Tree.of(trainer.lightning_module)
-    taken = take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
+    replicated = _capture(trainer, tree, copies)
+    taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
+    taken.own = copies.own(replicated)
     taken.attributes = copies.attributes.take(tree.modules)
     return taken
 
