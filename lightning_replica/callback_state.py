@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 
 from lightning_replica._compat.lightning import _LRCallback
+from lightning_replica.own_states import States
 
 # Attributes beside the `state_dict` that decide what the callback does next.
 _EXTRAS: dict[type[pl.Callback], tuple[str, ...]] = {
@@ -38,21 +39,27 @@ class CallbackStates:
 
     def __init__(self) -> None:
         self._models: dict[str, tuple[str, dict[str, Tensor]]] = {}
+        self._states = States()
+        self.packed: list[tuple[str, bytes]] = []
+        """What was last taken, as it is mirrored: by ``state_key``, without those that are not."""
 
     def take(self, callbacks: Sequence[pl.Callback]) -> dict[str, Any]:
         """The states by ``state_key``, detached from the callbacks."""
-        return {callback.state_key: self._take(callback) for callback in callbacks}
+        self.packed = []
+        return {key: self._take(key, callback) for key, callback in ((each.state_key, each) for each in callbacks)}
 
-    def _take(self, callback: pl.Callback) -> dict[str, Any]:
-        extras = {name: copy.deepcopy(getattr(callback, name)) for name in _extras(callback) if hasattr(callback, name)}
-        taken = {"state": copy.deepcopy(callback.state_dict()), "extras": extras}
+    def _take(self, key: str, callback: pl.Callback) -> dict[str, Any]:
+        extras = {name: getattr(callback, name) for name in _extras(callback) if hasattr(callback, name)}
+        taken: dict[str, Any] = self._states.take(key, callback, {"state": callback.state_dict(), "extras": extras})
         if isinstance(callback, _WITH_MODEL) and callback._average_model is not None:
-            known = self._models.get(callback.state_key)
+            known = self._models.get(key)
             if known is None or known[0] != repr(extras):
                 tensors = callback._average_model.state_dict()
                 known = (repr(extras), {name: tensor.detach().clone() for name, tensor in tensors.items()})
-                self._models[callback.state_key] = known
-            taken["model"] = known[1]
+                self._models[key] = known
+            return {**taken, "model": known[1]}  # too large to be mirrored
+        if packed := self._states.packed(key):
+            self.packed.append((key, packed))
         return taken
 
 

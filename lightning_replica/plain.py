@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
-from lightning_replica.devices.host import HOST
+from lightning_replica.devices.host import HOST, on_host
 from lightning_replica.errors import ConfigurationError, TransferError
 
 _HEAD = struct.Struct("<4sqq")  # magic with the version of the format, length of the JSON, of what follows it
@@ -84,8 +84,12 @@ def _joined(text: bytes, blobs: list[Any]) -> bytes:
     return b"".join((_HEAD.pack(_MAGIC, len(text), sum(map(len, blobs))), text, *blobs))
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes, placed: bool = False) -> Any:
     """The inverse of `pack`.
+
+    Args:
+        data: What came.
+        placed: Whether tensors that lay on a device go to this rank's own. Otherwise, all are on the host.
 
     Raises:
         TransferError: If ``data`` is not what `pack` of this version makes.
@@ -100,7 +104,7 @@ def unpack(data: bytes) -> Any:
         )
     try:
         tree = json.loads(data[_HEAD.size : _HEAD.size + length])
-        return _from_json(tree, memoryview(data)[_HEAD.size + length :])
+        return _from_json(tree, memoryview(data)[_HEAD.size + length :], own_device() if placed else HOST)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
         raise TransferError(f"Packed data cannot be read: {type(error).__name__}: {error}") from error
 
@@ -132,11 +136,12 @@ def _tensor_to_json(value: Tensor, blobs: list[Any]) -> dict[str, Any]:
     flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     blob = as_bytes(flat) if flat.numel() else b""
     blobs.append(blob)
-    return {_MARK: "tensor", "dtype": str(value.dtype)[6:], "shape": list(value.shape), "size": len(blob)}
+    node = {_MARK: "tensor", "dtype": str(value.dtype)[6:], "shape": list(value.shape), "size": len(blob)}
+    return node if on_host(value) else {**node, "away": True}
 
 
-def _from_json(tree: Any, blobs: memoryview) -> Any:
-    """Blobs lie in the order in which they are met."""
+def _from_json(tree: Any, blobs: memoryview, device: torch.device) -> Any:
+    """Blobs lie in the order in which they are met. ``device`` is for tensors that lay on one."""
     start = 0
 
     def take(size: int) -> bytes:
@@ -153,7 +158,8 @@ def _from_json(tree: Any, blobs: memoryview) -> Any:
             return node
         if _MARK not in node:
             return {key: walk(item) for key, item in node.items()}
-        return _READERS[node[_MARK]](node, walk, take)
+        value = _READERS[node[_MARK]](node, walk, take)
+        return value.to(device) if "away" in node else value
 
     return walk(tree)
 
@@ -217,7 +223,14 @@ def load(data: bytes, also: Sequence[type] = ()) -> Any:
 
 def _own_place(storage: Any, place: str) -> Any:
     """Where a storage goes that has been read into the host's memory and lay at ``place`` when it was saved."""
-    if place == HOST.type or not torch.accelerator.is_available():
+    own = own_device()
+    if place == HOST.type or own == HOST:
         return storage
-    own = f"{torch.accelerator.current_accelerator()}:{torch.accelerator.current_device_index()}"
-    return torch.serialization.default_restore_location(storage, own)
+    return torch.serialization.default_restore_location(storage, str(own))
+
+
+def own_device() -> torch.device:
+    """Where a tensor belongs on this rank that lay on another rank's device; the host where there is no device."""
+    if not torch.accelerator.is_available():
+        return HOST
+    return torch.device(f"{torch.accelerator.current_accelerator()}:{torch.accelerator.current_device_index()}")

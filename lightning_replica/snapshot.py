@@ -1,9 +1,10 @@
 """The host state of a rank: what it is, how it is taken and how it is put back.
 
 [Note: replicated and private]
-Loops' counters, schedulers, hyperparameters of param groups, callbacks, module buffers and the values that loggers
-last saw are the same on every rank; a replacement takes them from a peer. Random numbers, data position, metrics under
-way and the closure's loss belong to one rank; its peers keep a copy (recovery.mirror).
+Loops' counters, hyperparameters of param groups, module buffers and more are the same on every rank; a replacement
+takes them from a peer. Random numbers, data position, metrics under way and the closure's loss belong to one rank; its
+peers keep a copy (recovery.mirror). States of schedulers and callbacks and the values that loggers last saw are mostly
+the same on every rank. They are in both parts, and a replacement has its predecessor's (own_states.py).
 """
 
 import copy
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import attributes, plain
+from lightning_replica import attributes, own_states, plain
 from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.tree import Tree
 from lightning_replica.attributes import Taken
@@ -32,6 +33,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
+from lightning_replica.own_states import Logged, Own, States
 from lightning_replica.pruned import Structure
 from lightning_replica.recovery.interface import Kind
 
@@ -65,6 +67,7 @@ class Snapshot:
         attributes: Plain attributes of the module and its submodules; empty on a replacement.
         drawn: How the training loaders and the validation loaders were made, where they are made again and again.
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
+        own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
         structure: Which of the module's tensors are pruned; None where a checkpoint held the snapshot.
     """
@@ -84,6 +87,7 @@ class Snapshot:
     attributes: Taken = field(default_factory=Taken)
     drawn: list[Any] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
+    own: bytes = b""
     schedulers: list[Any] | None = None
     structure: Structure | None = None
 
@@ -101,10 +105,9 @@ class Snapshot:
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
-        own = plain.pack(self.attributes.private()) if self.attributes.changed else b""
-        return plain.pack_lists(
-            [self.rng, self.results, *loaders, self.loss, self.fresh, self._packed_states(), own, self.drawn]
-        )
+        kept = plain.pack(self.attributes.private()) if self.attributes.changed else b""
+        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, self.drawn]
+        return plain.pack_lists([self.rng, self.results, *loaders, *rest])
 
     def _packed_states(self) -> bytes:
         """Metric states are the user's, and may hold tuples and more."""
@@ -135,16 +138,17 @@ class Snapshot:
         """A replacement's snapshot, from what a peer sent."""
         taken = cls.of_private(kind, step, private)
         taken.replicated = plain.load(replicated)
+        own_states.put(taken.replicated, taken.own)
         return taken
 
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, validation, loss, fresh, states, own, drawn = plain.unpack(private)
-        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh)
+        rng, results, loaders, validation, loss, fresh, states, kept, own, drawn = plain.unpack(private)
+        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.metric_states = plain.unpack(states) if states else []
-        taken.sent = (plain.unpack(own),) if own else ()
+        taken.sent = (plain.unpack(kept),) if kept else ()
         taken.drawn = drawn
         return taken
 
@@ -197,6 +201,13 @@ class Copies:
         self.attributes = attributes.Copies(module)
         self.buffers = BufferCopies()
         self.callbacks = CallbackStates()
+        self.schedulers = States()
+        self._logged, self._own = Logged(), Own()
+
+    def own(self, replicated: dict[str, Any]) -> bytes:
+        """What of ``replicated``, which has just been taken with these copies, may be another on every rank."""
+        schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
+        return self._own.pack(schedulers, self.callbacks.packed, self._logged.pack(replicated["logged"]))
 
 
 def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
@@ -230,7 +241,10 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
     """The replicated host state, detached from the trainer."""
     return {
         **capture_progress(trainer, tree),
-        "schedulers": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        "schedulers": [
+            copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
+            for place, config in enumerate(trainer.lr_scheduler_configs)
+        ],
         "groups": _groups(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(_callbacks(trainer)),
@@ -315,7 +329,9 @@ def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
 def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """A snapshot of the trainer, and of the generators of its device, as they are now."""
     tree = Tree.of(trainer.lightning_module)
-    taken = take_private(trainer, Snapshot(kind, step, _capture(trainer, tree, copies), device.rng_state(), []), tree)
+    replicated = _capture(trainer, tree, copies)
+    taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
+    taken.own = copies.own(replicated)
     taken.attributes = copies.attributes.take(tree.modules)
     taken.drawn = [None if drawn is None else list(drawn) for drawn in drawn_anew(trainer)]
     taken.structure = Structure.of(tree)

@@ -35,6 +35,7 @@ LAYERS = [
         "metrics",
         "module_buffers",
         "overrides",
+        "own_states",
         "precision",
         "session",
         "which_checkpoint",
