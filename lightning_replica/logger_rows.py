@@ -27,13 +27,16 @@ class LoggerRows:
 
     def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool) -> None:
         self._since, self._joining = Since(store, "rows", newborn), newborn
+        self._before = [vars(logger).get("log_metrics") for logger in loggers]  # somebody else's, who watches too
         for number, logger in enumerate(loggers):
             vars(logger)["log_metrics"] = self._once(number, logger, type(logger).log_metrics)
 
     def release(self, loggers: Sequence[Logger]) -> None:
         """Leave the loggers alone."""
-        for logger in loggers:
+        for logger, before in zip(loggers, self._before, strict=True):
             vars(logger).pop("log_metrics", None)
+            if before is not None:
+                vars(logger)["log_metrics"] = before
 
     def taken(self, kind: Kind, step: int) -> None:
         """A snapshot is taken."""

@@ -25,7 +25,6 @@ _NAMES = ("_version", "_id", "_run_id", "_experiment_id", "_experiment_key")
 _FIRST, _OF_RANK = "runs/first", "runs/{}"  # store keys: what the first process had, and what a rank has
 
 _made: "list[weakref.ref[Logger]]" = []
-_muted: "list[_Muted]" = []
 
 
 def record(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
@@ -89,10 +88,12 @@ def _follow(rank: SupervisedRank) -> None:
     key = next((key for key in (_OF_RANK.format(rank.rank), _FIRST) if store.check([key])), None)
     runs: list[dict[str, Any]] = json.loads(store.get(key)) if key is not None else []
 
+    if rank.replaces:
+        _muted.begin()
+
     def made(logger: Logger) -> None:
         _made.append(weakref.ref(logger))
-        if rank.replaces:
-            _muted.append(_Muted(logger))
+        _muted.add(logger)
         run = next((run for run in runs if _is_like(logger, run)), None)
         if run is not None:
             runs.remove(run)
@@ -127,10 +128,42 @@ def _has_begun(logger: Logger) -> bool:
     return vars(logger).get("_experiment") is not None or bool(vars(logger).get("_initialized"))
 
 
+def mute(loggers: Iterable[Logger]) -> None:
+    """Have ``loggers`` write no metrics, until `unmute`; they may have been made before this package was imported."""
+    for logger in loggers:
+        if not isinstance(vars(logger).get("log_metrics"), _Muted):
+            _muted.add(logger)
+
+
 def unmute() -> None:
     """Have loggers write metrics from now on: this replacement has joined the others."""
-    while _muted:
-        _muted.pop().end()
+    _muted.end()
+
+
+class _AllMuted:
+    """The loggers of a replacement that has not joined yet."""
+
+    def __init__(self) -> None:
+        self._on = False
+        self._loggers: list[_Muted] = []
+
+    def begin(self) -> None:
+        """From here on, loggers that are made are muted."""
+        self._on = True
+
+    def add(self, logger: Logger) -> None:
+        """A logger was made."""
+        if self._on:
+            self._loggers.append(_Muted(logger))
+
+    def end(self) -> None:
+        """Those that are muted are heard, and so are those that will be made."""
+        self._on = False
+        while self._loggers:
+            self._loggers.pop().end()
+
+
+_muted = _AllMuted()
 
 
 class _Muted:

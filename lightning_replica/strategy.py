@@ -272,6 +272,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         runs = session.succession.read_note(f"loggers/{session.fits}")
         if runs is not None:
             logger_runs.adopt(trainer.loggers, runs, writes=self.is_global_zero)
+        logger_runs.mute(trainer.loggers)
         session.succession.when_joined(logger_runs.unmute)
 
     def setup(self, trainer: pl.Trainer) -> None:
