@@ -44,6 +44,7 @@ def test_a_script_that_survives(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "validation" not in places
 
 
+@pytest.mark.combinations
 @pytest.mark.timeout(600)
 def test_a_script_that_never_does_the_same_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM ends a run early: what there is of it is compared."""

@@ -22,7 +22,6 @@ PLANS = {
     "stream workers": Plan("stream workers", accumulate=2, every=2),
     "two loaders": Plan("two loaders", every=4),
     "own order": Plan("own order", every=4),
-    "own order workers": Plan("own order workers", every=4),
     "fresh": Plan("fresh", reload=1, every=4),
 }
 
@@ -94,7 +93,6 @@ FAULTS = [
     ("own order", Fault("kill", 1, "batch_start", 3)),
     ("own order", Fault("kill", 0, "before_commit", 9)),
     ("own order", Fault("kill", 1, "epoch_end", 6)),
-    ("own order workers", Fault("kill", 1, "before_commit", 9)),
     ("fresh", Fault("kill", 1, "before_commit", 2)),
     ("fresh", Fault("kill", 0, "before_commit", 9)),
     ("fresh", Fault("kill", 1, "batch_start", 6)),

@@ -78,7 +78,6 @@ def samples() -> int:
 DATA: dict[str, Callable[[], Any]] = {
     "map": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True),
     "own order": lambda: DataLoader(Noisy(samples()), BATCH, sampler=OwnOrder()),
-    "own order workers": lambda: DataLoader(Noisy(samples()), BATCH, sampler=OwnOrder(), num_workers=1),
     "map in order": lambda: DataLoader(Noisy(samples()), BATCH),
     "map workers": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True, num_workers=2),
     "map persistent": lambda: DataLoader(Noisy(samples()), BATCH, shuffle=True, num_workers=2, persistent_workers=True),

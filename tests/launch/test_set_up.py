@@ -79,6 +79,7 @@ def works_until_told(case: Case, out: Path) -> None:
     job.run(case, out)
 
 
+@pytest.mark.combinations  # it takes the minute that it is about
 def test_a_rank_that_takes_long_is_told_of_and_left_alone(tmp_path: Path) -> None:
     said: list[str] = []
 

@@ -205,7 +205,7 @@ class Explorer:
         (3, 3, 1, True, True, True, [0, 1, 2]),
         (3, 3, 2, False, False, True, [0, 1, 2]),
         (4, 2, 1, True, True, True, [0]),
-        (4, 2, 2, False, False, False, [0]),
+        pytest.param(4, 2, 2, False, False, False, [0], marks=pytest.mark.combinations),
         (4, 4, 1, False, True, True, [0, 1, 2, 3]),
     ],
 )

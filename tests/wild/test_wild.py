@@ -8,13 +8,13 @@ import pytest
 
 from tests.wild.kill import Kill
 from tests.wild.outcome import Outcome
-from tests.wild.table import REAL, SAMPLE, SCRIPTS
+from tests.wild.table import LIKE_DDP, REAL, SAMPLE, SCRIPTS
 
 SEEDS = range(int(os.environ.get("WILD_SEEDS", "5")))
 Run = Callable[[str, str], Outcome]
 
 SCRIPT = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.combinations) for name in SCRIPTS]
+    "name", [pytest.param(name, marks=() if name in LIKE_DDP else pytest.mark.combinations) for name in SCRIPTS]
 )
 
 
