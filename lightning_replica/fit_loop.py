@@ -8,10 +8,9 @@ original.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -31,7 +30,7 @@ from lightning_replica._compat.lightning import (
 )
 from lightning_replica.data import deaths
 from lightning_replica.data.in_loops import put_in, take_out, training_loaders, validation_loaders
-from lightning_replica.devices.host import rng_state, set_rng_state
+from lightning_replica.data_setup import RemembersSetup
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.points import begin, reach
 from lightning_replica.snapshot import Snapshot
@@ -39,9 +38,6 @@ from lightning_replica.snapshot import Snapshot
 if TYPE_CHECKING:
     from lightning_replica.strategy import ReplicaZeroStrategy
     from lightning_replica.training import Training
-
-Drawn: TypeAlias = tuple[int, bytes]
-"""The epoch in which loaders were made, and the state of the generators before that."""
 
 # Not faults: Lightning steers by the first, and the others say that recovery is over.
 _PASS = (_TunerExitException, RecoveryError, ProtocolError, ConfigurationError)
@@ -97,28 +93,22 @@ class ReplicaManualOptimization(_ManualOptimization):
         return output
 
 
-class ReplicaValidationLoop(_EvaluationLoop):
+class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
     """Reads data that can be put back: workers that live longer than a validation go on from one to the next."""
-
-    drawn: Drawn | None = None  # how the loaders in place were made
 
     def setup_data(self) -> None:
         """Puts exact loaders in place of those that were set up."""
-        before, random = self._combined_loader, rng_state()
+        before = self._combined_loader
         super().setup_data()
         if self._combined_loader is not before:
-            self.drawn = (self.trainer.current_epoch, random)
             take_out(before)
             put_in(self._combined_loader)
 
-    def draw_again(self, drawn: Drawn) -> None:
-        """See `ReplicaFitLoop.draw_again`."""
-        take_out(self._combined_loader)
-        self._combined_loader = None
-        with _as_when(self.trainer, drawn):
-            self.trainer.validating = True
-            self.setup_data()
-            self.trainer.training = True
+    def set_up(self) -> None:
+        """Makes loaders during training."""
+        self.trainer.validating = True
+        self.setup_data()
+        self.trainer.training = True
 
     def teardown(self) -> None:
         """Leaves no workers behind."""
@@ -126,23 +116,8 @@ class ReplicaValidationLoop(_EvaluationLoop):
         super().teardown()
 
 
-@contextmanager
-def _as_when(trainer: pl.Trainer, drawn: Drawn) -> Iterator[None]:
-    """With the epoch and the random state of that time, and no other rank to ask: none of them does the same."""
-    progress = trainer.fit_loop.epoch_progress.current
-    epoch, progress.completed = progress.completed, drawn[0]
-    set_rng_state(drawn[1])
-    try:
-        with cast("ReplicaZeroStrategy", trainer.strategy).by_itself():
-            yield
-    finally:
-        progress.completed = epoch
-
-
-class ReplicaFitLoop(_FitLoop):
+class ReplicaFitLoop(RemembersSetup, _FitLoop):
     """`_FitLoop` that recovers."""
-
-    drawn: Drawn | None = None  # how the loaders in place were made
 
     @property
     def _strategy(self) -> "ReplicaZeroStrategy":
@@ -188,20 +163,6 @@ class ReplicaFitLoop(_FitLoop):
             # Not in the clause above, where whatever is raised would drag the fault's traceback along.
             resume = training.recover_from(fault)
 
-    def setup_data(self) -> None:
-        """Remembers how loaders were made: some draw their data then (``reload_dataloaders_every_n_epochs``)."""
-        before, random = self._combined_loader, rng_state()
-        super().setup_data()
-        if self._combined_loader is not before:
-            self.drawn = (self.trainer.current_epoch, random)
-
-    def draw_again(self, drawn: Drawn) -> None:
-        """Makes loaders as they were made then, where this rank has others: a replacement's, or the next epoch's."""
-        take_out(self._combined_loader)
-        self._combined_loader = None
-        with _as_when(self.trainer, drawn):
-            self.setup_data()
-
     def _load_combined_loader_states(self) -> None:
         """Called by `setup_data` once all is done to the loaders, right before they are iterated: by exact ones.
 
@@ -244,11 +205,8 @@ class ReplicaFitLoop(_FitLoop):
         return self.epoch_loop.val_loop._combined_loader is not None
 
     def _set_up_validation(self) -> None:
-        trainer = self.trainer
-        if trainer.enable_validation and not self._validates_already:
-            trainer.validating = True
-            self.epoch_loop.val_loop.setup_data()
-            trainer.training = True
+        if self.trainer.enable_validation and not self._validates_already:
+            cast("ReplicaValidationLoop", self.epoch_loop.val_loop).set_up()
 
     def on_run_start(self) -> None:
         """Sets validation data up on every rank now: a replacement cannot do it later, when nobody else does."""

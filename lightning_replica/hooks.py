@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_replica.devices.exceptions import first_line, with_causes
+from lightning_replica.data.deaths import worker_died
+from lightning_replica.devices.exceptions import first_line
 from lightning_replica.devices.interface import Device, DeviceFault
 from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
@@ -21,7 +22,6 @@ from lightning_replica.errors import (
     Interrupted,
     RecoveryError,
     TransferError,
-    WorkerDiedError,
 )
 from lightning_replica.points import PHASES
 from lightning_replica.recovery.context import RecoveryContext
@@ -77,11 +77,6 @@ def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
     if fault is None and isinstance(error, (CollectiveError, Interrupted)):
         return DeviceFault("outside", str(error))
     return fault
-
-
-def worker_died(error: BaseException) -> bool:
-    """Whether an exception says that a worker of a DataLoader has died."""
-    return any(isinstance(each, WorkerDiedError) for each in with_causes(error))
 
 
 class Hooks:

@@ -6,12 +6,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import plain, pruned
+from lightning_replica import data_setup, plain, structure
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica._compat.tree import Tree
-from lightning_replica.data.in_loops import drawing_loops, training_loaders, validation_loaders
+from lightning_replica.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import from_plain, to_plain
@@ -139,7 +139,7 @@ class LightningHost:
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
         """Take what `result` has returned; the weights are there already."""
         taken = Snapshot.from_bytes("tail", 0, replicated, private)
-        taken.sent = (plain.unpack(taken.replicated.pop("attributes")), *taken.sent)
+        taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
         snapshots.restore_groups(self._trainer, taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -165,7 +165,7 @@ class LightningHost:
             **taken.replicated,
             "frozen": frozen,
             "attributes": plain.pack(taken.attributes.whole()),
-            "names": pruned.names_of(self._trainer.lightning_module),
+            "names": structure.names_of(self._trainer.lightning_module),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
@@ -187,13 +187,13 @@ class LightningHost:
         self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         module = self._trainer.lightning_module
-        pruned.follow(module, taken.replicated.pop("names"), taken.replicated["buffers"])
-        taken.structure = pruned.Structure.of(Tree.of(module))
+        structure.follow(module, taken.replicated.pop("names"), taken.replicated["buffers"])
+        taken.structure = structure.Structure.of(Tree.of(module))
         parameters = dict(module.named_parameters())
         with torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
-        taken.sent = (plain.unpack(taken.replicated.pop("attributes")), *taken.sent)
+        taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
         snapshots.restore_groups(self._trainer, taken)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -210,9 +210,7 @@ class LightningHost:
         """Puts everything back; `resume` tells the fit loop where to go on."""
         taken = self._held[kind, step]
         snapshots.restore(self._trainer, taken)
-        for loop, drawn in zip(drawing_loops(self._trainer), taken.drawn, strict=False):
-            if drawn is not None and loop.drawn != tuple(drawn):
-                loop.draw_again(tuple(drawn))
+        data_setup.put_back(self._trainer, taken.data_setups)
         modules = list(self._trainer.lightning_module.modules())
         if taken.sent:  # from now on it is this rank's own, and may be sent on
             taken.attributes, taken.sent = self._copies.attributes.take(modules), ()

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_replica.recovery.generation import Store
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.since import Since
+from lightning_replica.written import Written
 
 
 class LoggerRows:
@@ -26,35 +26,36 @@ class LoggerRows:
     """
 
     def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool) -> None:
-        self._since, self._joining = Since(store, "rows", newborn), newborn
-        self._before = [vars(logger).get("log_metrics") for logger in loggers]  # somebody else's, who watches too
+        self._written, self._joining = Written(store, "rows", newborn), newborn
+        # Somebody else may watch a logger too.
+        self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
             vars(logger)["log_metrics"] = self._once(number, logger, type(logger).log_metrics)
 
-    def release(self, loggers: Sequence[Logger]) -> None:
+    def release(self) -> None:
         """Leave the loggers alone."""
-        for logger, before in zip(loggers, self._before, strict=True):
+        for logger, before in self._before:
             vars(logger).pop("log_metrics", None)
             if before is not None:
                 vars(logger)["log_metrics"] = before
 
     def taken(self, kind: Kind, step: int) -> None:
         """A snapshot is taken."""
-        self._since.taken(kind, step)
+        self._written.taken(kind, step)
 
     def restored(self, kind: Kind, step: int) -> None:
         """This rank goes back to a snapshot."""
         self._joining = False
-        self._since.restored(kind, step)
+        self._written.restored(kind, step)
 
     def _once(self, number: int, logger: Logger, original: Callable[..., Any]) -> Callable[..., None]:
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
             if self._joining:
                 return
             row = json.dumps([number, step, sorted(metrics)])  # not their values: a redone batch takes another time
-            if not self._since.is_there(row):
+            if not self._written.is_there(row):
                 original(logger, metrics, step)
                 logger.save()  # a row that only this process knows would be lost with it, and taken for written
-            self._since.done(row)
+            self._written.add(row)
 
         return log_metrics

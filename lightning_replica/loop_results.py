@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica.errors import RecoveryError
-from lightning_replica.pruned import follow
+from lightning_replica.structure import follow
 
 
 @dataclass(frozen=True)

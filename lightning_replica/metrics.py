@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_replica import attributes
 from lightning_replica._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
@@ -37,31 +36,12 @@ def import_results(
     results.batch = results.batch_size = None
 
 
-class _Bare(Metric):
-    """Has what every torchmetrics object has."""
-
-    def update(self) -> None:
-        """Have no state."""
-
-    def compute(self) -> None:
-        """Come to nothing."""
-
-
-_OWN = frozenset(vars(_Bare()))
-
-
 def copy_states(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
-    """Copy what all torchmetrics objects among ``modules`` have accumulated.
-
-    Not all of it is in states that a metric has declared: `MinMaxMetric` keeps its extremes in attributes.
-    """
-    return [_copy_state(metric) for metric in _metrics(modules)]
-
-
-def _copy_state(metric: Any) -> dict[str, Any]:
-    declared = {name: _clone(getattr(metric, name)) for name in (*metric._defaults, "_update_count", "_computed")}
-    others = {name: value for name, value in vars(metric).items() if name not in declared and name not in _OWN}
-    return {**{name: _clone(value) for name, value in others.items() if attributes.is_state(value)}, **declared}
+    """The states of all torchmetrics objects among ``modules``."""
+    names = ("_update_count", "_computed")
+    return [
+        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in _metrics(modules)
+    ]
 
 
 def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]]) -> None:
@@ -78,9 +58,7 @@ def _metrics(modules: Iterable[torch.nn.Module]) -> list[Any]:
 def _clone(value: Any, device: torch.device | None = None) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device or value.device, copy=True)
-    if isinstance(value, dict):
-        return {key: _clone(item, device) for key, item in value.items()}
-    return type(value)(_clone(item, device) for item in value) if isinstance(value, (list, set)) else value
+    return [_clone(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _export(key: str, metric: _ResultMetric) -> dict[str, Any]:

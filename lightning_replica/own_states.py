@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica import plain
-from lightning_replica._compat.torch import data_version
+from lightning_replica._compat.torch import write_count
 from lightning_replica.devices.host import HOST, on_host, same_bits
 
 _LARGE_BYTES = 64 * 1024
@@ -194,21 +194,17 @@ def _is_same_tensor(now: Tensor, then: Tensor, tensors: dict[int, tuple[Tensor, 
         return False
     if not on_host(now):  # to look at what it holds, one would have to wait for the device
         known = tensors.get(id(now))
-        return known is not None and known[1] == _version(now)
+        return known is not None and known[1] == write_count(now)
     if now.layout is not torch.strided or now.is_quantized or not (now.is_contiguous() and then.is_contiguous()):
         return False
     return now.requires_grad == then.requires_grad and same_bits(now, then)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else data_version(tensor)
 
 
 def _tensors_of(state: Any, depth: int = 0) -> Iterable[tuple[int, tuple[Tensor, int]]]:
     """The tensors of a device in a state."""
     if isinstance(state, Tensor):
         if not on_host(state):
-            yield id(state), (state, _version(state))
+            yield id(state), (state, write_count(state))
     elif type(state) in (dict, list, tuple) and depth <= _DEEP:
         for item in state.values() if isinstance(state, dict) else state:
             yield from _tensors_of(item, depth + 1)

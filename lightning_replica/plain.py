@@ -127,9 +127,14 @@ def _to_json(value: Any, blobs: list[Any]) -> Any:
     if kind is bytes:
         blobs.append(value)
         return {_MARK: "bytes", "size": len(value)}
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+    if isinstance(value, Tensor) and is_plain(value):
         return _tensor_to_json(value, blobs)
     raise NotPlainError(f"it holds a {kind.__module__}.{kind.__qualname__}")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `pack` takes a tensor: it is dense, and its elements are numbers that are there."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _tensor_to_json(value: Tensor, blobs: list[Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import attributes, own_states, plain
+from lightning_replica import attributes, data_setup, own_states, plain
 from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.tree import Tree
 from lightning_replica.attributes import Taken
@@ -27,15 +27,16 @@ from lightning_replica.callback_state import (
     follow_weight_averaging,
     restore_callbacks,
 )
-from lightning_replica.data.in_loops import drawn_anew, training_loaders, validation_loaders
+from lightning_replica.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.data.loader_state import LoaderState
+from lightning_replica.data_setup import DataSetup
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.own_states import Logged, Own, States
-from lightning_replica.pruned import Structure
 from lightning_replica.recovery.interface import Kind
+from lightning_replica.structure import Structure
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Snapshot:
         output: What the closure returned; likewise.
         metric_states: States of torchmetrics objects in the module.
         attributes: Plain attributes of the module and its submodules; empty on a replacement.
-        drawn: How the training loaders and the validation loaders were made, where they are made again and again.
+        data_setups: How training loaders and validation loaders were made, where they are made again and again.
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
@@ -85,7 +86,7 @@ class Snapshot:
     output: dict[str, Any] = field(default_factory=dict)
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     attributes: Taken = field(default_factory=Taken)
-    drawn: list[Any] = field(default_factory=list)
+    data_setups: list[DataSetup | None] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
     own: bytes = b""
     schedulers: list[Any] | None = None
@@ -105,8 +106,9 @@ class Snapshot:
     def private_bytes(self) -> bytes:
         """The private part, as it is mirrored: plain data and tensors."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
+        setups = [None if setup is None else list(setup) for setup in self.data_setups]
         kept = plain.pack(self.attributes.private()) if self.attributes.changed else b""
-        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, self.drawn]
+        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, setups]
         return plain.pack_lists([self.rng, self.results, *loaders, *rest])
 
     def _packed_states(self) -> bytes:
@@ -144,12 +146,12 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, validation, loss, fresh, states, kept, own, drawn = plain.unpack(private)
+        rng, results, loaders, validation, loss, fresh, states, kept, own, setups = plain.unpack(private)
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.metric_states = plain.unpack(states) if states else []
-        taken.sent = (plain.unpack(kept),) if kept else ()
-        taken.drawn = drawn
+        taken.sent = (plain.unpack(kept, placed=True),) if kept else ()
+        taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
         return taken
 
 
@@ -278,7 +280,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> N
     modules = list(trainer.lightning_module.modules())
     attributes.put(modules, snapshot.attributes)
     for sent in snapshot.sent:
-        attributes.put_plain(modules, sent, trainer.lightning_module.device)
+        attributes.put_plain(modules, sent)
     trainer.should_stop = state["should_stop"]
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
@@ -333,7 +335,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
     taken.own = copies.own(replicated)
     taken.attributes = copies.attributes.take(tree.modules)
-    taken.drawn = [None if drawn is None else list(drawn) for drawn in drawn_anew(trainer)]
+    taken.data_setups = data_setup.take(trainer)
     taken.structure = Structure.of(tree)
     return taken
 

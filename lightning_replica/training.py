@@ -9,16 +9,16 @@ from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm
+from lightning_replica.checkpoint_files import CheckpointFiles
+from lightning_replica.data.deaths import worker_died
 from lightning_replica.devices.interface import Device
 from lightning_replica.digests import Digest
 from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
-from lightning_replica.files_again import FilesAgain
-from lightning_replica.hooks import Hooks, explain, fault_behind, worker_died
+from lightning_replica.hooks import Hooks, explain, fault_behind
 from lightning_replica.host import LightningHost
 from lightning_replica.incidents import Incidents
 from lightning_replica.launch.rank import enter
@@ -108,10 +108,10 @@ class Training:
         self._incidents = Incidents(trainer, session, self._hooks)
         self._shown = ""  # the newest exception whose traceback has been printed
         writes = self.recoverable and trainer.is_global_zero
-        self._loggers: list[Logger] = trainer.loggers
         store = session.generations.store
-        self._rows = LoggerRows(store, self._loggers, session.newborn) if writes else None
-        self.files = FilesAgain(store, trainer.checkpoint_callbacks, session.newborn, writes)
+        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
+        self.files = CheckpointFiles(store, trainer.checkpoint_callbacks, session.newborn, writes)
+        self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.end_when_told(lambda: self.asked_to_stop)
         precision.attach(self)
@@ -138,7 +138,7 @@ class Training:
             self.host.pass_window(self.state.step)
             return
         taken = self.host.begin_window(self.state.step)
-        self._done_since("batch", taken.step)
+        self._snapshot_taken("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:
             self._session.mirrors.settle()
@@ -148,10 +148,9 @@ class Training:
             self._session.mirrors.settle()
             self.planned.write()
 
-    def _done_since(self, kind: Kind, step: int) -> None:
-        self.files.taken(kind, step)
-        if self._rows is not None:
-            self._rows.taken(kind, step)
+    def _snapshot_taken(self, kind: Kind, step: int) -> None:
+        for each in self._written:
+            each.taken(kind, step)
 
     def before_backward(self, accumulating: bool) -> None:
         """Makes ready for reductions that overlap backward."""
@@ -205,7 +204,7 @@ class Training:
         finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
-            self._done_since("tail", taken.step)
+            self._snapshot_taken("tail", taken.step)
             found = state.look()
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
@@ -337,14 +336,14 @@ class Training:
         except RecoveryError as final:
             session.ending.leave_step(session.rank, self._trainer.global_step)  # ours counts from where this run began
             session.generations.give_up(str(final), asked=self.asked_to_stop)
-            self._incidents.failed(str(final), -1 if session.newborn else self.state.step)
+            step = session.recovery.planned_step if session.newborn else self.state.step
+            self._incidents.failed(str(final), step)
             if session.options.gasp:
                 self._end_with_gasp()
             session.let_go()
             raise
-        self.files.restored(outcome.plan.kind, outcome.plan.step)
-        if self._rows is not None:
-            self._rows.restored(outcome.plan.kind, outcome.plan.step)
+        for each in self._written:
+            each.restored(outcome.plan.kind, outcome.plan.step)
         if session.newborn:
             session.has_joined()
         self._window_is_open, self.weights_touched = False, True
@@ -380,9 +379,8 @@ class Training:
 
     def release(self) -> None:
         """The trainer is done with this fit."""
-        self.files.release()
-        if self._rows is not None:
-            self._rows.release(self._loggers)
+        for each in self._written:
+            each.release()
         if not self._released:
             self._released = True
             self.state.release()

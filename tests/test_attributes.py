@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.utils import prune
+from torchmetrics import MeanMetric, MinMaxMetric
 
 from lightning_replica import attributes, plain
 from lightning_replica.attributes import Copies
 from lightning_replica.errors import RecoveryError
 
 Pair = namedtuple("Pair", "a b")
-CPU = torch.device("cpu")
 
 
 class Cell(nn.Linear):
@@ -130,7 +130,7 @@ def test_a_replacement_gets_all_of_it() -> None:
     numbers = drawn(module)
     for sent in (taken.private(), taken.whole()):
         fresh = Module()
-        attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(sent)), CPU)
+        attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(sent)))
         assert state(fresh) == state(module)
         assert isinstance(fresh.pair, Pair)
         assert fresh.recent.maxlen == 2
@@ -169,7 +169,7 @@ def test_large_attributes_are_not_mirrored_but_a_peer_has_them() -> None:
     taken = take(module, copies)
     assert taken.private() == []
     fresh = Module()
-    attributes.put_plain(list(fresh.modules()), taken.whole(), CPU)
+    attributes.put_plain(list(fresh.modules()), taken.whole())
     assert [t.numel() for t in fresh.outputs] == [2**20, 2**10]  # type: ignore[attr-defined]
     assert fresh.by_name == module.by_name
     module.outputs.append(torch.ones(1))
@@ -231,7 +231,7 @@ def test_containers_stay_what_they_are(travels: bool) -> None:
     module.counted["c"] += 1
     module.lists["b"].append(2)
     if travels:
-        attributes.put_plain([module], sent, CPU)
+        attributes.put_plain([module], sent)
     else:
         attributes.put([module], taken)
     assert module.hparams is hparams
@@ -254,7 +254,7 @@ def test_a_pruned_weight_goes_back() -> None:
     assert torch.equal(module.plain.weight, weight)
     fresh = Module()
     prune.l1_unstructured(fresh.plain, "weight", 0.5)
-    attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(taken.private())), CPU)
+    attributes.put_plain(list(fresh.modules()), plain.unpack(plain.pack(taken.private())))
     assert torch.equal(fresh.plain.weight, weight)
 
 
@@ -268,5 +268,43 @@ def test_what_is_registered_is_not_written_over(kind: str) -> None:
     made: Any = {"parameter": nn.Parameter(torch.ones(1)), "buffer": nn.Buffer(torch.ones(1)), "submodule": nn.ReLU()}
     module.weight = made[kind]
     attributes.put([module], taken)
-    attributes.put_plain([module], taken.whole(), torch.device("cpu"))
+    attributes.put_plain([module], taken.whole())
     assert module.weight is made[kind]
+
+
+def test_what_a_metric_keeps_beside_its_states() -> None:
+    """`MinMaxMetric` has its extremes in plain attributes. Declared states are put back by metrics.py."""
+
+    class Measured(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extremes: Any = MinMaxMetric(MeanMetric())
+
+    module = Measured()
+    modules, copies, metric = list(module.modules()), Copies(module), module.extremes
+    for value in (3.0, 1.0, 2.0):
+        metric.update(torch.tensor(value))
+        metric.compute()
+        metric.reset()
+    taken = copies.take(modules)
+    sent = plain.unpack(plain.pack(taken.private()))
+    metric.update(torch.tensor(0.0))
+    metric.compute()
+    attributes.put(modules, taken)
+    assert (float(metric.min_val), float(metric.max_val)) == (1.0, 3.0)
+    assert metric._base_metric.weight == 1.0
+    fresh = Measured()
+    attributes.put_plain(list(fresh.modules()), sent)
+    assert (float(fresh.extremes.min_val), float(fresh.extremes.max_val)) == (1.0, 3.0)
+
+
+def test_a_tensor_that_cannot_travel_stays_as_it_was_built() -> None:
+    module = Module()
+    copies = Copies(module)
+    module.hidden = torch.eye(2).to_sparse()
+    module.count = 2
+    taken = take(module, copies)
+    assert plain.unpack(plain.pack(taken.private())) == [[0, [["count", 2]]]]
+    module.hidden = None
+    attributes.put(list(module.modules()), taken)
+    assert torch.equal(module.hidden.to_dense(), torch.eye(2))

@@ -46,7 +46,7 @@ def test_a_batch_that_is_done_again_and_again() -> None:
     window(rows, logger, 1)
     window(rows, logger, 2)
     assert logger.lines == EXPECTED
-    rows.release([logger])
+    rows.release()
     assert "log_metrics" not in vars(logger)
 
 
@@ -57,7 +57,7 @@ def test_a_replacement_that_goes_back_to_the_tail() -> None:
     window(rows, logger, 0)
     window(rows, logger, 1, "backward")
     for again in ("tail", "batch"):
-        rows.release([logger])
+        rows.release()
         rows = LoggerRows(store, [logger], newborn=True)
         logger.log_metrics({"hp_metric": -1}, 0)  # of its set-up, as its predecessor's
         rows.restored(again, 1)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_a_replacement_whose_predecessor_wrote_nothing_since() -> None:
     rows = LoggerRows(store, [logger], newborn=False)
     window(rows, logger, 0)
     rows.taken("batch", 1)
-    rows.release([logger])
+    rows.release()
     rows = LoggerRows(store, [logger], newborn=True)
     rows.restored("batch", 1)
     window(rows, logger, 1)

@@ -40,6 +40,11 @@ def data_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def write_count(tensor: Tensor) -> int:
+    """Return the `data_version`; -1 where torch keeps none, as for tensors made in inference mode."""
+    return -1 if tensor.is_inference() else data_version(tensor)
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Keeps schedulers from warning that they step before the optimizer: on a replacement it steps elsewhere."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -15,18 +15,20 @@ A tensor with a graph comes back without it. A graph that leads from one step in
 import operator
 from collections import deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_replica.attributes.travelling import from_plain, plain_values, to_plain
+from lightning_replica.attributes.plain_form import from_plain, plain_values, to_plain
 from lightning_replica.attributes.values import (
     ATOMS,
+    DEEP,
+    GENERATORS,
     LARGE_BYTES,
     MANY,
     Kept,
@@ -43,9 +45,22 @@ from lightning_replica.attributes.values import (
 
 __all__ = ["Copies", "Taken", "is_state", "put", "put_plain", "put_plain_into", "to_plain"]
 
+
+class _Bare(Metric):
+    """Has what every torchmetrics object has."""
+
+    def update(self) -> None:
+        """Have no state."""
+
+    def compute(self) -> None:
+        """Come to nothing."""
+
+
+# Not the user's, or put back by others: a metric's declared states by metrics.py.
 _OWN = frozenset(vars(pl.LightningModule()))
+_OWN_OF_METRICS = _OWN | frozenset(vars(_Bare()))
+_STATE = (list, tuple, dict, set, deque, np.ndarray, Tensor, *GENERATORS)
 _LARGE_ARRAY_BYTES = 2**18  # arrays do not say whether they were written to: they are copied in every snapshot
-_DEEP = 8  # containers in containers; below, they may contain themselves
 
 
 @dataclass
@@ -91,10 +106,12 @@ class Copies:
         for number, module in enumerate(modules):
             if number and _keeps_nothing(module):
                 continue
-            values: dict[str, Kept] = {}
-            for name, value in vars(module).items():
-                if name not in _OWN and (type(value) in ATOMS or is_state(value)):
-                    values[name] = value if type(value) in ATOMS else self._keep(value, former, not _is_large(value))
+            own = _own(module)
+            values = {
+                name: self._keep(value, former, not _is_large(value))
+                for name, value in vars(module).items()
+                if name not in own and is_state(value)
+            }
             taken.values[number] = values
             first = self._first.get(number, {})
             changed = {n: kept for n, kept in values.items() if n not in first or not same(kept, first[n])}
@@ -112,12 +129,11 @@ class Copies:
                 kept = KeptTensor(value, copied)
             self._tensors[id(value)] = kept
             return kept
-        if isinstance(value, (tuple, dict, set, list, deque)) and depth < _DEEP:
+        if isinstance(value, (tuple, dict, set, list, deque)) and depth < DEEP:
             return self._keep_container(value, former, copied, depth + 1)
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE_ARRAY_BYTES:
             return KeptArray(value, value.copy())
-        state = random_state(value)
-        return KeptObject(value) if state is None else KeptGenerator(value, state)
+        return KeptGenerator(value, random_state(value)) if isinstance(value, GENERATORS) else KeptObject(value)
 
     def _keep_container(self, value: Any, former: dict[int, KeptTensor], copied: bool, depth: int) -> Kept:
         items = list(value.values() if isinstance(value, dict) else value)
@@ -131,39 +147,40 @@ class Copies:
 def put(modules: Sequence[nn.Module], taken: Taken) -> None:
     """Puts back what this rank itself has taken; what has come into being since goes."""
     for number, saved in taken.values.items():
-        now = vars(modules[number])
-        for name in [name for name, value in now.items() if name not in saved and name not in _OWN and is_state(value)]:
+        now, own = vars(modules[number]), _own(modules[number])
+        for name in [name for name, value in now.items() if name not in saved and name not in own and is_state(value)]:
             del now[name]
         for name, kept in saved.items():
             if not _is_registered(modules[number], name):
                 now[name] = put_back_value(kept, name)
 
 
-def put_plain(modules: Sequence[nn.Module], sent: list[Any], device: torch.device) -> None:
+def put_plain(modules: Sequence[nn.Module], sent: list[Any]) -> None:
     """Puts what another rank has sent into a replacement; containers that are there already are filled."""
     for number, values in sent:
         module = modules[number]  # which may have made a parameter, a buffer or a submodule of what was an attribute
-        put_plain_into(vars(module), [pair for pair in values if not _is_registered(module, pair[0])], device)
+        put_plain_into(vars(module), [pair for pair in values if not _is_registered(module, pair[0])])
 
 
-def put_plain_into(attributes: dict[str, Any], sent: list[Any], device: torch.device) -> None:
+def put_plain_into(attributes: dict[str, Any], sent: list[Any]) -> None:
     """Puts pairs of a name and of what `to_plain` has made of its value."""
     for name, value in sent:
-        attributes[name] = from_plain(value, attributes.get(name), device)
+        attributes[name] = from_plain(value, attributes.get(name))
 
 
 def is_state(value: Any) -> bool:
     """Whether an attribute is state; other objects are not known well enough to be put back."""
-    if type(value) in ATOMS or isinstance(value, (list, tuple, dict, set, deque, np.ndarray)):
-        return True
-    return isinstance(value, Tensor) or random_state(value) is not None
+    return type(value) in ATOMS or isinstance(value, _STATE)
 
 
 def _keeps_nothing(module: nn.Module) -> bool:
     """Whether attributes are settings only: torch's own, unless a hook makes weights of it, as pruning does."""
-    if isinstance(module, Metric):
-        return True  # metrics.py
     return type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+
+
+def _own(module: nn.Module) -> AbstractSet[str]:
+    """The names of attributes that are not the user's, or that others put back."""
+    return _OWN_OF_METRICS | module._defaults.keys() if isinstance(module, Metric) else _OWN
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:

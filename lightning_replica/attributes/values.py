@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_replica.devices.host import HOST
+from lightning_replica._compat.torch import write_count
 from lightning_replica.errors import RecoveryError
 
 ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
 LARGE_BYTES: Final = 4 * 2**20
 MANY: Final = 1000  # items of a container; with more, it is copied without what they consist of
+DEEP: Final = 8  # containers in containers; below, they may contain themselves
+GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 Kept: TypeAlias = Any
 """An atom, or one of the classes below."""
@@ -27,40 +29,41 @@ class KeptTensor:
 
     def __init__(self, tensor: Tensor, copied: bool) -> None:
         self._ref = weakref.ref(tensor)
-        self._version = version_of(tensor)
-        registered = isinstance(tensor, (nn.Parameter, nn.Buffer))  # put back by others
-        self._has_graph = tensor.requires_grad and not tensor.is_leaf
-        self._itself = None if self._has_graph else tensor
-        self.content = tensor.detach().clone() if not registered and (copied or self._has_graph) else None
+        self._writes = write_count(tensor)
+        self._registered = isinstance(tensor, (nn.Parameter, nn.Buffer))  # put back by others
+        has_graph = tensor.requires_grad and not tensor.is_leaf
+        self._itself = None if has_graph else tensor
+        self._content = tensor.detach().clone() if not self._registered and (copied or has_graph) else None
         self.nbytes = tensor.numel() * tensor.element_size()
 
     def is_of(self, tensor: Tensor, copied: bool) -> bool:
         """Whether this is ``tensor`` as it is now."""
-        same = self._ref() is tensor and self._version == version_of(tensor) != -1
-        return same and (self.content is not None or not copied or isinstance(tensor, (nn.Parameter, nn.Buffer)))
+        same = self._ref() is tensor and self._writes == write_count(tensor) != -1
+        return same and (self._content is not None or not copied or self._registered)
 
     def put_back(self, name: str) -> Tensor:
         """The tensor itself, with what it held; or a copy, where it had a graph."""
         if self._itself is None:
-            assert self.content is not None
-            return self.content.clone()
-        if isinstance(self._itself, (nn.Parameter, nn.Buffer)) or version_of(self._itself) == self._version != -1:
+            return self.tensor.clone()
+        if self._registered or write_count(self._itself) == self._writes != -1:
             return self._itself
-        if self.content is None:
+        if self._content is None:
             raise RecoveryError(
                 f"{name!r} is a list of more than {LARGE_BYTES >> 20} MiB, and a tensor in it was written to in place:"
                 " what it held before is gone. Put a new tensor in its place, or keep it in a buffer."
             )
         with torch.no_grad():
-            self._itself.copy_(self.content)
-        self._version = version_of(self._itself)
+            self._itself.copy_(self._content)
+        self._writes = write_count(self._itself)
         return self._itself
 
-    def plain(self) -> list[Any]:
-        """For another rank: whether it lies on the host, and the contents."""
-        tensor = self._itself if self.content is None else self.content
-        assert tensor is not None
-        return ["tensor", tensor.device == HOST, tensor.detach()]
+    @property
+    def tensor(self) -> Tensor:
+        """What it held; the tensor itself where nobody has made a copy."""
+        tensor = self._itself if self._content is None else self._content
+        if tensor is None:
+            raise RuntimeError("A tensor with a graph was not copied.")
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,6 @@ class KeptObject:
         return self.itself
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What is plain data already."""
-
-    value: Any
-
-    def plain(self) -> Any:
-        """Return it."""
-        return self.value
-
-
 CLASSES: Final = (KeptTensor, KeptContainer, KeptTuple, KeptArray, KeptGenerator, KeptObject)
 
 
@@ -165,11 +157,6 @@ def same(a: Kept, b: Kept) -> bool:
     return type(a) in ATOMS and a == b
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return the number that grows whenever a tensor is written to; -1 if it has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def fill(container: Any, items: list[Any], keys: list[Any] | None) -> None:
     """Give a container other contents."""
     if isinstance(container, list):
@@ -187,22 +174,16 @@ def tuple_like(value: Any, items: list[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def random_state(value: Any) -> Any:
-    """Return the state of a generator of random numbers; None if ``value`` is none."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if isinstance(value, np.random.RandomState) else None
+def random_state(generator: Any) -> Any:
+    """Return the state of one of `GENERATORS`."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
 def set_random(generator: Any, state: Any) -> None:
-    """Put a generator where it was."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
+    """Put one of `GENERATORS` where it was."""
+    if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_replica._compat.loading import raise_deaths_of_workers, replace_check_for_deaths
+from lightning_replica.devices.exceptions import with_causes
 from lightning_replica.errors import WorkerDiedError
 
 _loading = False
@@ -45,6 +46,11 @@ def loading() -> Iterator[None]:
         yield
     finally:
         _loading = False
+
+
+def worker_died(error: BaseException) -> bool:
+    """Whether an exception says that a worker of a DataLoader has died."""
+    return any(isinstance(each, WorkerDiedError) for each in with_causes(error))
 
 
 def _check() -> None:

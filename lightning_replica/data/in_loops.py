@@ -40,16 +40,5 @@ def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     return exact_loaders(trainer.fit_loop.epoch_loop.val_loop._combined_loader)
 
 
-def drawing_loops(trainer: pl.Trainer) -> tuple[Any, Any]:
-    """The loops that make loaders: of the training, and of validations during it."""
-    return trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-
-
-def drawn_anew(trainer: pl.Trainer) -> list[Any]:
-    """How the loaders of either loop were made, where they are made again in the course of a fit."""
-    again: Any = trainer
-    return [loop.drawn for loop in drawing_loops(trainer)] if again.reload_dataloaders_every_n_epochs else []
-
-
 def _exact(loader: Any) -> ExactLoader:
     return loader if isinstance(loader, ExactLoader) else ExactLoader(loader, rng_state, set_rng_state)

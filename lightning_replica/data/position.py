@@ -3,11 +3,11 @@
 [Note: position]
 The position is the number of batches that the loop has taken in this iteration; the order of samples must be a
 function of seed, epoch, rank and world, as ``DistributedSampler`` makes it, or of the random state in which the
-iteration began, as ``RandomSampler`` makes it. Two ways lead back. A rank that was there keeps the batches since the
-last mark and yields them again, each followed by the random state in which it left the generators, because loading may
-draw random numbers. A new process, or a rank that has already begun another iteration or whose loader has raised,
-starts the loader again from the random state in which it was started (a DataLoader draws the seed of its workers there)
-and skips:
+iteration began, as ``RandomSampler`` makes it, or of what a sampler of the user's own kept then (samplers.py). Two ways
+lead back. A rank that was there keeps the batches since the last mark and yields them again, each followed by the
+random state in which it left the generators, because loading may draw random numbers. A new process, or a rank that has
+already begun another iteration or whose loader has raised, starts the loader again from the random state in which it
+was started (a DataLoader draws the seed of its workers there) and skips:
 
 - data with a length, in a DataLoader: indices are drawn and dropped, no skipped sample is loaded. Workers go on with
   the generators where they stood (workers.py), and every batch is loaded by the worker that would have loaded it;
@@ -40,11 +40,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_replica._compat.lightning import _set_sampler_epoch
+from lightning_replica.data.deaths import worker_died
 from lightning_replica.data.feed import END, Feed, put
 from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.data.samplers import Samplers
-from lightning_replica.devices.exceptions import with_causes
-from lightning_replica.errors import WorkerDiedError
 
 log = logging.getLogger(__name__)
 
@@ -136,15 +135,8 @@ class ExactLoader:
         workers = self._final_workers()
         if workers is None:  # they load on; whoever takes their place does so too
             return state._replace(before=())
-        return LoaderState(
-            0,
-            None,
-            self._generator_state(),
-            workers,
-            turn=state.turn,
-            seeded=state.seeded,
-            samplers=self._samplers.state(),
-        )
+        between = LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
+        return between._replace(workers=workers, seeded=state.seeded)
 
     def state_between_epochs(self, ahead: int = 0) -> LoaderState:
         """The same between epochs, where the next iteration may have begun; ``ahead`` batches of it are fetched."""
@@ -267,7 +259,7 @@ class ExactLoader:
             try:
                 return self._feed.next()
             except RuntimeError as error:
-                if not left or not any(isinstance(each, WorkerDiedError) for each in with_causes(error)):
+                if not left or not worker_died(error):
                     raise
                 log.warning("%s. Its loader begins again.", error)
             left -= 1

@@ -13,7 +13,6 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lightning_replica import attributes, plain
-from lightning_replica.devices.host import HOST
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +28,17 @@ class Samplers:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self._found = list(_foreign(loader))
 
     def state(self) -> bytes | None:
         """What they keep now; None if there are none. Objects that are not known stay as the script has made them."""
-        found = list(_foreign(self._loader))
-        return plain.pack([list(_kept(sampler)) for sampler in found]) if found else None
+        return plain.pack([list(_kept(sampler)) for sampler in self._found]) if self._found else None
 
     def put(self, state: bytes | None) -> None:
         """The inverse of `state`."""
         if state is not None:
-            for sampler, kept in zip(_foreign(self._loader), plain.unpack(state), strict=True):
-                attributes.put_plain_into(vars(sampler), kept, HOST)
+            for sampler, kept in zip(self._found, plain.unpack(state, placed=True), strict=True):
+                attributes.put_plain_into(vars(sampler), kept)
 
 
 def _kept(sampler: Any) -> Iterator[list[Any]]:

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "lightning_replica-"
+_PREFIX = "lightning_replica_spool-"  # nothing else may begin like this: it would be removed while it is in use
 _YOUNG_S = 60.0  # a directory of this age may be about to be locked
 
 

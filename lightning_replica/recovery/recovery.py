@@ -59,6 +59,9 @@ class Recovery:
         wait: Waits for a collective; raises if a peer is gone or the world moves on.
         options: When to give up.
         hook: Called at the end of each phase; raises `HookError` for a fault of its own.
+
+    Attributes:
+        planned_step: Where the newest plan leads to; -1 before the first. All that a replacement knows of the step.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Recovery:
         self._joining, self._left = False, 0  # `_left`: the generation in which this rank has trained last
         self._hook_failures, self._hook_said = 0, ""
         self._moves: list[Transferred] = []
+        self.planned_step = -1
 
     def committed(self, step: int, vector: tuple[float, ...]) -> None:
         """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
@@ -188,6 +192,7 @@ class Recovery:
         replaced = tuple(report.rank for report in reports if report.joining)
         check_settings(reports, host.settings_advice)
         plan = make_plan(reports, self._grid, self._options.max_tries)
+        self.planned_step = plan.step
         # Dealt with; should another rank raise from here on, not "every rank" has in one attempt.
         self._raised = self._device_said = ""
         if plan.resume:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_replica._compat.torch import data_version
+from lightning_replica._compat.torch import write_count
 from lightning_replica.digests import Digest, GuardMode, all_changed_alike, suspects
 from lightning_replica.errors import CorruptedShardError
 from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
@@ -72,7 +72,7 @@ class Region:
     def untouched(self) -> bool:
         """Whether the tensor is still there and torch knows of no write to it since."""
         tensor = self.tensor()
-        return tensor is not None and _writes(tensor) == self.writes
+        return tensor is not None and write_count(tensor) == self.writes
 
     def digest(self) -> int:
         """Of the words, as they are now."""
@@ -235,7 +235,7 @@ class Guard:
 def regions(listing: Listing, start: int, stop: int) -> list[Region]:
     """The words ``start`` to ``stop`` of all tensors in a row."""
     return [
-        Region(name, weakref.ref(tensor), _writes(tensor), low, high)
+        Region(name, weakref.ref(tensor), write_count(tensor), low, high)
         for name, tensor, low, high in listing.parts(start, stop)
     ]
 
@@ -274,10 +274,6 @@ def _sum(flat: Tensor, start: int, stop: int) -> int:
     if stop > max(start, whole):
         total += int.from_bytes(bytes(data[whole * _WORD :].tolist()), "little")
     return total
-
-
-def _writes(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else data_version(tensor)
 
 
 def _at_rest(changed: Sequence[str]) -> str:

@@ -81,8 +81,8 @@ def test_every_element_is_written_once_and_by_all(tmp_path: Path) -> None:
         "optimizer": 2 * numel["updated"],  # exp_avg and exp_avg_sq
     }
     assert sorted(by_rank) == [f"__{rank}_0.distcp" for rank in range(4)]
-    padding = 15 * len(metadata.state_dict_metadata)  # tensors begin at multiples of 16 elements
-    assert max(by_rank.values()) < sum(by_rank.values()) / 4 + padding
+    # In a network this small, a third is padding: parameters begin at multiples of 16 elements (layout.py).
+    assert max(by_rank.values()) < 1.6 * sum(by_rank.values()) / 4
     assert sorted(file.name for file in (tmp_path / "step").iterdir()) == sorted(
         [*by_rank, ".metadata", "contents.pt", "manifest.json", "plain.pt"]
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_replica.checkpoint.destination import destination
+from lightning_replica.checkpoint.location import Url
 from lightning_replica.launch import spool as module
 from lightning_replica.launch.spool import Spool
 
@@ -59,3 +61,12 @@ def test_what_a_killed_process_leaves_goes_with_the_next(old: bool, place: Path)
         make_old(left)
     Spool().close()
     assert left.exists() != old
+
+
+def test_what_others_keep_in_the_same_place_stays() -> None:
+    """Without a supervisor, a rank's files lie there until they are uploaded."""
+    with destination(Url("memory://runs/step")) as upload:
+        upload.begin(first=False)
+        make_old(upload.directory)
+        Spool().close()
+        assert upload.directory.is_dir()

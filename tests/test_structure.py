@@ -7,7 +7,7 @@ from torch.nn.utils import prune
 
 from lightning_replica._compat.tree import Tree
 from lightning_replica.errors import RecoveryError
-from lightning_replica.pruned import Structure, follow, names_of
+from lightning_replica.structure import Structure, follow, names_of
 
 
 def model() -> nn.Module:

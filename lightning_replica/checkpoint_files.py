@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_replica._compat.lightning import checkpoint_exists
 from lightning_replica.recovery.generation import Store
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.since import Since
+from lightning_replica.written import Written
 
 
-class FilesAgain:
+class CheckpointFiles:
     """What the checkpoint callbacks of a fit write. Rank 0 knows; the others ask it, as Lightning has them do.
 
     Args:
@@ -28,7 +28,7 @@ class FilesAgain:
     """
 
     def __init__(self, store: Store, callbacks: Sequence[Callback], newborn: bool, writes: bool) -> None:
-        self._since = Since(store, "checkpoints", newborn and writes)
+        self._written = Written(store, "checkpoints", newborn and writes)
         self._writes = writes
         self._callbacks = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -41,21 +41,21 @@ class FilesAgain:
 
     def taken(self, kind: Kind, step: int) -> None:
         """A snapshot is taken."""
-        self._since.taken(kind, step)
+        self._written.taken(kind, step)
 
     def restored(self, kind: Kind, step: int) -> None:
         """This rank goes back to a snapshot."""
-        self._since.restored(kind, step)
+        self._written.restored(kind, step)
 
     def is_written(self, path: str | os.PathLike[str]) -> None:
         """A checkpoint is about to be written; noted before, as the file may be there before anybody can say so."""
         if self._writes:
-            self._since.done(os.fspath(path))
+            self._written.add(os.fspath(path))
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
             there = self._writes and checkpoint_exists(callback, filepath)
-            there = there and not self._since.is_there(os.fspath(filepath))
+            there = there and not self._written.is_there(os.fspath(filepath))
             return bool(trainer.strategy.broadcast(there))
 
         return file_exists

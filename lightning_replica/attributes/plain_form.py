@@ -1,0 +1,145 @@
+"""Values as plain data, for another process.
+
+Atoms and tensors stand for themselves. Everything else is a list that begins with its kind.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_replica import plain
+from lightning_replica.attributes.values import (
+    ATOMS,
+    DEEP,
+    GENERATORS,
+    MANY,
+    Kept,
+    KeptArray,
+    KeptContainer,
+    KeptGenerator,
+    KeptObject,
+    KeptTensor,
+    KeptTuple,
+    fill,
+    random_state,
+    set_random,
+    tuple_like,
+)
+
+
+def plain_values(values: dict[int, dict[str, Kept]], limit: int | None) -> list[Any]:
+    """Return plain data for all that can travel and takes no more than ``limit`` bytes."""
+    sent: list[Any] = []
+    for number, attributes in values.items():
+        known = []
+        for name, kept in attributes.items():
+            try:
+                if limit is None or (_nbytes(kept) <= limit and _count(kept) <= MANY):
+                    known.append([name, kept_to_plain(kept)])
+            except plain.NotPlainError:
+                continue  # a replacement leaves it as it has built it
+        if known:
+            sent.append([number, known])
+    return sent
+
+
+def _nbytes(kept: Kept) -> int:
+    if isinstance(kept, KeptTensor):
+        return kept.nbytes
+    if isinstance(kept, (KeptContainer, KeptTuple)):
+        return sum(map(_nbytes, kept.items))
+    if isinstance(kept, Tensor):
+        return kept.numel() * kept.element_size()
+    return kept.content.nbytes if isinstance(kept, KeptArray) else 0
+
+
+def _count(kept: Kept) -> int:
+    if not isinstance(kept, (KeptContainer, KeptTuple)):
+        return 1
+    return len(kept.items) if len(kept.items) > MANY else 1 + sum(map(_count, kept.items))
+
+
+def kept_to_plain(kept: Kept) -> Any:
+    """Return plain data for a value as it was.
+
+    Raises:
+        NotPlainError: If it holds something of another kind.
+    """
+    if isinstance(kept, KeptTensor):
+        return to_plain(kept.tensor)
+    if isinstance(kept, KeptArray):
+        return to_plain(kept.content)
+    if isinstance(kept, KeptGenerator):
+        return ["random", to_plain(kept.state)]
+    if isinstance(kept, KeptTuple):
+        return _container(kept.itself, [kept_to_plain(item) for item in kept.items])
+    if isinstance(kept, KeptContainer):
+        return _container(kept.itself, [kept_to_plain(item) for item in kept.items], kept.keys)
+    return to_plain(kept.itself if isinstance(kept, KeptObject) else kept)
+
+
+def to_plain(value: Any, depth: int = 0) -> Any:
+    """Return plain data for a value as it is now; `from_plain` is the inverse.
+
+    Args:
+        value: The value.
+        depth: How many containers it is in.
+
+    Raises:
+        NotPlainError: If it holds something of another kind, or containers in more than `DEEP` containers.
+    """
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, Tensor) and plain.is_plain(value):
+        return value.detach()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return ["array", torch.from_numpy(value.copy())]
+    if isinstance(value, GENERATORS):
+        return ["random", to_plain(random_state(value), depth)]
+    if isinstance(value, (tuple, list, dict, set, deque)) and depth < DEEP:
+        keys, items = (list(value), value.values()) if isinstance(value, dict) else (None, value)
+        return _container(value, [to_plain(item, depth + 1) for item in items], keys)
+    raise plain.NotPlainError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _container(container: Any, sent: list[Any], keys: Sequence[Any] | None = None) -> list[Any]:
+    if keys is not None:
+        return ["dict", sent, [to_plain(key) for key in keys]]
+    if isinstance(container, deque):
+        return ["deque", sent, container.maxlen]
+    return ["tuple" if isinstance(container, tuple) else "list" if isinstance(container, list) else "set", sent]
+
+
+def from_plain(sent: Any, current: Any = None) -> Any:
+    """Return what was sent, in the container that is there if that is of its kind."""
+    if not isinstance(sent, list):
+        return sent
+    kind, content, *more = sent
+    if kind == "array":
+        array = content.numpy()
+        if isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array.shape, array.dtype):
+            current[...] = array
+            return current
+        return array
+    if kind == "random":
+        if isinstance(current, GENERATORS):
+            set_random(current, from_plain(content))
+        return current
+    if kind == "dict":
+        keys = [from_plain(key) for key in more[0]]
+        filled: dict[Any, Any] = current if isinstance(current, dict) else {}
+        known = dict(filled)
+        fill(filled, [from_plain(item, known.get(key)) for key, item in zip(keys, content, strict=True)], keys)
+        return filled
+    items = [from_plain(item) for item in content]
+    if kind == "tuple":
+        fits = isinstance(current, tuple) and len(current) == len(items)
+        return tuple_like(current, items) if fits else tuple(items)
+    made: Any = [] if kind == "list" else set() if kind == "set" else deque(maxlen=more[0])
+    container = current if isinstance(current, type(made)) else made
+    fill(container, items, None)
+    return container
