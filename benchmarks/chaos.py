@@ -103,7 +103,7 @@ def run_forked(line: list[str]) -> tuple[int, str]:
     """Runs the tool in this process, and every script that it starts in a fork of one that has imported torch."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from lightning_replica.cli.main import main as tool
-    from tests.wild.forked import ForkedPython
+    from tests.support.forked_python import ForkedPython
 
     def start(command: list[str], env: dict[str, str], stdout: Any, **_: Any) -> ForkedPython:
         return ForkedPython(list(command), os.getcwd(), dict(env), stdout.name)

@@ -1,12 +1,13 @@
 """The host state of a rank as recovery sees it: snapshots taken, sent, adopted, restored."""
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_replica import data_setup, plain, structure
+from lightning_replica import data_setup, plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
@@ -18,6 +19,7 @@ from lightning_replica.metrics import from_plain, to_plain
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.snapshot import Snapshot
+from lightning_replica.structure import Outline, Structure, follow
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +167,7 @@ class LightningHost:
             **taken.replicated,
             "frozen": frozen,
             "attributes": plain.pack(taken.attributes.whole()),
-            "names": structure.names_of(self._trainer.lightning_module),
+            "outline": asdict(Outline.of(self._trainer.lightning_module)),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
@@ -187,8 +189,8 @@ class LightningHost:
         self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         module = self._trainer.lightning_module
-        structure.follow(module, taken.replicated.pop("names"), taken.replicated["buffers"])
-        taken.structure = structure.Structure.of(Tree.of(module))
+        follow(module, Outline(**taken.replicated.pop("outline")), taken.replicated["buffers"])
+        taken.structure = Structure.of(Tree.of(module))
         parameters = dict(module.named_parameters())
         with torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():

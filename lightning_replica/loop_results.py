@@ -11,7 +11,7 @@ nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica.errors import RecoveryError
-from lightning_replica.structure import follow
+from lightning_replica.structure import Outline, follow
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class LoopResult:
     Attributes:
         replicated: The part of the snapshot that is the same on all ranks.
         private: The part that belongs to this rank.
+        outline: Names of the submodules and the parameters, see `structure.Outline`.
         shares: Of every parameter, by name, this rank's part of the flat values, in the host's memory.
         buffers: The names of all buffers.
         problem: Why there is no ``replicated``; empty if there is.
@@ -36,6 +37,7 @@ class LoopResult:
 
     replicated: bytes
     private: bytes
+    outline: dict[str, list[str]]
     shares: dict[str, Tensor]
     buffers: list[str]
     problem: str = ""
@@ -70,7 +72,7 @@ class LoopResults:
             replicated, private, problem = b"", b"", str(error)
         shares = {name: self._share(parameter).cpu().clone() for name, parameter in module.named_parameters()}
         buffers = [name for name, _ in module.named_buffers()]
-        self._kept = loop, LoopResult(replicated, private, shares, buffers, problem)
+        self._kept = loop, LoopResult(replicated, private, asdict(Outline.of(module)), shares, buffers, problem)
 
     def _share(self, parameter: Tensor) -> Tensor:
         flat = parameter.detach().reshape(-1)
@@ -101,7 +103,7 @@ class LoopResults:
             RecoveryError: If there is no such result.
         """
         results = [self._read(loop, rank) for rank in range(self._world_size)]
-        follow(module, list(results[0].shares), results[0].buffers)
+        follow(module, Outline(**results[0].outline), results[0].buffers)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 shares = [result.shares[name] for result in results if name in result.shares]

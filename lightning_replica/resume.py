@@ -24,6 +24,7 @@ was still to come, schedulers step, and hooks that would have seen its batch are
 
 import copy
 import io
+import logging
 import math
 from typing import Any
 
@@ -38,7 +39,10 @@ from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import all_gather_bytes
 from lightning_replica.snapshot import Place, Snapshot
+from lightning_replica.structure import grow, names_of_modules
 from lightning_replica.training import Training
+
+log = logging.getLogger(__name__)
 
 _BATCHES = "epoch_loop.batch_progress"
 _STEPS = "epoch_loop.automatic_optimization.optim_progress"
@@ -84,7 +88,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
     if groups.rank != 0:
         return {}
     return {
-        "host": {"place": "batch", **taken.replicated},
+        "host": {"place": "batch", **taken.replicated, "modules": names_of_modules(trainer.lightning_module)},
         "ranks": [plain.load(each) for each in everyone],
         "world_size": len(everyone),
         "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
@@ -107,7 +111,12 @@ def record_last(
     complete = len(privates) == world_size
     ranks = [Snapshot.of_private(taken.kind, taken.step, privates[rank]) for rank in range(world_size * complete)]
     return {
-        "host": {**taken.replicated, "place": place, "commit": commit if place == "tail" else ()},
+        "host": {
+            **taken.replicated,
+            "place": place,
+            "commit": commit if place == "tail" else (),
+            "modules": names_of_modules(trainer.lightning_module),
+        },
         "ranks": [_private(each) for each in ranks],
         "world_size": len(ranks),
         "samples": _samples(trainer, world_size, taken.replicated["loops"]),
@@ -156,10 +165,30 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         taken.loaders = [LoaderState.of(state) for state in private["loaders"]]
         taken.validation = [LoaderState.of(state) for state in private.get("validation", ())]
         taken.metric_states = private["metric_states"]
+        _follow(trainer.lightning_module, taken)
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
     return taken
+
+
+def _follow(module: pl.LightningModule, taken: Snapshot) -> None:
+    """Takes submodules into account that the script has added or left out since the checkpoint was written."""
+    host = taken.replicated
+    written = host.pop("modules", None)
+    if written is None:
+        return  # an earlier version's
+    grow(module, written)
+    own = names_of_modules(module)
+    if own == written:
+        return
+    log.warning(
+        "The module has other submodules than the one in the checkpoint (%s): the epoch's metrics begin anew here.",
+        ", ".join(sorted({*own} ^ {*written})[:5]) or "in another order",
+    )
+    training = dict(zip(written, host["training"], strict=True))
+    host["training"] = [training.get(name, submodule.training) for name, submodule in module.named_modules()]
+    host["metrics_known"], taken.results, taken.metric_states = False, [], []
 
 
 def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:

@@ -70,7 +70,7 @@ class Snapshot:
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
-        structure: Which of the module's tensors are pruned; None where a checkpoint held the snapshot.
+        structure: What the module consists of; None where a checkpoint held the snapshot.
     """
 
     kind: Kind
@@ -204,6 +204,7 @@ class Copies:
         self.buffers = BufferCopies()
         self.callbacks = CallbackStates()
         self.schedulers = States()
+        self.structure: Structure | None = None
         self._logged, self._own = Logged(), Own()
 
     def own(self, replicated: dict[str, Any]) -> bytes:
@@ -336,7 +337,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     taken.own = copies.own(replicated)
     taken.attributes = copies.attributes.take(tree.modules)
     taken.data_setups = data_setup.take(trainer)
-    taken.structure = Structure.of(tree)
+    taken.structure = copies.structure = Structure.of(tree, copies.structure)
     return taken
 
 

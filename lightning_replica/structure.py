@@ -1,16 +1,17 @@
-"""The structure of a model that is pruned while it trains: ranks that go back and ranks that are new follow it.
+"""The structure of a model that changes while it trains: ranks that go back and ranks that are new follow it.
 
 `torch.nn.utils.prune` turns a parameter ``weight`` into a parameter ``weight_orig``, a buffer ``weight_mask`` and a
-hook; the parameter is the same, but comes last among its module's. A rank that goes back over this has to undo it, one
-that goes back over `prune.remove` has to do it again, and a replacement, whose script has built the model as it was
-before training, has to catch up. All this comes before anything is put back by name or by order. Masks are put back
-with all other buffers.
+hook; the parameter is the same, but comes last among its module's. `torchmetrics.MetricTracker` gets another submodule
+whenever it is told to. A rank that goes back over this has to undo it, one that goes back over `prune.remove` has to do
+it again, and a replacement, whose script has built the model as it was before training, has to catch up. All this comes
+before anything is put back by name or by order. Masks are put back with all other buffers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
+from torchmetrics import MetricTracker
 
 from lightning_replica._compat.pruning import Pruned, arrange, prune_nothing
 from lightning_replica._compat.tree import Tree
@@ -19,24 +20,36 @@ from lightning_replica.errors import RecoveryError
 
 @dataclass(frozen=True)
 class Structure:
-    """What of a model pruning changes, at one point.
+    """What of a model may change, at one point.
 
     Attributes:
+        modules: In the order of ``modules()``.
+        children: Of each of these.
         parameters: In the order of ``parameters()``.
         pruned: Which tensors are pruned.
     """
 
+    modules: list[nn.Module]
+    children: list[dict[str, nn.Module | None]]
     parameters: list[nn.Parameter]
     pruned: list[Pruned]
 
     @classmethod
-    def of(cls, tree: Tree) -> "Structure":
-        """Return that of a tree. It is asked for twice a step, and costs nothing where nothing is pruned."""
-        return cls(tree.parameters, Pruned.among(tree.modules))
+    def of(cls, tree: Tree, former: "Structure | None" = None) -> "Structure":
+        """Return that of a tree; it is asked for twice a step, so ``former`` gives what has not changed since."""
+        if former is not None and former.modules == tree.modules:
+            children = former.children
+        else:
+            children = [dict(module._modules) for module in tree.modules]
+        return cls(tree.modules, children, tree.parameters, Pruned.among(tree.modules))
 
     def put_back(self, module: nn.Module) -> None:
         """Give the structure to ``module`` again, where it has another one by now."""
-        modules = list(module.modules())
+        if list(module.modules()) != self.modules:
+            for parent, children in zip(self.modules, self.children, strict=True):
+                parent._modules.clear()
+                parent._modules.update(children)
+        modules = self.modules
         before = {tensor.key: tensor for tensor in self.pruned}
         now = {tensor.key: tensor for tensor in Pruned.among(modules)}
         for key, tensor in now.items():
@@ -50,58 +63,82 @@ class Structure:
         arrange(modules, self.parameters)
 
 
-def names_of(module: nn.Module) -> list[str]:
-    """Return the names of all parameters, in their order, which a replacement is to `follow`."""
-    return [name for name, _ in module.named_parameters()]
+@dataclass(frozen=True)
+class Outline:
+    """What a replacement is to `follow`: the names of all submodules and parameters, in their order."""
+
+    modules: list[str]
+    parameters: list[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Outline":
+        """Return that of a module."""
+        return cls(names_of_modules(module), [name for name, _ in module.named_parameters()])
 
 
-def follow(module: nn.Module, names: Sequence[str], buffers: Collection[str]) -> None:
+def names_of_modules(module: nn.Module) -> list[str]:
+    """Return the names of all submodules, in their order."""
+    return [name for name, _ in module.named_modules()]
+
+
+def follow(module: nn.Module, outline: Outline, buffers: Collection[str]) -> None:
     """Give a replacement's model the structure that it has in the processes that have trained it.
 
     Args:
         module: As the script has built it.
-        names: The parameters that it has there, in their order.
+        outline: As it is there.
         buffers: The buffers that it has there.
 
     Raises:
-        RecoveryError: If more than pruning has changed the parameters.
+        RecoveryError: If it has changed in a way that is not known here.
     """
-    own = names_of(module)
-    if own == list(names):
+    grow(module, outline.modules)
+    if names_of_modules(module) != outline.modules:
+        raise _changed("submodules", outline.modules, names_of_modules(module))
+    own = Outline.of(module).parameters
+    if own == outline.parameters:
         return
     for tensor in Pruned.among(module.modules()):
         path = next(path for path, submodule in module.named_modules() if submodule is tensor.module)
-        if _join(path, f"{tensor.name}_orig") not in names:
+        if _join(path, f"{tensor.name}_orig") not in outline.parameters:
             tensor.undo()
     for name in own:
-        if f"{name}_orig" in names and name not in names and f"{name}_mask" in buffers:
+        if f"{name}_orig" in outline.parameters and name not in outline.parameters and f"{name}_mask" in buffers:
             path, _, tensor_name = name.rpartition(".")
             prune_nothing(module.get_submodule(path), tensor_name)
     parameters = dict(module.named_parameters())
-    if parameters.keys() != set(names):
-        raise _changed(set(names), set(parameters))
-    arrange(module.modules(), [parameters[name] for name in names])
-    if names_of(module) != list(names):
-        raise RecoveryError(
-            "The structure of the model has changed in training: its parameters come in another order than in a process"
-            f" that runs the script again, {_some(names)} instead of {_some(names_of(module))}. Register submodules and"
-            " parameters when the model is made, or in `configure_model`."
-        )
+    if parameters.keys() != set(outline.parameters):
+        raise _changed("parameters", outline.parameters, parameters)
+    arrange(module.modules(), [parameters[name] for name in outline.parameters])
+    if Outline.of(module) != outline:
+        raise _changed("parameters", outline.parameters, Outline.of(module).parameters)
+
+
+def grow(module: nn.Module, names: Collection[str]) -> None:
+    """Tell metric trackers to begin as many metrics as they have where ``names`` of submodules come from."""
+    for path, tracker in list(module.named_modules()):
+        if isinstance(tracker, MetricTracker):
+            while _join(path, str(len(tracker))) in names:
+                tracker.increment()
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _changed(there: set[str], here: set[str]) -> RecoveryError:
+def _changed(what: str, there: Collection[str], here: Collection[str]) -> RecoveryError:
+    more, fewer = ([name for name in a if name not in b] for a, b in ((there, here), (here, there)))
+    if more or fewer:
+        difference = f"have the {what} {_some(more)}, a process that runs the script again has {_some(fewer)} instead"
+    else:
+        difference = f"have the {what} in the order {_some(there)}, a process that runs the script again {_some(here)}"
     return RecoveryError(
         "The structure of the model has changed in training, so a lost rank cannot be replaced: the ranks that trained"
-        f" have the parameters {_some(sorted(there - here))}, a process that runs the script again has"
-        f" {_some(sorted(here - there))} instead. Make all parameters when the model is made, or in `configure_model`;"
-        " of what changes in training, only `torch.nn.utils.prune` is followed."
+        f" {difference}. Make all submodules and parameters when the model is made, or in `configure_model`; of what"
+        " changes in training, only `torch.nn.utils.prune` and torchmetrics' `MetricTracker` are followed."
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:5])
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

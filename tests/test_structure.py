@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker
 
 from lightning_replica._compat.tree import Tree
 from lightning_replica.errors import RecoveryError
-from lightning_replica.structure import Structure, follow, names_of
+from lightning_replica.structure import Outline, Structure, follow
 
 
 def model() -> nn.Module:
@@ -23,7 +24,7 @@ def described(net: nn.Module) -> list[object]:
     plain = [sorted(name for name in vars(module) if not name.startswith("_")) for module in net.modules()]
     own = [list(module._parameters) for module in net.modules()]
     buffers = [name for name, _ in net.named_buffers()]
-    return [hooks, plain, own, names_of(net), buffers, list(map(id, net.parameters()))]
+    return [hooks, plain, own, Outline.of(net), buffers, list(map(id, net.parameters()))]
 
 
 def prune_two(net: nn.Module) -> None:
@@ -61,14 +62,54 @@ def test_one_that_was_built_anew_follows() -> None:
     trained, built = model(), model()
     prune_two(trained)
     prune.remove(trained[2], "weight")
-    follow(built, names_of(trained), dict(trained.named_buffers()))
+    follow(built, Outline.of(trained), dict(trained.named_buffers()))
     assert described(built)[:-1] == described(trained)[:-1]
-    follow(trained, names_of(model()), dict(model().named_buffers()))
-    assert names_of(trained) == names_of(model())
+    follow(trained, Outline.of(model()), dict(model().named_buffers()))
+    assert Outline.of(trained) == Outline.of(model())
 
 
 def test_any_other_difference_is_named() -> None:
     trained = model()
     nn.utils.spectral_norm(trained[0])
     with pytest.raises(RecoveryError, match=r"has changed in training.*'0.weight_orig'.* has '0.weight' instead"):
-        follow(model(), names_of(trained), dict(trained.named_buffers()))
+        follow(model(), Outline.of(trained), dict(trained.named_buffers()))
+
+
+class Tracked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MetricCollection([MeanMetric(), MaxMetric()]), maximize=[True, True])
+        self.last = nn.Identity()
+
+
+def test_metrics_that_a_tracker_has_begun_go() -> None:
+    net = Tracked()
+    net.tracker.increment()
+    modules = list(net.modules())
+    first = Structure.of(Tree.of(net))
+    net.tracker.increment()
+    second = Structure.of(Tree.of(net), first)
+    net.last = nn.ReLU()
+    for _ in range(2):
+        first.put_back(net)
+        assert list(net.modules()) == modules
+        assert net.tracker.n_steps == 1
+        second.put_back(net)
+        assert net.tracker.n_steps == 2
+        assert isinstance(net.last, nn.Identity)
+
+
+def test_a_tracker_that_was_built_anew_follows() -> None:
+    trained, built = nn.Sequential(Tracked()), nn.Sequential(Tracked())
+    for _ in range(12):
+        trained[0].tracker.increment()
+    follow(built, Outline.of(trained), {})
+    assert Outline.of(built) == Outline.of(trained)
+    assert built[0].tracker.n_steps == 12
+
+
+def test_another_submodule_is_named() -> None:
+    trained = model()
+    trained.late = nn.ReLU()
+    with pytest.raises(RecoveryError, match=r"have the submodules 'late', a process.* has none instead"):
+        follow(model(), Outline.of(trained), {})

@@ -3,16 +3,14 @@
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tests.wild.forked import ForkedPython
+from tests.support.forked_python import ForkedPython
 from tests.wild.kill import Kill
 from tests.wild.outcome import Outcome
 
@@ -42,22 +40,20 @@ class Script:
     ddp: str = ""
     varies: str = ""
 
-    def run(self, strategy: str, out: Path, kill: Kill | None = None, forked: bool = False) -> Outcome:
+    def run(self, strategy: str, out: Path, kill: Kill | None = None) -> Outcome:
         """Runs the script to its end, in a working directory of its own.
 
         Args:
             strategy: "ddp" or "replica_zero".
             out: Where everything goes.
             kill: What befalls it.
-            forked: Whether its Pythons are forked, which saves their start.
         """
         work = out / "work"
         work.mkdir(parents=True)
         self.prepare(work)
         line = [sys.executable, str(HERE / self.path), *(a.format(strategy=strategy) for a in self.arguments)]
         with Output(out / "output", self.terminal) as output:
-            start = ForkedPython if forked else _start_python
-            process = start(line, str(work), self._environment(strategy, out), output.name)
+            process = ForkedPython(line, str(work), self._environment(strategy, out), output.name)
             late = threading.Timer(_LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
             late.start()
             try:
@@ -116,10 +112,3 @@ def _copy(terminal: int, path: Path) -> None:
     with os.fdopen(terminal, "rb", buffering=0) as source, path.open("wb") as target, suppress(OSError):
         while data := source.read(65536):
             target.write(data)
-
-
-def _start_python(line: list[str], cwd: str, environment: dict[str, str], output: str) -> Any:
-    with open(output, "ab", buffering=0) as file:
-        return subprocess.Popen(
-            line, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )

@@ -8,7 +8,7 @@ import pytest
 
 from tests.wild.kill import Kill
 from tests.wild.outcome import Outcome
-from tests.wild.table import LIKE_DDP, REAL, SAMPLE, SCRIPTS
+from tests.wild.table import LIKE_DDP, SAMPLE, SCRIPTS
 
 SEEDS = range(int(os.environ.get("WILD_SEEDS", "5")))
 Run = Callable[[str, str], Outcome]
@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             pytest.skip(f"{missing[0]} names no directory with that package")
         if (name, strategy) not in known:
             out = tmp_path_factory.mktemp(f"{name}-{strategy}")
-            known[name, strategy] = SCRIPTS[name].run(strategy, out, forked=name != REAL)
+            known[name, strategy] = SCRIPTS[name].run(strategy, out)
         return known[name, strategy]
 
     return once
@@ -53,7 +53,7 @@ def killed_like_untouched(name: str, rank: int, seed: int, run: Run, out: Path) 
     untouched = run(name, "replica_zero")
     assert untouched.code == 0, untouched.output
     kill = Kill.choose(untouched, rank, f"{name} {rank} {seed}")
-    killed = SCRIPTS[name].run("replica_zero", out, kill, forked=name != REAL)
+    killed = SCRIPTS[name].run("replica_zero", out, kill)
     assert killed.code == 0, f"{kill}\n{killed.output}"
     assert f"Rank {rank} died (SIGKILL)" in killed.output
     assert killed.differences(untouched, SCRIPTS[name].varies) == [], f"{kill}\n{killed.output}"

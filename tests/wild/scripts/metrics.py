@@ -6,7 +6,7 @@ import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMaxMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker, MinMaxMetric
 from torchmetrics.aggregation import CatMetric, RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
@@ -25,10 +25,14 @@ class Measured(L.LightningModule):
         self.recent = RunningMean(window=5)
         self.every = CatMetric(sync_on_compute=False)
         self.best = MaxMetric()
+        self.tracker = MetricTracker(MeanMetric(sync_on_compute=False), False)  # has another submodule after each epoch
 
     def step(self, batch):
         logits = self.net(batch[0])
         return nn.functional.cross_entropy(logits, batch[1]), logits
+
+    def on_train_epoch_start(self):
+        self.tracker.increment()
 
     def training_step(self, batch, batch_idx):
         loss, logits = self.step(batch)
@@ -39,11 +43,13 @@ class Measured(L.LightningModule):
         self.recent(loss)
         self.log("recent", self.recent)
         self.every.update(loss)
+        self.tracker.update(loss)
         return loss
 
     def on_train_epoch_end(self):
         self.log("spread", self.every.compute().std())  # of rank 0
         self.every.reset()
+        self.log("lowest", self.tracker.best_metric(), sync_dist=True)
 
     def validation_step(self, batch, batch_idx):
         loss, logits = self.step(batch)

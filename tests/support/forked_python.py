@@ -1,7 +1,7 @@
 """``python script.py`` without the seconds that Python takes to import torch and Lightning.
 
 A process forked from one that has imported them becomes the script: same command line, directory, environment, output,
-``__main__``. Pythons that the script starts are forked in the same way. For sweeps; other tests start real ones.
+``__main__``. Pythons that the script starts are forked in the same way. Tests of how a job starts start real ones.
 """
 
 import os
