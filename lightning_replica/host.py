@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from lightning_replica import data_setup, plain
 from lightning_replica import snapshot as snapshots
@@ -15,6 +16,7 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
+from lightning_replica.frozen import FrozenCopies
 from lightning_replica.metrics import from_plain, to_plain
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.state import ShardedState
@@ -36,6 +38,7 @@ class LightningHost:
     def __init__(self, trainer: pl.Trainer, state: ShardedState, device: Device) -> None:
         self._trainer, self._state, self._device = trainer, state, device
         self._copies = snapshots.Copies(trainer.lightning_module)
+        self._frozen = FrozenCopies(self._trained)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._loss: tuple[int, Any] = (0, None)
         self._passed = -1
@@ -122,7 +125,13 @@ class LightningHost:
 
     def _take(self, kind: Kind, step: int) -> Snapshot:
         with self._device.fence:  # a copy that was cut short would be taken for one
-            return snapshots.take(self._trainer, self._device, kind, step, self._copies)
+            taken = snapshots.take(self._trainer, self._device, kind, step, self._copies)
+            if taken.structure is not None:
+                taken.frozen = self._frozen.take(taken.structure.parameters, kind == "batch")
+            return taken
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for buffers in self._state.buffers for parameter in buffers.parameters]
 
     def _keep(self, taken: Snapshot) -> Snapshot:
         self._held[taken.kind, taken.step] = taken
@@ -157,7 +166,7 @@ class LightningHost:
     def export(self, kind: Kind, step: int) -> bytes:
         """The replicated part, with the parameters that no shard holds."""
         taken = self._held[kind, step]
-        trained = {id(parameter) for buffers in self._state.buffers for parameter in buffers.parameters}
+        trained = {id(parameter) for parameter in self._trained()}
         frozen = {
             name: parameter.detach()
             for name, parameter in self._trainer.lightning_module.named_parameters()
@@ -206,6 +215,7 @@ class LightningHost:
         taken = self._held[kind, step]
         if taken.structure is not None:
             taken.structure.put_back(self._trainer.lightning_module)
+        self._frozen.put_back(taken.frozen)
         snapshots.restore_groups(self._trainer, taken)
 
     def restore(self, kind: Kind, step: int) -> None:
@@ -216,6 +226,8 @@ class LightningHost:
         modules = list(self._trainer.lightning_module.modules())
         if taken.sent:  # from now on it is this rank's own, and may be sent on
             taken.attributes, taken.sent = self._copies.attributes.take(modules), ()
+            self._frozen = FrozenCopies(self._trained)
+            taken.frozen = self._frozen.take(list(self._trainer.lightning_module.parameters()), window=False)
         self._rewind(taken)
         for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
             (loader.inherit if self._adopted else loader.return_to)(state)

@@ -32,6 +32,7 @@ from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.data_setup import DataSetup
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
+from lightning_replica.frozen import FrozenValues
 from lightning_replica.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.module_buffers import BufferCopies
 from lightning_replica.own_states import Logged, Own, States
@@ -70,6 +71,7 @@ class Snapshot:
         sent: On a replacement, what its peer had in these, and over it, what its predecessor had.
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
+        frozen: What parameters held that no shard holds, as far as they change; likewise.
         structure: What the module consists of; None where a checkpoint held the snapshot.
     """
 
@@ -91,6 +93,7 @@ class Snapshot:
     own: bytes = b""
     schedulers: list[Any] | None = None
     structure: Structure | None = None
+    frozen: FrozenValues = field(default_factory=list)
 
     @property
     def place(self) -> Place | None:

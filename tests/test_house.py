@@ -21,7 +21,7 @@ LAYERS = [
     ["recovery"],
     ["checkpoint"],
     ["launch"],
-    ["attributes", "loop_results", "succession", "written"],
+    ["attributes", "frozen", "loop_results", "succession", "written"],
     ["data"],
     [
         "agreement",
