@@ -172,7 +172,7 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         fetcher = self._data_fetcher
         if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
             take_out(fetcher._combined_loader)
-        put_in(self._combined_loader)
+        put_in(self._combined_loader, noted=True)
 
     def _skips(self, loaded: Snapshot | None) -> bool:
         """Whether there is nothing to train; an epoch that is under way is brought to its end.

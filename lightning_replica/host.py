@@ -13,7 +13,7 @@ from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica._compat.tree import Tree
-from lightning_replica.data.in_loops import training_loaders, validation_loaders
+from lightning_replica.data.in_loops import training_fetches, training_loaders, validation_loaders
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.frozen import FrozenCopies
@@ -54,7 +54,7 @@ class LightningHost:
         if loaded is not None:
             for key in ("place", "metrics_known", "commit", "schedulers_due"):
                 taken.replicated[key] = loaded.replicated.get(key)
-            taken.loaders, taken.loss = loaded.loaders, loaded.loss
+            taken.loaders, taken.fetching, taken.loss = loaded.loaders, loaded.fetching, loaded.loss
             taken.batch, taken.output = loaded.batch, loaded.output
         if self._trainer.is_global_zero:
             self._warn_of(taken)
@@ -104,9 +104,7 @@ class LightningHost:
         return self._keep(self._take("batch", step))
 
     def _mark(self) -> None:
-        ahead = snapshots.fetched_ahead(self._trainer)
-        for loader in training_loaders(self._trainer):
-            loader.mark(ahead)
+        training_fetches(self._trainer).mark(snapshots.fetched_ahead(self._trainer))
 
     def closure_output(self) -> dict[str, Any]:
         """What the closure of automatic optimization has returned."""
@@ -258,6 +256,7 @@ class LightningHost:
             else:
                 loader.inherit(state)
         if any(state.begun is not None and not state.batches for state in taken.loaders):
+            training_fetches(self._trainer).expect(taken.fetching)
             fetcher: Any = self._trainer.fit_loop._data_fetcher
             iter(fetcher)
 
@@ -265,9 +264,9 @@ class LightningHost:
         """Puts the data back; where hooks want to see the batch before, that is fetched again."""
         fit_loop = self._trainer.fit_loop
         epoch = epoch_of(fit_loop)
-        for loader, state in zip(training_loaders(self._trainer), taken.loaders, strict=True):
+        for loader in training_loaders(self._trainer):
             _set_sampler_epoch(loader, epoch)
-            loader.rewind(state)
+        training_fetches(self._trainer).rewind(taken.loaders, taken.fetching)
         fetcher: Any = fit_loop._data_fetcher
         iter(fetcher)
         again = taken.ends_with_batch

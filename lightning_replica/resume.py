@@ -34,7 +34,8 @@ import torch
 from lightning_replica import plain
 from lightning_replica import snapshot as snapshots
 from lightning_replica._compat.tree import Tree
-from lightning_replica.data.in_loops import training_loaders
+from lightning_replica.data.fetches import Fetching
+from lightning_replica.data.in_loops import training_fetches, training_loaders
 from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.session import Session
 from lightning_replica.sharding.collectives import all_gather_bytes
@@ -80,7 +81,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         snapshots.take_private(trainer, taken, tree)
         if host["place"] in (None, "epoch_end"):
             ahead = snapshots.fetched_ahead(trainer)
-            taken.loaders = [loader.state_between_epochs(ahead) for loader in training_loaders(trainer)]
+            taken.loaders, taken.fetching = training_fetches(trainer).state_between_epochs(ahead)
     buffer = io.BytesIO()
     torch.save(_private(taken), buffer)
     groups = training.groups
@@ -142,6 +143,7 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "rng": taken.rng,
         "results": taken.results,
         "loaders": [tuple(state) for state in taken.loaders],
+        "fetching": tuple(taken.fetching),
         "validation": [tuple(state) for state in taken.validation],
         "loss": taken.loss,
         "metric_states": taken.metric_states,
@@ -163,7 +165,8 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
         taken = Snapshot("tail", 0, host, private["rng"], private["results"], loss=private["loss"], fresh=True)
         taken.loaders = [LoaderState.of(state) for state in private["loaders"]]
-        taken.validation = [LoaderState.of(state) for state in private.get("validation", ())]
+        taken.fetching = Fetching.of(private["fetching"])
+        taken.validation = [LoaderState.of(state) for state in private["validation"]]
         taken.metric_states = private["metric_states"]
         _follow(trainer.lightning_module, taken)
     else:

@@ -27,7 +27,8 @@ from lightning_replica.callback_state import (
     follow_weight_averaging,
     restore_callbacks,
 )
-from lightning_replica.data.in_loops import training_loaders, validation_loaders
+from lightning_replica.data.fetches import Fetching
+from lightning_replica.data.in_loops import training_fetches, validation_loaders
 from lightning_replica.data.loader_state import LoaderState
 from lightning_replica.data_setup import DataSetup
 from lightning_replica.devices.interface import Device
@@ -61,6 +62,7 @@ class Snapshot:
         results: Metrics under way, as `metrics.export_results` gives them.
         loss: The training step's loss, as `metrics.to_plain` gives it; only in a tail.
         loaders: Where the training loaders stand; in a tail, before the step's last batch.
+        fetching: How far the fetching from these has come; likewise.
         validation: What lasts of validation loaders from one validation to the next.
         fresh: Whether this fit has yet to begin: the tail before its first step.
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
@@ -81,6 +83,7 @@ class Snapshot:
     rng: bytes
     results: list[dict[str, Any]]
     loaders: list[LoaderState] = field(default_factory=list)
+    fetching: Fetching = Fetching()
     validation: list[LoaderState] = field(default_factory=list)
     loss: list[Any] | None = None
     fresh: bool = False
@@ -111,7 +114,7 @@ class Snapshot:
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
         kept = plain.pack(self.attributes.private()) if self.attributes.changed else b""
-        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, setups]
+        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, setups, list(self.fetching)]
         return plain.pack_lists([self.rng, self.results, *loaders, *rest])
 
     def _packed_states(self) -> bytes:
@@ -149,9 +152,10 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """The private part alone, from what `private_bytes` gave."""
-        rng, results, loaders, validation, loss, fresh, states, kept, own, setups = plain.unpack(private)
+        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching = plain.unpack(private)
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
+        taken.fetching = Fetching.of(fetching)
         taken.metric_states = plain.unpack(states) if states else []
         taken.sent = (plain.unpack(kept, placed=True),) if kept else ()
         taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
@@ -350,7 +354,7 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapsho
     snapshot.metric_states = copy_states(tree.modules)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
-    snapshot.loaders = [loader.state(back) for loader in training_loaders(trainer)]
+    snapshot.loaders, snapshot.fetching = training_fetches(trainer).state(back)
     snapshot.validation = [loader.state_between() for loader in validation_loaders(trainer)]
     return snapshot
 

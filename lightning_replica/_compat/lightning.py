@@ -74,6 +74,7 @@ __all__ = [
     "_set_num_threads_if_needed",
     "_set_sampler_epoch",
     "checkpoint_exists",
+    "combining_state",
     "continue_csv",
     "device_is_a_guess",
     "dump_checkpoint",
@@ -82,6 +83,7 @@ __all__ = [
     "leave_config_unsaved",
     "let_config_be_saved_again",
     "load_loops",
+    "put_combining_state",
     "rerun_command",
     "save_loops",
     "walk_loops",
@@ -169,6 +171,22 @@ def epoch_of(fit_loop: _FitLoop) -> int:
 def iterate_instead(combined: CombinedLoader, loaders: list[Any]) -> None:
     """Has ``combined`` iterate ``loaders``; whoever asks for its ``iterables`` still gets those that it was made of."""
     combined._flattened = loaders
+
+
+def combining_state(combined: CombinedLoader) -> dict[str, Any]:
+    """How far the iterator of a combined loader has come, whatever its mode, beside what its loaders know."""
+    known: dict[str, Any] = vars(combined._iterator) if combined._iterator is not None else {}
+    state = {name: known[name] for name in ("_idx", "_iterator_idx", "_consumed") if name in known}
+    return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
+
+
+def put_combining_state(combined: CombinedLoader, state: dict[str, Any]) -> None:
+    """The inverse of `combining_state`, on an iterator that has just begun."""
+    iterator: Any = combined._iterator
+    for name, value in state.items():
+        setattr(iterator, name, list(value) if isinstance(value, list) else value)
+    if state.get("_iterator_idx"):
+        iterator._load_current_iterator()
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:

@@ -6,20 +6,30 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_replica._compat.lightning import iterate_instead
+from lightning_replica.data.fetches import Fetches, fetches_of, forget, note
 from lightning_replica.data.position import ExactLoader
 from lightning_replica.devices.host import rng_state, set_rng_state
 
 
-def put_in(combined: CombinedLoader | None) -> None:
-    """Has ``combined`` iterate exact loaders in place of those that it has, with all that was done to them."""
+def put_in(combined: CombinedLoader | None, noted: bool = False) -> None:
+    """Has ``combined`` iterate exact loaders in place of those that it has, with all that was done to them.
+
+    Args:
+        combined: What a loop iterates.
+        noted: Whether fetches are noted: it will be put back to the middle of an iteration.
+    """
     if combined is not None:
-        iterate_instead(combined, [_exact(loader) for loader in combined.flattened])
+        exact = [_exact(loader) for loader in combined.flattened]
+        iterate_instead(combined, exact)
+        if noted:
+            note(combined, exact)
 
 
 def take_out(combined: CombinedLoader | None) -> None:
     """Leaves no workers behind, and ``combined``, which may be the user's, as it would be without us."""
     if combined is not None:
         loaders = combined.flattened
+        forget(combined)
         for loader in exact_loaders(combined):
             loader.close()
         iterate_instead(combined, [each.loader if isinstance(each, ExactLoader) else each for each in loaders])
@@ -33,6 +43,12 @@ def exact_loaders(combined: CombinedLoader | None) -> list[ExactLoader]:
 def training_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     """Those of the training."""
     return exact_loaders(trainer.fit_loop._combined_loader)
+
+
+def training_fetches(trainer: pl.Trainer) -> Fetches:
+    """What they have been asked for."""
+    combined = trainer.fit_loop._combined_loader
+    return fetches_of(combined) or Fetches(combined, [])
 
 
 def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:

@@ -14,7 +14,6 @@ class LoaderState(NamedTuple):
         workers: Random state of each worker: after its last batch; where no index can be left out, when the iteration
             began. None for one that has drawn nothing since it was seeded.
         reused: Whether the iteration goes on with workers of the one before, which draws no seed for them.
-        before: Random states before the next batches were loaded, as far as they have been; empty where workers load.
         turn: How many iterations had begun before this one.
         epoch: What the sampler took for the epoch; None if it knows of none.
         first: Random state before the first batch was loaded; None if it has not been, or where workers load.
@@ -27,7 +26,6 @@ class LoaderState(NamedTuple):
     generator: bytes | None = None
     workers: tuple[bytes | None, ...] = ()
     reused: bool = False
-    before: tuple[bytes, ...] = ()
     turn: int = 0
     epoch: int | None = None
     first: bytes | None = None
@@ -38,4 +36,4 @@ class LoaderState(NamedTuple):
     def of(cls, plain: Iterable[Any]) -> "LoaderState":
         """The inverse of ``list``: sequences may have become lists on the way."""
         state = cls(*plain)
-        return state._replace(workers=tuple(state.workers), before=tuple(state.before))
+        return state._replace(workers=tuple(state.workers))

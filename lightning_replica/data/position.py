@@ -58,7 +58,7 @@ class _Kept(NamedTuple):
     Attributes:
         batch: The batch.
         before: Where the loader stood before it.
-        random: Random state of this process then.
+        random: Random state of this process then, if it was the first of its iteration and no worker loads.
         reported: Random state that the worker has reported with it.
         after: Random state of this process after it was loaded.
     """
@@ -114,16 +114,14 @@ class ExactLoader:
 
     # Where it stands
 
-    def state(self, back: int = 0) -> LoaderState:
-        """Where the loader stands, or stood ``back`` batches ago; no further back than the mark."""
-        back = min(back, self.position, len(self._kept))
-        if self._state.begun is None:
-            return self.state_between()
-        if not back:
-            return self._state._replace(before=())
-        first = len(self._kept) + self.position - back - self._drawn
-        before = () if self._feed.workers else tuple(kept.random for kept in self._kept[first : first + back])
-        return self._kept[first].before._replace(before=before)
+    @property
+    def has_begun(self) -> bool:
+        """Whether an iteration has begun."""
+        return self._state.begun is not None
+
+    def state(self) -> LoaderState:
+        """Where the loader stands."""
+        return self._state if self.has_begun else self.state_between()
 
     def state_between(self) -> LoaderState:
         """What is left of an iteration that is over, and counts for the next one."""
@@ -134,15 +132,9 @@ class ExactLoader:
             return LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
         workers = self._final_workers()
         if workers is None:  # they load on; whoever takes their place does so too
-            return state._replace(before=())
+            return state
         between = LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
         return between._replace(workers=workers, seeded=state.seeded)
-
-    def state_between_epochs(self, ahead: int = 0) -> LoaderState:
-        """The same between epochs, where the next iteration may have begun; ``ahead`` batches of it are fetched."""
-        if self._state.begun is not None and self.position == ahead:
-            return self.state(ahead)
-        return self.state_between()
 
     def _final_workers(self) -> tuple[bytes | None, ...] | None:
         """The random states of workers that have done what they were given; None while they have not."""
@@ -160,10 +152,15 @@ class ExactLoader:
 
     # Going elsewhere
 
-    def mark(self, ahead: int = 0) -> None:
-        """A window begins here, ``ahead`` batches ago: earlier ones will not be asked for again."""
-        needed = self._drawn - self.position + min(ahead, self.position)
-        self._kept = self._kept[max(0, len(self._kept) - needed) :]
+    def mark(self, state: LoaderState | None = None) -> None:
+        """Batches before ``state``, or before the next one, will not be asked for again."""
+        state = state or self._state
+        first = state.batches if self._is_in(state) else 0
+        self._kept = self._kept[max(0, first - self._drawn + len(self._kept)) :]
+
+    def _is_in(self, state: LoaderState) -> bool:
+        """Whether the iteration that is under way is that of ``state``."""
+        return (self._state.turn, self._state.begun) == (state.turn, state.begun)
 
     def rewind(self, state: LoaderState) -> None:
         """Makes the next iteration begin at ``state``.
@@ -171,8 +168,7 @@ class ExactLoader:
         Call it before the random state is put back: starting a loader draws from the generators.
         """
         first = self._drawn - len(self._kept)
-        here = (self._state.turn, self._state.begun) == (state.turn, state.begun)
-        live = here and self._feed.is_live and first <= state.batches <= self._drawn
+        live = self._is_in(state) and self._feed.is_live and first <= state.batches <= self._drawn
         self._state, self._rewound, self._ended = state, True, False
         if not live:
             self._forget()
@@ -239,11 +235,9 @@ class ExactLoader:
         if not self._feed.is_live:
             self._begin_late()
         before = self._state
-        if before.before:
-            self._set_rng_state(before.before[0])
         if not before.batches and not self._feed.workers:
             before = before._replace(epoch=self._sampler_epoch())
-        random = self._rng_state()
+        random = b"" if before.batches or self._feed.workers else self._rng_state()
         item = self._next()
         if item is END:
             self._ended = True
@@ -274,7 +268,7 @@ class ExactLoader:
             known[state.batches % len(known)] = kept.reported
             workers = tuple(known)
         first = state.first if state.batches or self._feed.workers else kept.random
-        return state._replace(batches=state.batches + 1, workers=workers, before=state.before[1:], first=first)
+        return state._replace(batches=state.batches + 1, workers=workers, first=first)
 
     def _begin(self) -> None:
         """Begins the next iteration."""

@@ -97,7 +97,7 @@ def test_a_new_process_begins_between_epochs(kind: str) -> None:
     torch.manual_seed(5)
     exact = loader(kind)
     rest(iter(exact))
-    place, random = exact.state_between_epochs(), rng_state()
+    place, random = exact.state_between(), rng_state()
     expected = rest(iter(exact))
 
     torch.manual_seed(1234)
@@ -105,27 +105,6 @@ def test_a_new_process_begins_between_epochs(kind: str) -> None:
     fresh.inherit(place)
     set_rng_state(random)
     assert rest(iter(fresh)) == expected
-
-
-@pytest.mark.parametrize("kind", ["none", "two", "stream"])
-def test_one_batch_back_is_the_batch_before_with_its_random_numbers(kind: str) -> None:
-    """As Lightning's fetcher needs it, which is one batch ahead where data has no length."""
-    torch.manual_seed(5)
-    exact = loader(kind)
-    batches = iter(exact)
-    take(batches, 3)
-    exact.mark(1)
-    ahead = next(batches).tolist()
-    place, random = exact.state(1), rng_state()
-    expected = rest(batches)
-
-    torch.manual_seed(1234)
-    for again in (exact, loader(kind)):  # one that was there, one that was not
-        again.rewind(place)
-        batches = iter(again)
-        assert next(batches).tolist() == ahead
-        set_rng_state(random)
-        assert rest(batches) == expected
 
 
 def test_the_loader_of_the_user_stays_as_it_is() -> None:
