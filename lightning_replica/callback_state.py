@@ -1,4 +1,4 @@
-"""State of callbacks: what their ``state_dict`` says, and what Lightning's own keep beside it."""
+"""State of callbacks and of the DataModule: what ``state_dict`` says, and what Lightning's own keep beside it."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,12 +43,12 @@ class CallbackStates:
         self.packed: list[tuple[str, bytes]] = []
         """What was last taken, as it is mirrored: by ``state_key``, without those that are not."""
 
-    def take(self, callbacks: Sequence[pl.Callback]) -> dict[str, Any]:
-        """The states by ``state_key``, detached from the callbacks."""
+    def take(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of what `stateful` has found, detached from their owners."""
         self.packed = []
-        return {key: self._take(key, callback) for key, callback in ((each.state_key, each) for each in callbacks)}
+        return {key: self._take(key, callback) for key, callback in callbacks.items()}
 
-    def _take(self, key: str, callback: pl.Callback) -> dict[str, Any]:
+    def _take(self, key: str, callback: Any) -> dict[str, Any]:
         extras = {name: getattr(callback, name) for name in _extras(callback) if hasattr(callback, name)}
         taken: dict[str, Any] = self._states.take(key, callback, {"state": callback.state_dict(), "extras": extras})
         if isinstance(callback, _WITH_MODEL) and callback._average_model is not None:
@@ -63,10 +63,19 @@ class CallbackStates:
         return taken
 
 
-def restore_callbacks(callbacks: Sequence[pl.Callback], saved: Mapping[str, Any]) -> None:
+def stateful(trainer: pl.Trainer) -> dict[str, Any]:
+    """The callbacks by their ``state_key``, and the DataModule if it has a state."""
+    found: dict[str, Any] = {each.state_key: each for each in trainer.callbacks}  # type: ignore[attr-defined]
+    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and type(data).state_dict is not pl.LightningDataModule.state_dict:
+        found[f"{type(data).__qualname__} (DataModule)"] = data
+    return found
+
+
+def restore_callbacks(callbacks: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Puts back what `CallbackStates.take` saw."""
-    for callback in callbacks:
-        state = saved.get(callback.state_key)
+    for key, callback in callbacks.items():
+        state = saved.get(key)
         if state is None:
             continue
         if state["state"]:

@@ -39,6 +39,7 @@ class FrozenCopies:
         self._trained = trained
         self._watched: list[_Watched] = []
         self._windows, self._turn = 0, 0
+        self._few = True
 
     def take(self, parameters: Sequence[nn.Parameter], window: bool) -> FrozenValues:
         """Copy those that change.
@@ -145,6 +146,3 @@ class _Watched:
 
     def _sample(self) -> Tensor:
         return self.parameter.detach().reshape(-1)[self._place : self._place + _ELEMENTS]
-
-
-__all__ = ["FrozenCopies", "FrozenValues"]

@@ -26,6 +26,7 @@ from lightning_replica.callback_state import (
     follow_batch_norm_epoch,
     follow_weight_averaging,
     restore_callbacks,
+    stateful,
 )
 from lightning_replica.data.fetches import Fetching
 from lightning_replica.data.in_loops import training_fetches, validation_loaders
@@ -189,7 +190,7 @@ def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
 
 def _culprit(replicated: dict[str, Any]) -> str:
     """Names the part of the state that `plain.save` refuses."""
-    parts = {f"the state of callback {key!r}": state for key, state in replicated.get("callbacks", {}).items()}
+    parts = {f"the state of {key!r}": state for key, state in replicated.get("callbacks", {}).items()}
     parts |= {f"{key!r} of the trainer's state": value for key, value in replicated.items() if key != "callbacks"}
     for name, part in parts.items():
         try:
@@ -257,7 +258,7 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
         ],
         "groups": _groups(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
-        "callbacks": copies.callbacks.take(_callbacks(trainer)),
+        "callbacks": copies.callbacks.take(stateful(trainer)),
         "should_stop": trainer.should_stop,
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
         "buffers": copies.buffers.take(tree.buffers),
@@ -283,7 +284,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> N
         trainer.lr_scheduler_configs[:] = snapshot.schedulers
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
-    restore_callbacks(_callbacks(trainer), state["callbacks"])
+    restore_callbacks(stateful(trainer), state["callbacks"])
     follow_batch_norm_epoch(trainer, state["momenta"])
     modules = list(trainer.lightning_module.modules())
     attributes.put(modules, snapshot.attributes)
@@ -392,8 +393,3 @@ def _value(value: Any) -> str:
     plain_value = value is None or isinstance(value, (bool, int, float, str))
     numbers = isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value)
     return repr(value) if plain_value or numbers else "..."
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    found: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return found

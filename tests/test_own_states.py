@@ -89,16 +89,16 @@ def test_what_is_large_or_not_plain_is_not_mirrored(state: Any) -> None:
     counts = Counts()
     counts.state = state
     states = CallbackStates()
-    taken = states.take([counts])
+    taken = states.take({counts.state_key: counts})
     assert states.packed == []
     assert list(taken["Counts"]["state"]) == list(state)  # but in the snapshot, whole
-    assert states.take([counts])["Counts"]["state"] is not state
+    assert states.take({counts.state_key: counts})["Counts"]["state"] is not state
 
 
 def test_a_callback_with_a_model_is_not_mirrored() -> None:
     averaging, states = WeightAveraging(), CallbackStates()
     averaging._average_model = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    taken = states.take([averaging, Counts()])
+    taken = states.take({each.state_key: each for each in (averaging, Counts())})
     assert [key for key, _ in states.packed] == ["Counts"]
     assert "model" in taken["WeightAveraging"]
 
@@ -151,7 +151,7 @@ def test_tensors_come_back_where_they_were(monkeypatch: pytest.MonkeyPatch) -> N
     counts, states = Counts(), CallbackStates()
     values = {"away": torch.ones((), dtype=torch.float16), "here": torch.ones(())}
     counts.state = dict(values)
-    states.take([counts])
+    states.take({counts.state_key: counts})
     replicated: dict[str, Any] = {"callbacks": {}, "logged": [{}, {}, {}]}
     put(replicated, Own().pack([], states.packed, Logged().pack([values, {}, {}])))
     for back in (replicated["callbacks"]["Counts"]["state"], replicated["logged"][0]):
@@ -165,16 +165,16 @@ def test_a_tensor_of_a_device_is_not_looked_into(monkeypatch: pytest.MonkeyPatch
     stopping, states = EarlyStopping("val"), CallbackStates()
     with torch.inference_mode():
         stopping.best_score = torch.tensor(1.0)  # as after a validation: it has no version
-    first = states.take([stopping])["EarlyStopping{'monitor': 'val', 'mode': 'min'}"]
-    assert states.take([stopping]) == {stopping.state_key: first}
-    assert states.take([stopping])[stopping.state_key] is first
+    first = states.take({stopping.state_key: stopping})["EarlyStopping{'monitor': 'val', 'mode': 'min'}"]
+    assert states.take({stopping.state_key: stopping}) == {stopping.state_key: first}
+    assert states.take({stopping.state_key: stopping})[stopping.state_key] is first
     for stopping.best_score in (torch.tensor(1.0), torch.tensor(2.0)):
-        following = states.take([stopping])[stopping.state_key]
+        following = states.take({stopping.state_key: stopping})[stopping.state_key]
         assert following is not first
     stopping.best_score.add_(1)
-    assert states.take([stopping])[stopping.state_key] is not following
+    assert states.take({stopping.state_key: stopping})[stopping.state_key] is not following
     counts = Counts()
-    assert states.take([counts])["Counts"] is not states.take([counts])["Counts"]
+    assert states.take({counts.state_key: counts})["Counts"] is not states.take({counts.state_key: counts})["Counts"]
 
 
 def test_what_has_not_changed_is_not_joined_again() -> None:
@@ -198,7 +198,7 @@ def snapshot_of(score: float, states: CallbackStates, milestones: Any) -> Snapsh
     schedulers = {str(place): each for place, each in enumerate((plateau, steps))}
     replicated = {
         "schedulers": [kept.take(place, each, each.state_dict()) for place, each in schedulers.items()],
-        "callbacks": states.take([stopping, checkpoint]),
+        "callbacks": states.take({each.state_key: each for each in (stopping, checkpoint)}),
         "logged": [{"val": torch.tensor(score)}, {}, {}],
     }
     taken = Snapshot("batch", 1, replicated, b"random", [])

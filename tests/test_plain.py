@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import lightning_replica
 from lightning_replica import plain
+from lightning_replica.data.fetches import Fetching
 from lightning_replica.data.position import LoaderState
 from lightning_replica.errors import RecoveryError, TransferError
 from lightning_replica.snapshot import Snapshot, _warned
@@ -152,7 +153,7 @@ def test_nothing_that_comes_is_run(tmp_path: Path) -> None:
 
 def test_a_callback_that_cannot_be_sent_is_named() -> None:
     state = {"buffers": {}, "callbacks": {"Mine": {"state": {"x": Evil("x")}}, "Other": {"state": {}}}}
-    with pytest.raises(RecoveryError, match=r"the state of callback 'Mine' cannot be sent, it holds posix\.mkdir"):
+    with pytest.raises(RecoveryError, match=r"the state of 'Mine' cannot be sent, it holds posix\.mkdir"):
         Snapshot("batch", 1, state, b"", []).replicated_bytes()
 
 
@@ -169,10 +170,12 @@ def test_a_metric_that_computes_something_else_is_mirrored_without_it(caplog: py
 @pytest.mark.parametrize("value", [0.1 + 0.2, math.inf, -math.nan])
 def test_results_keep_every_bit(value: float) -> None:
     taken = Snapshot("batch", 1, {}, b"random", [{"key": "loss", "tensors": {"value": ["float32", value], "x": None}}])
-    taken.loaders = [LoaderState(3, b"a", None, (b"b", None), True, (b"c",)), LoaderState(0)]
+    taken.loaders = [LoaderState(3, b"a", None, (b"b", None), True), LoaderState(0)]
+    taken.fetching = Fetching({"_idx": 3, "_consumed": [True, False]}, (b"c",))
     back = Snapshot.from_bytes("batch", 1, taken.replicated_bytes(), taken.private_bytes())
     assert _shown(back.results) == _shown(taken.results)
     assert (back.loaders, back.rng) == (taken.loaders, b"random")
+    assert back.fetching == taken.fetching
     assert [type(state) for state in back.loaders] == [LoaderState, LoaderState]
 
 

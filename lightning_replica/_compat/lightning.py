@@ -175,7 +175,7 @@ def iterate_instead(combined: CombinedLoader, loaders: list[Any]) -> None:
 
 def combining_state(combined: CombinedLoader) -> dict[str, Any]:
     """How far the iterator of a combined loader has come, whatever its mode, beside what its loaders know."""
-    known: dict[str, Any] = vars(combined._iterator) if combined._iterator is not None else {}
+    known: dict[str, Any] = {} if combined._iterator is None else vars(combined._iterator)
     state = {name: known[name] for name in ("_idx", "_iterator_idx", "_consumed") if name in known}
     return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
 

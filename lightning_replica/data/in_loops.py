@@ -46,9 +46,9 @@ def training_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
 
 
 def training_fetches(trainer: pl.Trainer) -> Fetches:
-    """What they have been asked for."""
+    """What they have been asked for; nothing before there are any."""
     combined = trainer.fit_loop._combined_loader
-    return fetches_of(combined) or Fetches(combined, [])
+    return fetches_of(combined) or Fetches(CombinedLoader([]), [])
 
 
 def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:

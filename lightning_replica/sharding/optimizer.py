@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
         raise ConfigurationError(
             f"partition='element' cuts parameters into pieces, and {name} is not known to update every element on its"
             " own: on pieces it would train something else. Use `ReplicaZeroStrategy(partition='parameter')`, which"
-            f" keeps parameters whole, or one of {known} (or a subclass)."
+            f" keeps parameters whole, if it updates each of them on its own, or one of {known} (or a subclass)."
         )
 
 
