@@ -8,6 +8,7 @@ gets a line of JSON for every test. A Trainer's strategy is replaced where the t
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_replica import ReplicaZeroStrategy, session
+from lightning_replica.launch import rank
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
 
 STRATEGY = os.environ.get("LIGHTNING_TESTS_STRATEGY", "")
@@ -63,9 +65,11 @@ def a_world_of_one(
         os.environ.update(RankEnvironment(LOOPBACK, store.port, os.getppid(), 0).variables(0, 1, {}))
     elif STRATEGY:
         os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
-    before = dict(os.environ)
+    before, hook = dict(os.environ), sys.excepthook
     yield
     if OURS:
+        rank._entered.clear()  # the next test is a rank of another world
+        sys.excepthook = hook
         if session._current is not None:
             session._current.close()
             session._current = None

@@ -1,5 +1,6 @@
 """What Lightning asks a strategy for about checkpoints, and what this one has beside."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,8 @@ from lightning_replica.points import begin
 from lightning_replica.snapshot import Snapshot
 from lightning_replica.training import Training
 
+log = logging.getLogger(__name__)
+
 
 class LightningCheckpoints(LightningCollectives):
     """Saves and loads checkpoints of either form."""
@@ -41,7 +44,7 @@ class LightningCheckpoints(LightningCollectives):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
-        if self.session.newborn:
+        if self.session.newborn or self._is_cut_off:
             return {}
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
@@ -92,6 +95,14 @@ class LightningCheckpoints(LightningCollectives):
         """Writes a checkpoint in the form of ``state_dict_type``; a replacement on its way leaves what is there."""
         if self.session.newborn:
             return
+        if self._is_cut_off:
+            if self.is_global_zero:
+                log.warning(
+                    "%s is not written: the run has failed, and no rank gets another one's shard any more. To save what"
+                    " is left in such a case, add the callback `DyingGaspCheckpoint`.",
+                    filepath,
+                )
+            return
         if self._training is not None and self.lightning_module is not None:
             self._training.files.is_written(filepath)
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
@@ -99,6 +110,10 @@ class LightningCheckpoints(LightningCollectives):
                 self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, locate(filepath))
                 return
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self.session.is_over and self.world_size > 1
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint; a replacement on its way leaves what is there."""

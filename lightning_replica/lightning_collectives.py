@@ -26,6 +26,11 @@ class LightningCollectives(ParallelStrategy):
             raise ReplicaError("The strategy is not set up: call `trainer.fit` (or validate, test, predict) first.")
         return self._session
 
+    @property
+    def _met(self) -> Session | None:
+        """With whom collectives are made. Nobody once the run has failed: hooks that follow must not hide its error."""
+        return None if self._session is None or self._session.is_over else self._session
+
     @contextmanager
     def by_itself(self) -> Iterator[None]:
         """Lightning's collectives meet nobody, and give what this rank has."""
@@ -37,24 +42,24 @@ class LightningCollectives(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits until all ranks are here."""
-        if self._session is not None:
-            self._session.wait(dist.barrier(async_op=True))
+        if self._met is not None:
+            self._met.wait(dist.barrier(async_op=True))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Gives every rank the object of rank ``src``."""
-        session = self._session
+        session = self._met
         return obj if session is None else objects.broadcast(obj, src, session.wait)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks; anything else is returned as it is."""
-        session = self._session
+        session = self._met
         if not isinstance(tensor, Tensor) or session is None:
             return tensor
         return objects.reduce(tensor, group, reduce_op, session.wait)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stacks the tensors of all ranks."""
-        session = self._session
+        session = self._met
         if session is None:
             return tensor
         if sync_grads:

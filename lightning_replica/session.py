@@ -65,6 +65,7 @@ class Session:
         fits: Fits that have begun.
         succession: What this process leaves to a replacement, or has from its predecessor.
         ending: How the run ends.
+        is_over: Whether it has ended, without having come to its end: no rank hears from another one any more.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Session:
         store = surroundings.connect()
         self.generations = Generations(store)
         self.ending = Ending(store, grid.world_size, surroundings.supervised)
+        self.is_over = False
         kept = options.recovery and surroundings.supervised
         self.succession = Succession(store, rank, grid.world_size, newborn, surroundings.spool, kept)
         journal = self.succession.journal
@@ -331,6 +333,7 @@ class Session:
 
     def let_go(self) -> None:
         """The run has ended, and an error will say so: that may still need the device, which nobody stops any more."""
+        self.is_over = True
         self._monitor.stop()
         try:
             self.device.restart()

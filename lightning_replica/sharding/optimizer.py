@@ -1,5 +1,6 @@
 """The user's own optimizer, at work on the pieces of a shard."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -74,6 +75,16 @@ def check_disjoint(optimizers: Sequence[Optimizer]) -> None:
                     )
 
 
+def _has_run() -> None:
+    """Stands for the closure, which has run before the gradients were reduced."""
+
+
+def _asks_for_closure(optimizer: Optimizer) -> bool:
+    """Whether a step cannot be made without one, as Lightning never does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 class Piece:
     """A part of a parameter, as the optimizer sees it.
 
@@ -143,6 +154,7 @@ class ShardedOptimizer:
         self._plan = (grid, rank, bucket_bytes, partition, shared_memory)
         self.buffers: list[Buffers] = []
         self.pieces: list[Piece] = []
+        self._step_takes: tuple[Any, ...] = (_has_run,) if _asks_for_closure(optimizer) else ()
         self._user_zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self.follow_groups()
@@ -237,7 +249,7 @@ class ShardedOptimizer:
             piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
         prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
         with self.swapped():
-            self.optimizer.step()
+            self.optimizer.step(*self._step_takes)  # which schedulers have wrapped since
         for piece in self.pieces:
             piece.parameter.grad = None
 

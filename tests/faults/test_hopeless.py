@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.recovery.recovery import _still_hold
@@ -54,6 +55,29 @@ def test_every_rank_raises(tmp_path: Path) -> None:
     assert len(re.findall(r"^\[rank \d\] tests.support.job.Injected: at forward of step 2$", outcome.logs, re.M)) == 1
     assert "Every rank raised an exception in the same step" in outcome.logs
     assert "recovered" not in outcome.logs
+
+
+class Keeps(OnExceptionCheckpoint):
+    """Lightning's, whose file would go with the trainer."""
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def saving(case: Case, out: Path) -> None:
+    job.run(case, out, (Keeps(out), ModelCheckpoint(out / "best", save_on_exception=True)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_callbacks_that_save_on_an_exception(devices: int, tmp_path: Path) -> None:
+    """They must not hide it: with shards in several ranks they cannot, and say so."""
+    faults = tuple(Fault("raise", rank, "forward", 2) for rank in range(devices))
+    outcome = world.run(Case(faults, devices=devices, replicas=devices), tmp_path, target=saving)
+    assert outcome.code == 1
+    assert outcome.logs.count("Traceback") == 1, outcome.logs
+    assert len(re.findall(r"^\[rank \d\] tests.support.job.Injected: at forward of step 2$", outcome.logs, re.M)) == 1
+    assert (tmp_path / "on_exception.ckpt").exists() == (devices == 1)
+    assert outcome.logs.count("on_exception.ckpt is not written: the run has failed") == (devices > 1)
 
 
 def test_the_same_step_again_and_again(tmp_path: Path) -> None:
