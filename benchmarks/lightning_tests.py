@@ -29,7 +29,31 @@ FOLDERS = (
 )
 
 # Why a test fails that passes under DDP: a pattern of its name or its error, and what to say. The first that fits holds.
-REASONS: list[tuple[str, str]] = []
+REASONS: list[tuple[str, str]] = [
+    ("one process fails only once", "Expects an error, and trains on in the same process: it must be started again."),
+    (
+        r"fetching_is_profiled|\[_\w*Loop\]",
+        "Looks for the names of Lightning's own loop classes in a profiler's report.",
+    ),
+    (r"fit_loop\.restarting", "Looks at a private mark of Lightning's, by which nothing is steered here."),
+    ("resuming from a checkpoint that ended before", "Expects a warning that resuming is not exact. Here it is."),
+    (
+        "test_loop_state_on_exception",
+        "Calls a loop's `reset` by itself and looks at what it leaves to Lightning's resuming. Here the snapshot that the"
+        " fit goes on from says where the loops stand.",
+    ),
+    (
+        "test_resume_training_with",
+        "Counts how often data is begun. A fit that goes on from a checkpoint begins it twice: as Lightning sets it up, and"
+        " where the checkpoint says.",
+    ),
+    (
+        "save_and_restore_dataloaders",
+        "The state that a loader tells in its own `state_dict` is not kept: a number of batches says where it stands. So an"
+        " epoch that `max_steps` has cut short is over, and the next one begins with the first batch.",
+    ),
+    ("_ddp_kwargs", "Looks at a private attribute of `DDPStrategy`."),
+]
 
 
 def main() -> None:

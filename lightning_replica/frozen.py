@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.torch import write_count
 from lightning_replica.devices.host import same_bits
 from lightning_replica.errors import RecoveryError
+from lightning_replica.plain import is_plain
 
 FrozenValues: TypeAlias = list[tuple[nn.Parameter, Tensor]]
 """Parameters, with what they held, flat."""
@@ -82,7 +83,7 @@ class FrozenCopies:
     def _find(self, parameters: Sequence[nn.Parameter], trained: Iterable[nn.Parameter]) -> None:
         held = {id(parameter) for parameter in trained}
         known = {id(watched.parameter): watched for watched in self._watched}
-        found = [parameter for parameter in parameters if id(parameter) not in held]
+        found = [parameter for parameter in parameters if id(parameter) not in held and _is_known(parameter)]
         if [id(parameter) for parameter in found] != list(known):
             self._watched = [known.get(id(parameter)) or _Watched(parameter) for parameter in found]
         self._few = sum(parameter.nbytes for parameter in found) <= _COPIED_BYTES
@@ -102,6 +103,11 @@ class FrozenCopies:
         if self._windows == _FIRST + 1:
             for watched in still:
                 watched.forget()
+
+
+def _is_known(parameter: nn.Parameter) -> bool:
+    """Whether its elements can be looked at; what classes of others hold (quantized weights), nobody knows."""
+    return type(parameter) is nn.Parameter and is_plain(parameter)
 
 
 class _Watched:

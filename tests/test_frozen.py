@@ -90,3 +90,18 @@ def test_other_layouts_and_unfreezing() -> None:
     assert torch.equal(model.teacher.weight, before)
     trained += [*model.teacher.parameters()]
     assert [len(value) for _, value in copies.take(list(model.parameters()), window=True)] == [0]
+
+
+class Packed(nn.Parameter):
+    """A quantized weight, as libraries for such have them."""
+
+    def reshape(self, *shape: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_parameters_of_other_classes_are_left_alone() -> None:
+    model = nn.Module()
+    model.packed, model.nowhere = Packed(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+    copies = FrozenCopies(list)
+    for _ in range(5):
+        assert copies.take(list(model.parameters()), window=True) == []
