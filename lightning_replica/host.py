@@ -199,7 +199,7 @@ class LightningHost:
         follow(module, Outline(**taken.replicated.pop("outline")), taken.replicated["buffers"])
         taken.structure = Structure.of(Tree.of(module))
         parameters = dict(module.named_parameters())
-        with torch.no_grad():
+        with self._device.fence, torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
         taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
@@ -219,19 +219,24 @@ class LightningHost:
     def restore(self, kind: Kind, step: int) -> None:
         """Puts everything back; `resume` tells the fit loop where to go on."""
         taken = self._held[kind, step]
-        snapshots.restore(self._trainer, taken)
+        with self._device.fence:  # see `_take`; nor must what is put back be cut short, which is then left as it is
+            snapshots.restore(self._trainer, taken)
+            if taken.sent:
+                self._make_own(taken)
         data_setup.put_back(self._trainer, taken.data_setups)
-        modules = list(self._trainer.lightning_module.modules())
-        if taken.sent:  # from now on it is this rank's own, and may be sent on
-            taken.attributes, taken.sent = self._copies.attributes.take(modules), ()
-            self._frozen = FrozenCopies(self._trained)
-            taken.frozen = self._frozen.take(list(self._trainer.lightning_module.parameters()), window=False)
         self._rewind(taken)
         for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
             (loader.inherit if self._adopted else loader.return_to)(state)
         self._adopted = False
         self._device.set_rng_state(taken.rng)
         self.resume = taken
+
+    def _make_own(self, taken: Snapshot) -> None:
+        """What a peer has sent is from now on this rank's own, and may be sent on."""
+        module = self._trainer.lightning_module
+        taken.attributes, taken.sent = self._copies.attributes.take(list(module.modules())), ()
+        self._frozen = FrozenCopies(self._trained)
+        taken.frozen = self._frozen.take(list(module.parameters()), window=False)
 
     def load(self, taken: Snapshot) -> None:
         """Begins this fit at a snapshot that a checkpoint held."""
