@@ -52,6 +52,14 @@ REASONS: list[tuple[str, str]] = [
         "The state that a loader tells in its own `state_dict` is not kept: a number of batches says where it stands. So an"
         " epoch that `max_steps` has cut short is over, and the next one begins with the first batch.",
     ),
+    ("hold the same parameter", "Gives a parameter to two optimizers, which is refused."),
+    (
+        r"returned by torch\.save|call_count|name='zero_grad'|type object 'Mock'",
+        "Puts a mock in place of what this strategy calls in another way, or not: torch.save, `Optimizer.zero_grad`, a"
+        " callback's methods, a logger's `log_metrics`.",
+    ),
+    ("PicklingError|can_be_pickled", "Pickles a Trainer after its fit, which holds connections here."),
+    ("saved_by_type_stateful", "Has callbacks whose `state_key` is a class, as Lightning's had before 1.5."),
     ("_ddp_kwargs", "Looks at a private attribute of `DDPStrategy`."),
 ]
 
@@ -134,7 +142,7 @@ def _failures(results: dict[str, dict[str, dict[str, Any]]], apply: dict[str, An
         test = results["replica_zero"].get(name, {"outcome": "missing", "error": "the run ended before it"})
         if test["outcome"] != "passed":
             under_ddp = results["ddp"].get(name, {}).get("outcome") == "passed"
-            why[_reason(name, test["error"]) if under_ddp else "It fails under `ddp` too."].append(name)
+            why[_reason(name, test["error"]) if under_ddp else "They fail under `ddp` too."].append(name)
     lines = ["## What fails", ""]
     for reason, names in sorted(why.items(), key=lambda item: -len(item[1])):
         short = collections.Counter(re.sub(r"\[.*", "", name.removeprefix("tests/tests_pytorch/")) for name in names)

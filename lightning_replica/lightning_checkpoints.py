@@ -44,13 +44,13 @@ class LightningCheckpoints(LightningCollectives):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of an optimizer, in torch's format, on rank 0. Collective."""
-        if self.session.newborn or self._is_cut_off:
+        if self._is_newborn or self._is_cut_off:
             return {}
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes this rank's part of the optimizer states; a replacement gets it from a peer."""
-        if not self.session.newborn and self.lightning_module is not None:
+        if not self._is_newborn and self.lightning_module is not None:
             self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -60,20 +60,20 @@ class LightningCheckpoints(LightningCollectives):
             CheckpointError: If it is damaged.
         """
         path = locate(checkpoint_path)
-        if self.session.newborn and not exists(path):
+        if self._is_newborn and not exists(path):
             return absent(path)
         opened = self._checkpoints.open(path, self._is_fitting)
         if opened is not None:
             return opened
         # What another plugin has written, it knows by itself; a replacement gets its state from a peer.
-        if writes_archives(self.checkpoint_io) and not self.session.newborn and can_be_checked(path):
+        if writes_archives(self.checkpoint_io) and not self._is_newborn and can_be_checked(path):
             check_archive(path)
         with reading(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes the weights, unless they come with the optimizers' shards or from a peer."""
-        from_a_peer = self.session.newborn and (self._is_fitting or is_absent(checkpoint))
+        from_a_peer = self._is_newborn and (self._is_fitting or is_absent(checkpoint))
         if not self._checkpoints.is_open and not from_a_peer:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -93,7 +93,7 @@ class LightningCheckpoints(LightningCollectives):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint in the form of ``state_dict_type``; a replacement on its way leaves what is there."""
-        if self.session.newborn:
+        if self._is_newborn:
             return
         if self._is_cut_off:
             if self.is_global_zero:
@@ -112,12 +112,17 @@ class LightningCheckpoints(LightningCollectives):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
+    def _is_newborn(self) -> bool:
+        """Without a session nothing has been set up, and the module is saved as it is."""
+        return self._session is not None and self._session.newborn
+
+    @property
     def _is_cut_off(self) -> bool:
-        return self.session.is_over and self.world_size > 1
+        return self._session is not None and self._session.is_over and self.world_size > 1
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint; a replacement on its way leaves what is there."""
-        if not self.session.newborn:
+        if not self._is_newborn:
             super().remove_checkpoint(filepath)
 
     def save_periodic(self, path: Location) -> None:

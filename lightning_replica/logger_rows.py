@@ -7,6 +7,7 @@ back to one, lets those pass.
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -30,7 +31,7 @@ class LoggerRows:
         # Somebody else may watch a logger too.
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
-            vars(logger)["log_metrics"] = self._once(number, logger, type(logger).log_metrics)
+            vars(logger)["log_metrics"] = self._once(number, logger, _original(logger))
 
     def release(self) -> None:
         """Leave the loggers alone."""
@@ -54,8 +55,14 @@ class LoggerRows:
                 return
             row = json.dumps([number, step, sorted(metrics)])  # not their values: a redone batch takes another time
             if not self._written.is_there(row):
-                original(logger, metrics, step)
+                original(metrics, step)
                 logger.save()  # a row that only this process knows would be lost with it, and taken for written
             self._written.add(row)
 
         return log_metrics
+
+
+def _original(logger: Logger) -> Callable[..., Any]:
+    """What the logger's class does, whoever watches the logger itself; a stand-in for another has no such method."""
+    method = getattr(type(logger), "log_metrics", None)
+    return logger.log_metrics if method is None else partial(method, logger)

@@ -96,3 +96,24 @@ def test_a_commit_that_fails_after_its_snapshot() -> None:
     window(rows, logger, 1)
     window(rows, logger, 2)
     assert logger.lines == EXPECTED
+
+
+class StandIn:
+    """Hands everything on to a logger."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+def test_a_logger_that_stands_in_for_another_one() -> None:
+    lines = Lines()
+    logger: Any = StandIn(lines)
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    window(rows, logger, 0)
+    window(rows, logger, 1, "backward")
+    rows.restored("batch", 1)
+    window(rows, logger, 1)
+    assert lines.lines == EXPECTED[:4]

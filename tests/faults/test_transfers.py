@@ -55,6 +55,4 @@ def test_another_peer_is_asked(tmp_path: Path) -> None:
 def test_nobody_else_can_be_asked(tmp_path: Path) -> None:
     outcome = world.run(Damaged((KILLED,), by=3, times=1e9, max_tries=2), tmp_path, target=train)
     assert outcome.code != 0
-    assert " Rank 1 could not get its shard 2 times, from ranks 3, 3: 1 chunks of message 1" in (
-        outcome.logs
-    )
+    assert " Rank 1 could not get its shard 2 times, from ranks 3, 3: 1 chunks of message 1" in outcome.logs

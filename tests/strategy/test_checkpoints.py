@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_replica import ReplicaZeroStrategy
@@ -114,3 +116,15 @@ def test_averaged_weights_lie_where_ddp_has_them(tmp_path: Path) -> None:
     for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states"):
         assert same(one[key], ddp[key]), key
     assert one.keys() - ddp.keys() == {"replica_zero"}
+
+
+def saves_untrained(case: Case, out: Path) -> None:
+    trainer = L.Trainer(strategy=ReplicaZeroStrategy(), accelerator="cpu", devices=2, logger=False)
+    trainer.strategy.connect(BoringModel())
+    trainer.save_checkpoint(out / "untrained.ckpt")
+
+
+def test_a_module_that_has_not_been_trained_can_be_saved(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=saves_untrained)
+    assert outcome.code == 0, outcome.logs
+    assert "layer.weight" in torch.load(tmp_path / "untrained.ckpt", weights_only=True)["state_dict"]
