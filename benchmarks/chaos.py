@@ -3,7 +3,7 @@
     python benchmarks/chaos.py                                  # 10 runs of 22 faults
     python benchmarks/chaos.py --kinds kill,exception --runs 1 --faults 5
     python benchmarks/chaos.py --outside 20 --targets rank,worker,standby,supervisor    # signals to any process
-    python benchmarks/chaos.py --forked --runs 45               # many more faults in the time
+    python benchmarks/chaos.py --forked --jobs 4 --runs 12      # 48 runs: many more faults in the time
 
 Everything is as for a user: the tool runs this script (with --train), a lost rank's replacement starts Python and imports
 torch and lightning. With --forked, every Python is forked from one that has imported them, which saves most of the time;
@@ -155,6 +155,34 @@ def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
     return done.wait(), "".join(lines), time.monotonic() - begin
 
 
+def measure_all(args: argparse.Namespace, out: Path) -> tuple[int, list[str], float]:
+    """Runs the tool once, or `args.jobs` times side by side with seeds that follow each other: it waits a lot."""
+    if args.jobs == 1:
+        code, text, took_s = measure(args, out)
+        return code, [text], took_s
+    begin = time.monotonic()
+    given = [*sys.argv[1:], "--jobs", "1"]
+    jobs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                __file__,
+                *given,
+                "--one-of-many",
+                "--keep",
+                f"{out}-{job}",
+                "--seed",
+                str(args.seed + job),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for job in range(args.jobs)
+    ]
+    texts = [job.communicate()[0] for job in jobs]
+    return max(job.returncode for job in jobs), texts, time.monotonic() - begin
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
@@ -170,6 +198,8 @@ def main() -> None:
     parser.add_argument("--forked", action="store_true", help="fork Pythons instead of starting them")
     parser.add_argument("--workers", type=int, default=0, help="of each DataLoader")
     parser.add_argument("--standby", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="how many times to run all this side by side")
+    parser.add_argument("--one-of-many", action="store_true", help="only print what the tool says")
     parser.add_argument("--train", action="store_true", help="be the script that is tried")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and fingerprints")
     args = parser.parse_args()
@@ -177,14 +207,21 @@ def main() -> None:
         train(args)
         return
     out = args.keep or Path(tempfile.mkdtemp()) / "chaos"
-    code, text, took_s = measure(args, out)
-    rows = re.findall(
-        r"^  (\d+) +((?:outside:)?(\w+):[\d-]+:([\w-]+):\d+) +(step \d+\S*.*?|not reached)  +(.*?)  +(\S+)$", text, re.M
-    )
+    code, texts, took_s = measure_all(args, out)
+    if args.one_of_many:
+        sys.exit(code)
+    rows, runs = [], {}
+    for job, text in enumerate(texts):
+        rows += re.findall(
+            r"^  (\d+) +((?:outside:)?(\w+):[\d-]+:([\w-]+):\d+) +(step \d+\S*.*?|not reached)  +(.*?)  +(\S+)$",
+            text,
+            re.M,
+        )
+        found = re.findall(r"^run (\d+): \d+ faults? struck, (\w+)$", text, re.M)
+        runs |= {f"{args.seed + job}/{run}": verdict for run, verdict in found}
     if not rows:
         sys.exit(code)
     struck = [row for row in rows if row[4] != "not reached"]
-    runs = dict(re.findall(r"^run (\d+): \d+ faults? struck, (\w+)$", text, re.M))
     flaky = sum(verdict != "identical" for verdict in runs.values())
     verdicts: dict[str, Counter[str]] = {}
     for row in struck:
