@@ -59,7 +59,8 @@ REASONS: list[tuple[str, str]] = [
         " callback's methods, a logger's `log_metrics`.",
     ),
     ("PicklingError|can_be_pickled", "Pickles a Trainer after its fit, which holds connections here."),
-    ("saved_by_type_stateful", "Has callbacks whose `state_key` is a class, as Lightning's had before 1.5."),
+    ("saved_by_type_stateful", "Has callbacks whose `state_key` is a class, as those of old versions of Lightning."),
+    ("cannot shard LBFGS", "Trains with LBFGS, which is refused."),
     ("_ddp_kwargs", "Looks at a private attribute of `DDPStrategy`."),
 ]
 

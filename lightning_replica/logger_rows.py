@@ -50,12 +50,14 @@ class LoggerRows:
         self._written.restored(kind, step)
 
     def _once(self, number: int, logger: Logger, original: Callable[..., Any]) -> Callable[..., None]:
-        def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        def log_metrics(*args: Any, **kwargs: Any) -> None:  # some loggers take more than Lightning's do
             if self._joining:
                 return
-            row = json.dumps([number, step, sorted(metrics)])  # not their values: a redone batch takes another time
+            given = {**dict(zip(("metrics", "step"), args, strict=False)), **kwargs}
+            # Not the values of metrics: a batch that is done again takes another time.
+            row = json.dumps([number, given.get("step"), sorted(given["metrics"])])
             if not self._written.is_there(row):
-                original(metrics, step)
+                original(*args, **kwargs)
                 logger.save()  # a row that only this process knows would be lost with it, and taken for written
             self._written.add(row)
 

@@ -15,7 +15,7 @@ class Lines(Logger):
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
 
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+    def log_metrics(self, metrics: Any, step: int | None = None, *, commit: bool = False) -> None:
         self.lines.append((step, *metrics))
 
 
@@ -30,7 +30,7 @@ def window(rows: LoggerRows, logger: Lines, step: int, until: str = "end") -> No
 
 
 def tail(logger: Lines, step: int) -> None:
-    logger.log_metrics({"loss": 1.0}, step)
+    logger.log_metrics(metrics={"loss": 1.0}, step=step, commit=True)
 
 
 EXPECTED = [(0, "lr"), (0, "loss"), (1, "lr"), (1, "loss"), (2, "lr"), (2, "loss")]
