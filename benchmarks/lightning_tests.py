@@ -70,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--folders", nargs="+", default=FOLDERS.split())
+    parser.add_argument("--release", default=lightning.__version__, help="of Lightning, that the tests are of")
     parser.add_argument("--keep", type=Path, default=Path("lightning_tests_results"))
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "lightning_tests.md")
     arguments = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> None:
         for run in RUNS:
             _run(arguments.checkout / "tests" / "tests_pytorch", folder, run, arguments.keep)
     results = {run: _read(arguments.keep, run, arguments.folders) for run in RUNS}
-    arguments.out.write_text(_report(results, arguments.folders))
+    arguments.out.write_text(_report(results, arguments.folders, arguments.release))
 
 
 def _run(tests: Path, folder: str, run: str, keep: Path) -> None:
@@ -111,7 +112,7 @@ def _read(keep: Path, run: str, folders: list[str]) -> dict[str, dict[str, Any]]
     return found
 
 
-def _report(results: dict[str, dict[str, dict[str, Any]]], folders: list[str]) -> str:
+def _report(results: dict[str, dict[str, dict[str, Any]]], folders: list[str], release: str) -> str:
     """The page."""
     apply = {
         name: test
@@ -121,8 +122,9 @@ def _report(results: dict[str, dict[str, dict[str, Any]]], folders: list[str]) -
     lines = [
         "# Lightning's own tests",
         "",
-        f"tests/tests_pytorch of Lightning beside lightning {lightning.__version__}, torch {torch.__version__}. Made by"
-        " `benchmarks/lightning_tests.py`, which says how.",
+        f"tests/tests_pytorch of Lightning {release} with lightning {lightning.__version__} and torch {torch.__version__}."
+        " Made by `benchmarks/lightning_tests.py`, which says how. A test applies if its Trainers have one device and leave"
+        " the strategy to Lightning, and if it passes as it is.",
         "",
         "| folder | tests | apply | pass with `ddp` | with `replica_zero` | with `recovery=False` |",
         "|---|---|---|---|---|---|",
