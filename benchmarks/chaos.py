@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
 
 
 def measure_all(args: argparse.Namespace, out: Path) -> tuple[int, list[str], float]:
-    """Runs the tool once, or `args.jobs` times side by side with seeds that follow each other: it waits a lot."""
+    """Runs the tool once, or `args.jobs` times side by side with seeds of their own: it waits a lot."""
     if args.jobs == 1:
         code, text, took_s = measure(args, out)
         return code, [text], took_s
@@ -172,7 +172,7 @@ def measure_all(args: argparse.Namespace, out: Path) -> tuple[int, list[str], fl
                 "--keep",
                 f"{out}-{job}",
                 "--seed",
-                str(args.seed + job),
+                str(args.seed + job * args.runs),
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -218,7 +218,7 @@ def main() -> None:
             re.M,
         )
         found = re.findall(r"^run (\d+): \d+ faults? struck, (\w+)$", text, re.M)
-        runs |= {f"{args.seed + job}/{run}": verdict for run, verdict in found}
+        runs |= {f"{job}/{run}": verdict for run, verdict in found}
     if not rows:
         sys.exit(code)
     struck = [row for row in rows if row[4] != "not reached"]

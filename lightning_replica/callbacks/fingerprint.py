@@ -78,7 +78,7 @@ class Fingerprint(pl.Callback):
         checks.whole(1, every_n_steps=every_n_steps)
         self._folder, self._every = Path(folder), every_n_steps
         self._fit = -1
-        self._step_before: int | None = None
+        self._begun = (-1, -1, -1)  # the newest batch, by epoch and number, and the updates that were done before it
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """A new fit begins.
@@ -93,19 +93,19 @@ class Fingerprint(pl.Callback):
                 f"Fingerprint needs `Trainer(strategy='replica_zero')`, this one has {type(trainer.strategy).__name__}."
             )
         self._fit += 1
-        self._step_before = None
+        self._begun = (-1, -1, -1)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._write(trainer, {"world": trainer.world_size, "pid": os.getpid(), "time": time.time()})
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch is seen."""
-        self._step_before = _strategy(trainer).state.step
+        self._begun = (trainer.current_epoch, batch_idx, _strategy(trainer).state.step)
         self._write(trainer, {"batch": [trainer.current_epoch, batch_idx], "data": digest(batch)})
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """A step may have been made."""
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A step may have been made; surely so if the tail of an earlier batch than the newest is done again."""
         step = _strategy(trainer).state.step
-        if step != self._step_before and step % self._every == 0:
+        if self._begun != (trainer.current_epoch, batch_idx, step) and step % self._every == 0:
             self._write(trainer, {"step": step, **self._state(trainer)})
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
