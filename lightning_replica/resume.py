@@ -178,9 +178,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
 def _follow(module: pl.LightningModule, taken: Snapshot) -> None:
     """Takes submodules into account that the script has added or left out since the checkpoint was written."""
     host = taken.replicated
-    written = host.pop("modules", None)
-    if written is None:
-        return  # an earlier version's
+    written = host.pop("modules")
     grow(module, written)
     own = names_of_modules(module)
     if own == written:

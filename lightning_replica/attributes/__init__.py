@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from lightning_replica.attributes.plain_form import from_plain, plain_values, to_plain
 from lightning_replica.attributes.values import (
     ATOMS,
+    CONTAINERS,
     DEEP,
     GENERATORS,
     LARGE_BYTES,
@@ -59,7 +60,7 @@ class _Bare(Metric):
 # Not the user's, or put back by others: a metric's declared states by metrics.py.
 _OWN = frozenset(vars(pl.LightningModule()))
 _OWN_OF_METRICS = _OWN | frozenset(vars(_Bare()))
-_STATE = (list, tuple, dict, set, deque, np.ndarray, Tensor, *GENERATORS)
+_STATE = (*CONTAINERS, np.ndarray, Tensor, *GENERATORS)
 _LARGE_ARRAY_BYTES = 2**18  # arrays do not say whether they were written to: they are copied in every snapshot
 
 
@@ -129,7 +130,7 @@ class Copies:
                 kept = KeptTensor(value, copied)
             self._tensors[id(value)] = kept
             return kept
-        if isinstance(value, (tuple, dict, set, list, deque)) and depth < DEEP:
+        if isinstance(value, CONTAINERS) and depth < DEEP:
             return self._keep_container(value, former, copied, depth + 1)
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE_ARRAY_BYTES:
             return KeptArray(value, value.copy())

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_replica import plain
 from lightning_replica.attributes.values import (
     ATOMS,
+    CONTAINERS,
     DEEP,
     GENERATORS,
     MANY,
@@ -100,7 +101,7 @@ def to_plain(value: Any, depth: int = 0) -> Any:
         return ["array", torch.from_numpy(value.copy())]
     if isinstance(value, GENERATORS):
         return ["random", to_plain(random_state(value), depth)]
-    if isinstance(value, (tuple, list, dict, set, deque)) and depth < DEEP:
+    if isinstance(value, CONTAINERS) and depth < DEEP:
         keys, items = (list(value), value.values()) if isinstance(value, dict) else (None, value)
         return _container(value, [to_plain(item, depth + 1) for item in items], keys)
     raise plain.NotPlainError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")

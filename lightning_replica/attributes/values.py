@@ -18,6 +18,7 @@ ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
 LARGE_BYTES: Final = 4 * 2**20
 MANY: Final = 1000  # items of a container; with more, it is copied without what they consist of
 DEEP: Final = 8  # containers in containers; below, they may contain themselves
+CONTAINERS: Final = (tuple, list, dict, set, deque)
 GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 Kept: TypeAlias = Any
