@@ -104,6 +104,17 @@ def test_by_the_clock(untouched: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_a_bit_that_flips_after_the_update(untouched: Any, tmp_path: Path) -> None:
+    """The state is hashed while it is wrong, and again when the tail is done again, at the end of a later batch."""
+    outcome = world.run(Injections(devices=2, listed="corrupt:1:scheduler:2"), tmp_path, target=train)
+    outcome.assert_same(untouched[0])
+    whole, hurt = compare.read(untouched[2] / "prints"), compare.read(tmp_path / "prints")
+    assert compare.differences(whole, hurt) == [
+        "rank 1: other optimizer state of the shard after step 2 (1 of 12 states differ)"
+    ]
+    assert compare.differences(whole, hurt, flipped=True) == []
+
+
 def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
     outcome = world.run(Injections(devices=2, listed="kill:2:forward:0"), tmp_path, target=train)
     assert outcome.code == 1
