@@ -198,7 +198,7 @@ class Checkpoints:
             write(staged, together)
             return
         self.settle(training.check)  # one that was given up may still be at its last file
-        self._beside = SaveBeside(partial(write, together.run(staged.copied), beside))
+        self._beside = SaveBeside(partial(write, together.run(staged.copied), beside), lambda: beside.waits)
 
     def publish_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
         """Has the tracker of ``directory`` name what is published there, and only the newest stay."""

@@ -16,24 +16,32 @@ class SaveBeside:
 
     Args:
         write: Writes and publishes.
+        waits: Whether the thread waits for other ranks just now.
     """
 
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[], None], waits: Callable[[], bool]) -> None:
+        self._write, self._waits = write, waits
         self._failed: Exception | None = None
         # No daemon: the interpreter waits for it, as c10d's store must not be in use when it ends.
         self._thread = threading.Thread(target=self._run, name="lightning_replica-save")
         self._thread.start()
 
     def wait(self, check: Callable[[], None]) -> Exception | None:
-        """Waits for the end; returns what went wrong.
+        """Wait for the end, and return what went wrong. While the thread waits for other ranks, so does this one.
 
         Args:
             check: Called again and again; may raise.
         """
-        while self._thread.is_alive():
-            check()
-            self._thread.join(_SLICE_S)
+        try:
+            while self._thread.is_alive():
+                check()
+                if self._waits():
+                    points.waits()
+                else:
+                    points.goes_on()
+                self._thread.join(_SLICE_S)
+        finally:
+            points.goes_on()
         return self._failed
 
     def _run(self) -> None:

@@ -78,6 +78,9 @@ class TogetherBeside(Together):
         rank: This process's rank.
         size: Ranks.
         check: Called while it waits; raises if the others will not come any more.
+
+    Attributes:
+        waits: Whether it waits for other ranks.
     """
 
     def __init__(self, store: dist.Store, topic: str, rank: int, size: int, check: Callable[[], None]) -> None:
@@ -85,13 +88,16 @@ class TogetherBeside(Together):
         self.rank, self.size = rank, size
         self._store, self._topic, self._check = store, topic, check
         self._given: list[str] = []
+        self.waits = False
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         keys = [f"{self._topic}/{len(self._given)}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes, as `get` returns them
+        self.waits = True
         while not self._store.check(keys):
             self._check()
             time.sleep(_POLL_S)
+        self.waits = False
         if self._given:
             self._store.delete_key(self._given[-1])  # everyone is in this round, and has read the one before
         self._given.append(keys[self.rank])

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_replica import points
+
 
 class PatientStore(dist.Store):
     """What torch.distributed opens process groups with; it calls this from C++, and asks for no more than this.
@@ -25,15 +27,23 @@ class PatientStore(dist.Store):
         self._store, self._check, self._timeout_s = store, check, timeout_s
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all ``keys`` are there."""
+        """Wait until all ``keys`` are there, and tell the watcher that this rank waits.
+
+        It would be taken for the one that hangs otherwise, and killed in place of the member that does not come
+        (tests/launch/test_hang.py::test_a_rank_stops_while_its_peer_gives_it_its_shard).
+        """
         deadline = time.monotonic() + self._timeout_s
         pause_s = 0.0005
-        while not self._store.check(keys):
-            self._check()
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"Waited in vain for {keys} in the store.")
-            time.sleep(pause_s)
-            pause_s = min(0.01, 1.5 * pause_s)
+        try:
+            while not self._store.check(keys):
+                points.waits()
+                self._check()
+                if time.monotonic() > deadline:
+                    raise dist.DistStoreError(f"Waited in vain for {keys} in the store.")
+                time.sleep(pause_s)
+                pause_s = min(0.01, 1.5 * pause_s)
+        finally:
+            points.goes_on()
 
     def get(self, key: str) -> bytes:
         """The value of ``key``, once there is one."""

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_replica import CheckpointPublisher, ConfigurationError
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.points import listen
+from lightning_replica.save_beside import SaveBeside
 from tests.support import job, world
 from tests.support.job import Case, Fault
 
@@ -111,6 +112,35 @@ def test_a_rank_that_is_lost_meanwhile(untouched: world.Outcome, tmp_path: Path)
     faults = Fault("kill", 1, "forward", 4), Fault("kill", 0, "update", 5), Fault("kill", 1, "train_end", 12)
     world.run(Case(devices=2, faults=faults), tmp_path, target=publishes).assert_same(untouched)
     assert kept(tmp_path)[-1] == "12"
+
+
+def stops_while_all_wait_for_it(case: Case, out: Path) -> None:
+    """A rank is stopped once training is over, and its part of the last checkpoint is all that is missing."""
+    waits, original = threading.Event(), SaveBeside.wait
+
+    def wait(self: SaveBeside, check: Any) -> Any:
+        waits.set()
+        return original(self, check)
+
+    def stop(point: str) -> None:
+        marker = out / "stopped"
+        beside = threading.current_thread() is not threading.main_thread()
+        if point == "save" and beside and os.environ["LOCAL_RANK"] == "1" and not marker.exists():
+            waits.wait()
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    SaveBeside.wait = wait  # type: ignore[method-assign]
+    listen(stop)
+    job.run(case, out, (CheckpointPublisher(out / "kept", every_n_train_steps=12, async_save=True),))
+
+
+def test_a_rank_that_stops_while_all_wait_for_it(untouched: world.Outcome, tmp_path: Path) -> None:
+    """The others say that they wait, so nobody takes them for ranks that hang."""
+    outcome = world.run(Case(devices=2, hang=(1.0, 4.0)), tmp_path, target=stops_while_all_wait_for_it)
+    outcome.assert_same(untouched)
+    assert [said.split(" (")[0] for said in outcome.said] == ["Rank 1 hangs while saving a checkpoint"] * 2
+    assert kept(tmp_path) == ["12"]
 
 
 class LosesItsDirectory(Callback):

@@ -97,6 +97,17 @@ def test_nobody_else_is_blamed_while_a_killed_rank_ends(untouched: world.Outcome
     assert_killed(outcome, untouched, 1, "in forward")
 
 
+def test_a_rank_stops_while_its_peer_gives_it_its_shard(untouched: world.Outcome, tmp_path: Path) -> None:
+    """The peer waits for it, and has a shorter time-out: it has been through more recoveries than a replacement."""
+    raises = [Fault("raise", 0, "before_commit", step) for step in (0, 1, 2)]
+    flipped = Fault("flip", 3, "before_commit", 4)
+    faults = (*raises, Fault("kill", 3, "update", 3), flipped, Fault("stop", 3, "repair", 4))
+    outcome = world.run(replace(WATCHED, faults=faults), tmp_path)
+    outcome.assert_same(untouched)
+    (hang,) = [said for said in outcome.said if "hangs in" in said and "was killed" in said]
+    assert hang.startswith("Rank 3 hangs in recovery (repair)"), outcome.said
+
+
 def at(step: int, act: Any, case: Case, out: Path) -> None:
     """Trains, with ``act(rank, first)`` in the training step of one batch; ``first`` is true once in the whole run."""
     original = job.Model.training_step
