@@ -81,25 +81,26 @@ def wait(work: Work, check: Check) -> None:
         work.come_before()
         return
     waited = False
-    while work is not None:
-        try:
-            work.wait(SLICE)
-            break
-        except RuntimeError as error:
-            # An expired slice and a failed collective raise alike; only the latter is completed.
-            if work.is_completed():
-                _finish(work, error)
+    try:
+        while work is not None:
+            try:
+                work.wait(SLICE)
                 break
-        waited = True
-        points.waits()
-        try:
-            check()
-        except BaseException:
-            track(work)
+            except RuntimeError as error:
+                # An expired slice and a failed collective raise alike; only the latter is completed.
+                if work.is_completed():
+                    _finish(work, error)
+                    break
+            waited = True
+            points.waits()
+            try:
+                check()
+            except BaseException:
+                track(work)
+                raise
+    finally:
+        if waited:
             points.goes_on()
-            raise
-    if waited:
-        points.goes_on()
 
 
 def finish(check: Check) -> None:

@@ -1,12 +1,13 @@
 """Collectives that are put in order and asked for in the end."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_replica import works
+from lightning_replica import points, works
 from lightning_replica.devices.gloo import abort_group
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.works import Ordered
@@ -100,3 +101,29 @@ def no_use(rank: int, store: Any) -> Any:
 
 def test_the_check_decides() -> None:
     assert run_ranks(2, no_use) == [True, True]
+
+
+class FailsLate:
+    """A collective that fails after one slice has expired."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def wait(self, *_: Any) -> None:
+        self.asked += 1
+        raise RuntimeError("connection closed")
+
+    def is_completed(self) -> bool:
+        return self.asked > 1
+
+
+def test_a_wait_that_fails_is_over() -> None:
+    """User code may catch the error and hang: nobody would see that in a rank that is said to wait."""
+    watcher = Mock()
+    points.watch(watcher)
+    try:
+        with pytest.raises(CollectiveError, match="connection closed"):
+            works.wait(FailsLate(), lambda: None)  # type: ignore[arg-type]
+    finally:
+        points.watch(None)
+    assert [call[0] for call in watcher.method_calls] == ["waits", "goes_on"]

@@ -254,10 +254,12 @@ class ShardedState:
         """One optimizer's step inside a batch, under manual optimization. Collective.
 
         Returns:
-            What the ranks agreed on; where gradients are whole they need not ask each other.
+            What the ranks agreed on.
         """
         vector = self._vector([optimizer])
-        if not self.whole_gradients:
+        # Whole gradients are the same on all ranks, but each looks for infinities in its own pieces only
+        # (tests/sharding/test_gradients.py::an_infinity_in_one_rank_s_piece).
+        if not self.whole_gradients or self.request.scale is not None:
             collectives.all_reduce(vector, self._groups, self._check)
         commit = Commit.of(vector.tolist())
         if self._backup is not None:

@@ -1,5 +1,6 @@
 """Gradients that user code looks at and changes, and batches that step several optimizers several times."""
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW
 
 from lightning_replica.sharding.collectives import Groups
-from lightning_replica.sharding.commit import StepPhase
+from lightning_replica.sharding.commit import Request, StepPhase
 from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import run_ranks
 from tests.support.sharded import Case, apply, exact_gradients, exact_share, feed, make_state, run_cases, same_bits
@@ -309,6 +310,26 @@ def frozen_state_outlives_an_undo(groups: Groups) -> None:
     torch.testing.assert_close(parameters[1].detach(), torch.full((7,), 1 - 0.1 / 1.5**0.5))
 
 
+def an_infinity_in_one_rank_s_piece(groups: Groups) -> None:
+    """Under a loss scaler: the step is left out on all ranks, where gradients are whole too."""
+    parameters = [nn.Parameter(torch.ones(640))]
+    optimizer = SGD(parameters, lr=0.25)
+    state = make_state(groups, parameters, optimizer, manual=True, whole_gradients=True)
+    for scale, infinite in ((1.0, True), (1.0, False)):
+        state.begin_window(False)
+        optimizer.zero_grad()
+        state.before_backward(reduce=True)
+        gradient = torch.ones(640)
+        gradient[3] = math.inf if infinite else 1.0
+        feed(parameters, [gradient])
+        state.after_backward(reduce=True)
+        state.request = Request(scale=scale)
+        state.reduce()
+        commit = state.step_one(state.optimizers[0])
+        assert (commit.non_finite > 0) == infinite
+        assert torch.equal(parameters[0].detach(), torch.full((640,), 1.0 if infinite else 0.75))
+
+
 def backward_with_a_graph(groups: Groups) -> None:
     parameters, theirs = ([nn.Parameter(torch.full((30,), 0.5)), nn.Parameter(torch.ones(4, 2))] for _ in range(2))
     optimizer, reference = SGD(parameters, lr=0.25), SGD(theirs, lr=0.25)
@@ -360,6 +381,7 @@ OF_FOUR: list[Case] = [
     a_batch_may_begin_with_its_step,
     a_commit_closes_the_window,
     frozen_state_outlives_an_undo,
+    an_infinity_in_one_rank_s_piece,
 ]
 
 
