@@ -35,7 +35,11 @@ def versions() -> Iterator[Check]:
     for wanted in _requirements():
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        found = importlib.metadata.version(wanted.name)
+        try:
+            found = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(wanted.name, "failed", "not installed", f'pip install "{wanted}"')
+            continue
         if wanted.specifier.contains(found, prereleases=True):
             yield Check(wanted.name, "ok", found)
         else:

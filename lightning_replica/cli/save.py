@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     _refuse_who_does_not_listen(options.pid)
     directory = None if options.dirpath is None else CheckpointDirectory(options.dirpath)
     before = None if directory is None else _age(directory.latest())
-    os.kill(options.pid, SIGNAL)
+    _ask(options.pid)
     if directory is None:
         write(f"Process {options.pid} was asked, and says so when the checkpoint is written.")
         return 0
@@ -51,6 +51,15 @@ def run(options: argparse.Namespace) -> int:
         time.sleep(_LOOK_S)
     write(f"No newer checkpoint has come to {options.dirpath} in {options.timeout_s:g} s.")
     return 1
+
+
+def _ask(pid: int) -> None:
+    try:
+        os.kill(pid, SIGNAL)
+    except ProcessLookupError as error:
+        raise ConfigurationError(f"Process {pid} has just ended.") from error
+    except PermissionError as error:
+        raise ConfigurationError(f"Process {pid} is another user's: ask as that user, or as root.") from error
 
 
 def _age(latest: "Latest") -> tuple[int, int] | None:

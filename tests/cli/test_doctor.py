@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 
-from lightning_replica.cli import doctor
+from lightning_replica.cli import checks, doctor
+from lightning_replica.cli.check import Check
 
 
 def test_this_machine_is_well() -> None:
@@ -46,3 +48,10 @@ def test_a_training_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert re.search(r"^ok     store +works$", text, re.M)
     assert "Please report this" in text
     assert text.endswith("something failed: see above\n")
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Requirement("torch"), Requirement("no-such-package>=2")]
+    monkeypatch.setattr(checks, "_requirements", lambda: wanted)
+    missing = list(checks.versions())[-1]
+    assert missing == Check("no-such-package", "failed", "not installed", 'pip install "no-such-package>=2"')

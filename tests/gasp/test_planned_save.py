@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch.callbacks import Callback
@@ -153,3 +154,19 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"There is no process {other.pid} here that can be looked at" in capsys.readouterr().err
     assert main(["save", str(os.getpid()), "--timeout-s", "0"]) == 2
     assert "timeout_s=0.0 must be a number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ProcessLookupError, "Process 7 has just ended."),
+        (PermissionError, "Process 7 is another user's: ask as that user"),
+    ],
+)
+def test_a_run_that_cannot_be_sent_a_signal(
+    error: type[OSError], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planned_save, "listens", lambda pid: True)
+    monkeypatch.setattr(os, "kill", Mock(side_effect=error))
+    assert main(["save", "7"]) == 2
+    assert said in capsys.readouterr().err
