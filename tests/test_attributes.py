@@ -308,3 +308,47 @@ def test_a_tensor_that_cannot_travel_stays_as_it_was_built() -> None:
     module.hidden = None
     attributes.put(list(module.modules()), taken)
     assert torch.equal(module.hidden.to_dense(), torch.eye(2))
+
+
+class Generators(LightningModule):
+    """Sources of random numbers wherever they may be, some of them made while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        new = random.Random(1), torch.Generator().manual_seed(2), np.random.default_rng(3), np.random.RandomState(4)
+        self.listed, self.named = list(new), dict(enumerate(new))
+        self.deep = [[{"a": (random.Random(5),)}]]
+        self.made: Any = None
+
+    def begin(self) -> None:
+        self.made = [random.Random(6), torch.Generator().manual_seed(7), np.random.default_rng(8)]
+        self.made += [np.random.RandomState(9), np.random.Generator(np.random.MT19937(10))]
+        self.draw()
+
+    def draw(self) -> list[float]:
+        found = (*self.listed, *self.deep[0][0]["a"], *(self.made or ()))
+        return [float(torch.rand(1, generator=g)) if isinstance(g, torch.Generator) else g.random() for g in found]
+
+
+def test_a_replacement_gets_generators_in_containers_and_new_ones() -> None:
+    module, other = Generators(), Generators()
+    copies, listed = Copies(module), list(other.listed)
+    copies.take(list(module.modules()))
+    module.begin()
+    sent = copies.take(list(module.modules())).private()
+    attributes.put_plain(list(other.modules()), plain.unpack(plain.pack(sent)))
+    # The objects stay: whoever else holds one draws from it.
+    assert all(now is before for now, before in zip(other.listed, listed, strict=True))
+    assert other.draw() == module.draw()
+
+
+def test_zeros_have_signs() -> None:
+    module = Module()
+    module.history, module.rate = np.array([0.0, 1.0]), 0.0
+    copies = Copies(module)
+    taken = take(module, copies)
+    module.history[0], module.rate = -0.0, -0.0
+    assert take(module, copies).changed
+    attributes.put(list(module.modules()), taken)
+    assert not np.signbit(module.history).any()
+    assert not np.signbit(module.rate)

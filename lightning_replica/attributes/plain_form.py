@@ -3,8 +3,10 @@
 Atoms and tensors stand for themselves. Everything else is a list that begins with its kind.
 """
 
+import random
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ from lightning_replica.attributes.values import (
     set_random,
     tuple_like,
 )
+
+_OF_RANDOM_STATE = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 
 
 def plain_values(values: dict[int, dict[str, Kept]], limit: int | None) -> list[Any]:
@@ -127,16 +131,15 @@ def from_plain(sent: Any, current: Any = None) -> Any:
             return current
         return array
     if kind == "random":
-        if isinstance(current, GENERATORS):
-            set_random(current, from_plain(content))
-        return current
+        return _generator(from_plain(content), current)
     if kind == "dict":
         keys = [from_plain(key) for key in more[0]]
         filled: dict[Any, Any] = current if isinstance(current, dict) else {}
         known = dict(filled)
         fill(filled, [from_plain(item, known.get(key)) for key, item in zip(keys, content, strict=True)], keys)
         return filled
-    items = [from_plain(item) for item in content]
+    there = list(current) if isinstance(current, (list, tuple, deque)) and len(current) == len(content) else []
+    items = [from_plain(item, now) for item, now in zip_longest(content, there)]
     if kind == "tuple":
         fits = isinstance(current, tuple) and len(current) == len(items)
         return tuple_like(current, items) if fits else tuple(items)
@@ -144,3 +147,19 @@ def from_plain(sent: Any, current: Any = None) -> Any:
     container = current if isinstance(current, type(made)) else made
     fill(container, items, None)
     return container
+
+
+def _generator(state: Any, current: Any) -> Any:
+    """Return the generator that is there, with the state; a new one where there is none of that kind."""
+    if isinstance(state, Tensor):
+        generator: Any = current if isinstance(current, torch.Generator) else torch.Generator()
+    elif isinstance(state, dict):
+        name = state["bit_generator"]
+        fits = isinstance(current, np.random.Generator) and type(current.bit_generator).__name__ == name
+        generator = current if fits else np.random.Generator(getattr(np.random, name)())
+    elif len(state) == _OF_RANDOM_STATE:
+        generator = current if isinstance(current, np.random.RandomState) else np.random.RandomState()
+    else:
+        generator = current if isinstance(current, random.Random) else random.Random()
+    set_random(generator, state)
+    return generator

@@ -1,5 +1,6 @@
 """Values as they were: what a snapshot keeps of an attribute, and how it goes back."""
 
+import math
 import operator
 import random
 import weakref
@@ -102,7 +103,7 @@ class KeptArray:
 
     def put_back(self, _: str) -> Any:
         """Return it, filled as it was."""
-        if not np.array_equal(self.itself, self.content):
+        if not _same_bits(self.itself, self.content):
             self.itself[...] = self.content
         return self.itself
 
@@ -150,12 +151,12 @@ def same(a: Kept, b: Kept) -> bool:
             return False
         return all(map(operator.is_, a.items, b.items)) or (len(a.items) <= MANY and all(map(same, a.items, b.items)))
     if isinstance(a, KeptArray):
-        return np.array_equal(a.content, b.content)
+        return _same_bits(a.content, b.content)
     if isinstance(a, KeptObject):
         return a.itself is b.itself
     if isinstance(a, KeptGenerator):
         return _same_state(a.state, b.state)
-    return type(a) in ATOMS and a == b
+    return type(a) in ATOMS and a == b and (type(a) is not float or math.copysign(1, a) == math.copysign(1, b))
 
 
 def fill(container: Any, items: list[Any], keys: list[Any] | None) -> None:
@@ -190,6 +191,14 @@ def set_random(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def _same_bits(a: "np.ndarray[Any, Any]", b: "np.ndarray[Any, Any]") -> bool:
+    """Whether two arrays hold the same bits: 0.0 equals -0.0, but does not divide like it."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype) or a.dtype.hasobject:
+        return np.array_equal(a, b)
+    first, second = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (a, b))
+    return np.array_equal(first, second)
 
 
 def _same_state(a: Any, b: Any) -> bool:
