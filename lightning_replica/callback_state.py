@@ -113,8 +113,9 @@ def follow_batch_norm_epoch(trainer: pl.Trainer, momenta: Sequence[float | None]
     """
     layers = _batch_norms(trainer.lightning_module.modules())
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging) and not hasattr(callback, "momenta"):
-            callback.momenta = {layer: layer.momentum for layer in layers}
+        if isinstance(callback, StochasticWeightAveraging) and not callback.momenta:  # on a replacement
+            taken = zip(layers, momenta, strict=True)
+            callback.momenta = {layer: layer.momentum for layer, now in taken if now is None is not layer.momentum}
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
 

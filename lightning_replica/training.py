@@ -110,7 +110,8 @@ class Training:
         writes = self.recoverable and trainer.is_global_zero
         store = session.generations.store
         rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
-        self.files = CheckpointFiles(store, trainer.checkpoint_callbacks, session.newborn, writes)
+        saving = trainer.checkpoint_callbacks if self.recoverable else ()
+        self.files = CheckpointFiles(store, saving, session.newborn, writes)
         self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.end_when_told(lambda: self.asked_to_stop)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.host import LightningHost
@@ -98,6 +99,30 @@ def resumed(case: Case, out: Path) -> None:
         weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
+
+
+def trained_twice(case: Case, out: Path) -> None:
+    """Writes a checkpoint of the same name in each of two trainings."""
+    for _ in range(2):
+        torch.manual_seed(1)
+        trainer = L.Trainer(
+            strategy=ReplicaZeroStrategy(recovery=False),
+            accelerator="cpu",
+            devices=case.devices,
+            max_epochs=1,
+            callbacks=[ModelCheckpoint(out / "kept", filename="last")],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+        trainer.fit(Plain(), torch.utils.data.DataLoader(data, batch_size=4))
+
+
+def test_checkpoints_of_an_earlier_training_stay(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=trained_twice, recovery=False)
+    assert outcome.code == 0, outcome.logs
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"last.ckpt", "last-v1.ckpt"}
 
 
 def test_checkpoints_without_snapshots(tmp_path: Path) -> None:
