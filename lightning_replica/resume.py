@@ -164,6 +164,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
     if own and own["world_size"] == session.grid.world_size:
         host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
         taken = Snapshot("tail", 0, host, private["rng"], private["results"], loss=private["loss"], fresh=True)
+        private = _as_today(private)
         taken.loaders = [LoaderState.of(state) for state in private["loaders"]]
         taken.fetching = Fetching.of(private["fetching"])
         taken.validation = [LoaderState.of(state) for state in private["validation"]]
@@ -175,10 +176,25 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
     return taken
 
 
+def _as_today(private: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's private state as `_private` writes it, where an earlier version has written it.
+
+    Up to 09b1d78 each loader's state ended with the random states before the next batches, and nothing was kept of
+    validation loaders.
+    """
+    if "fetching" in private:
+        return private
+    random = private["loaders"][0][-1] if private["loaders"] else ()
+    loaders = [state[:-1] for state in private["loaders"]]
+    return {**private, "loaders": loaders, "fetching": (None, random), "validation": []}
+
+
 def _follow(module: pl.LightningModule, taken: Snapshot) -> None:
     """Takes submodules into account that the script has added or left out since the checkpoint was written."""
     host = taken.replicated
-    written = host.pop("modules")
+    written = host.pop("modules", None)
+    if written is None:
+        return  # an earlier version has written it, which knew of no others
     grow(module, written)
     own = names_of_modules(module)
     if own == written:
