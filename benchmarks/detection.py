@@ -24,15 +24,15 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from common import spread, write
 
-from lightning_replica import works
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.control.monitor import Monitor
+from lightning_replica.core import works
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
+from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.launch.supervisor import Supervisor
-from lightning_replica.recovery.faults import Fault
-from lightning_replica.recovery.generation import Generations
-from lightning_replica.recovery.groups import ProcessGroups
-from lightning_replica.recovery.monitor import Monitor
-from lightning_replica.recovery.options import RecoveryOptions
 
 RANKS = 4
 

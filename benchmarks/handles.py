@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import spread, write
 
 from lightning_replica.devices.cpu import Cpu
-from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.groups.world import ProcessGroups
 
 RANKS, ROUNDS, CALLS = 2, 40, 200
 

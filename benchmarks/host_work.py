@@ -24,13 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import spread, write
 
 from lightning_replica import ReplicaZeroStrategy
-from lightning_replica.host import LightningHost
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.supervisor import Supervisor, start_script
+from lightning_replica.launch.node import start_script
+from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.recovery.mirror import Mirrors
-from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.sharding.guard import Guard
-from lightning_replica.snapshot import Snapshot
+from lightning_replica.state.host import LightningHost
+from lightning_replica.state.snapshot import Snapshot
 
 warnings.filterwarnings("ignore")
 LAYERS, WARM_UP = 12, 5

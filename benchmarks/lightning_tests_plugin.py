@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from lightning_replica import ReplicaZeroStrategy, session
+from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.launch import rank
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, serve
+from lightning_replica.trainer import session
 
 STRATEGY = os.environ.get("LIGHTNING_TESTS_STRATEGY", "")
 OUT = Path(os.environ["LIGHTNING_TESTS_OUT"])

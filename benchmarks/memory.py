@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.supervisor import Supervisor, start_script
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.launch.node import start_script
+from lightning_replica.launch.supervisor import Supervisor
 
 warnings.filterwarnings("ignore")
 WIDTH, DEPTH = 2048, 16

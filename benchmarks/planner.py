@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from common import spread, write
 
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
 from lightning_replica.recovery.planner import Mirror, Report, make_plan
 
 WORLDS = (1_000, 10_000, 100_000)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import spread, write
 
 from lightning_replica import CheckpointPublisher, DyingGaspCheckpoint
-from lightning_replica.points import listen
+from lightning_replica.core.points import listen
 
 warnings.filterwarnings("ignore")
 RANKS, WIDTH, DEPTH, BATCH = 4, 4096, 6, 4

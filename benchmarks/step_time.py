@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import BATCH, LENGTH, VOCABULARY, Transformer, loss_of, spread, write
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.supervisor import Supervisor, start_script
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.launch.node import start_script
+from lightning_replica.launch.supervisor import Supervisor
 
 warnings.filterwarnings("ignore")
 WARM_UP = 3

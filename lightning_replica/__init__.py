@@ -1,7 +1,7 @@
 """A PyTorch Lightning strategy with which a training job loses no step and no bit when ranks fail.
 
-Importing it registers the strategy ``replica_zero`` and the accelerator ``npu`` by their names, and does nothing else;
-but in a rank, it has the supervisor see it (`launch.rank`).
+Importing it registers the strategy ``replica_zero`` and the accelerator ``npu`` by their names, and does nothing
+else; but in a rank, it has the supervisor see it (`launch.rank`).
 """
 
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -20,7 +20,7 @@ from lightning_replica.callbacks import (
 from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.launch.rank import enter as _enter
-from lightning_replica.strategy import ReplicaZeroStrategy
+from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 __version__ = "0.1.0.dev0"
 __all__ = [

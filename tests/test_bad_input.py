@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_replica import ConfigurationError, ReplicaZeroStrategy
-from tests.strategy.scenarios import SCENARIOS, fit
 from tests.support import job, world
 from tests.support.job import Case, Fault
+from tests.trainer.scenarios import SCENARIOS, fit
 
 
 def trainer(**options: Any) -> L.Trainer:

@@ -11,47 +11,32 @@ import pytest
 import lightning_replica
 
 PACKAGE = Path(lightning_replica.__file__).parent
-# From the ground up. A file may import from its own row and from those above it in this list.
-LAYERS = [
-    ["errors", "messages", "checks", "_compat"],
-    ["points", "grid", "works", "digests", "exit_codes", "planned_save"],
-    ["devices"],
-    ["plain", "structure"],
-    ["sharding"],
-    ["recovery"],
-    ["checkpoint"],
-    ["launch"],
-    ["attributes", "frozen", "loop_results", "succession", "written"],
-    ["data"],
-    [
-        "agreement",
-        "callback_state",
-        "hooks",
-        "checkpoint_files",
-        "data_setup",
-        "logger_rows",
-        "logger_runs",
-        "objects",
-        "save_beside",
-        "metrics",
-        "module_buffers",
-        "overrides",
-        "own_states",
-        "precision",
-        "session",
-        "which_checkpoint",
-    ],
-    ["lightning_collectives", "snapshot", "host", "incidents"],
-    ["training"],
-    ["resume", "checkpoints"],
-    ["dying_gasp"],
-    ["lightning_checkpoints"],
-    ["accelerators", "callbacks", "chaos", "fit_loop", "strategy"],
-    [""],
-    ["cli", "conf"],
-    ["__main__"],
+# From the ground up: one folder a row. A file may import from its own row and from those above it in this list.
+FOLDERS = [
+    "_compat",
+    "devices",
+    "core",
+    "control",
+    "groups",
+    "recovery",
+    "report",
+    "sharding",
+    "checkpoint",
+    "launch",
+    "state",
+    "accelerators",
+    "trainer",
+    "chaos",
+    "callbacks",
+    "",  # the public names
+    "cli",
+    "conf",
+    "__main__",
 ]
-NO_LIGHTNING = ["sharding", "recovery", "checkpoint", "devices", "grid", "points", "works", "errors", "digests"]
+GROUND = {"errors", "exit_codes"}  # modules at the root that every folder may import
+NO_LIGHTNING = ["devices", "core", "control", "groups", "recovery", "sharding", "checkpoint"]
+# What may be touched of the engine from outside, and by whom.
+ENGINE = "sharding.engine"
 
 
 DEVICES = {"cpu", "cuda", "npu", "gloo", "nccl", "hccl"}
@@ -78,31 +63,88 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-def layer(module: str) -> int:
-    top = module.split(".")[0]
-    return next(number for number, names in enumerate(LAYERS) if top in names)
+def floor(module: str) -> int:
+    folder = module.split(".")[0]
+    return -1 if folder in GROUND else FOLDERS.index(folder)
+
+
+def own_imports(path: Path) -> list[str]:
+    """What a file imports of the package, under TYPE_CHECKING and inside of functions too."""
+    found = [name.removeprefix("lightning_replica.") for name in imports(path) if name.startswith("lightning_replica.")]
+    return [name for name in found if (PACKAGE / name.split(".")[0]).exists() or f"{name.split('.')[0]}" in GROUND]
 
 
 @pytest.mark.parametrize("path", files(), ids=module_of)
 def test_imports_go_down(path: Path) -> None:
     own = module_of(path)
-    for name in imports(path):
-        if not name.startswith("lightning_replica."):
-            continue
-        target = name.removeprefix("lightning_replica.")
-        if (PACKAGE / target.split(".")[0]).exists() or (PACKAGE / f"{target.split('.')[0]}.py").exists():
-            assert layer(target) <= layer(own), f"{own} imports {target}, which stands above it"
+    for target in own_imports(path):
+        assert floor(target) <= floor(own), f"{own} imports {target}, which stands above it"
 
 
 @pytest.mark.parametrize("path", files(), ids=module_of)
-def test_lower_layers_know_no_lightning(path: Path) -> None:
+def test_lower_floors_know_no_lightning(path: Path) -> None:
     own = module_of(path).split(".")[0]
     found = imports(path)
     if own in NO_LIGHTNING:
         assert not [name for name in found if name.split(".")[0] == "lightning"]
         assert not [name for name in found if name.startswith("lightning_replica._compat.lightning")]
-    if own == "recovery":
-        assert not [name for name in found if name.startswith("lightning_replica.sharding")]
+
+
+def test_few_modules_stand_at_the_root() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", *GROUND}
+
+
+@pytest.mark.parametrize("folder", [path.parent for path in files() if path.name == "__init__.py"], ids=str)
+def test_each_room_says_what_it_may_import(folder: Path) -> None:
+    if folder.parent == PACKAGE:
+        assert "May import " in (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "")
+
+
+@pytest.mark.parametrize("path", files(), ids=module_of)
+def test_nothing_else_of_the_engine_is_used(path: Path) -> None:
+    if not module_of(path).startswith("sharding"):
+        found = [name for name in own_imports(path) if name.startswith("sharding")]
+        assert not [name for name in found if not name.startswith(ENGINE)]
+
+
+def room_of(path: Path) -> str:
+    return module_of(path).split(".")[0]
+
+
+def attributes_of(path: Path) -> set[str]:
+    """The attributes that the classes of a file have, as far as the file tells."""
+    found = set()
+    for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        found |= {
+            each.target.id
+            for each in kind.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        }
+        found |= {name for owner, name in written(kind) if owner == "self"}
+    return found
+
+
+def written(tree: ast.AST) -> list[tuple[str, str]]:
+    """What is assigned to attributes: of which object, which attribute."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)]
+    return [(ast.unparse(node.value), node.attr) for node in nodes]
+
+
+FOREIGN = {("parameter", "data"), ("metric", "value"), ("self._results", "batch")}  # torch's and Lightning's
+
+
+def test_nobody_writes_another_room_s_attributes() -> None:
+    """What crosses rooms is passed. An attribute is known by its name: which rooms have classes with one like it."""
+    rooms: dict[str, set[str]] = {}
+    for path in files():
+        for name in attributes_of(path):
+            rooms.setdefault(name, set()).add(room_of(path))
+    for path in files():
+        if room_of(path) == "_compat":
+            continue
+        for owner, name in written(ast.parse(path.read_text())):
+            if owner not in ("self", "cls") and (owner, name) not in FOREIGN and name in rooms:
+                assert room_of(path) in rooms[name], f"{module_of(path)} writes {owner}.{name} of {rooms[name]}"
 
 
 @pytest.mark.parametrize("path", files(), ids=module_of)

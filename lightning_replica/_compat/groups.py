@@ -1,8 +1,8 @@
-"""How torch.distributed makes process groups: the one function below all that make one, and torch's books of them.
+"""How torch.distributed makes process groups, and torch's tables of them.
 
-``init_process_group``, ``new_group``, device meshes and whatever else makes a group end in
-``_new_process_group_helper``. `answer_new_groups` answers in its place, so that nobody makes a group unseen, whichever
-backend it names.
+``init_process_group``, ``new_group``, device meshes and all other code that makes a group end in
+``_new_process_group_helper``. `answer_new_groups` replaces that function, so that the package sees every group that is
+made, whatever its backend.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ _original = distributed_c10d._new_process_group_helper
 
 @dataclass(frozen=True)
 class NewGroup:
-    """A process group that someone asks torch for.
+    """A process group that a caller asks torch for.
 
     Attributes:
-        ranks: Its members, in their order in the group.
-        place: This rank's place among them.
-        backend: As the caller has named it, or the default group's.
-        timeout: After which a collective fails.
-        options: The backend's own, if there are any.
-        is_default: Whether it is the default group.
+        ranks: The members, in their order in the group.
+        place: This rank's place among the members.
+        backend: The backend that the caller has named, or the default group's backend.
+        timeout: The time after which a collective fails.
+        options: The backend's own options, if there are any.
+        is_default: Whether the group is the default group.
     """
 
     ranks: tuple[int, ...]
@@ -38,9 +38,10 @@ class NewGroup:
 
 
 def answer_new_groups(answer: Callable[[NewGroup], ProcessGroup] | None) -> None:
-    """Have ``answer`` make every process group of which this rank is a member; None gives torch its own way back.
+    """Let ``answer`` make every process group of which this rank is a member; None restores torch's own function.
 
-    What it returns is entered into torch's books under the name that torch has chosen, unless it stands there already.
+    The group that ``answer`` returns is registered with torch under the name that torch has chosen, unless it is
+    registered already.
     """
     helper = _original if answer is None else _answered(answer)
     distributed_c10d._new_process_group_helper = helper
@@ -61,7 +62,7 @@ def _answered(answer: Callable[[NewGroup], ProcessGroup]) -> Callable[..., Any]:
         group_desc: str | None = None,
     ) -> tuple[Any, Store | None]:
         world = distributed_c10d._world
-        if pg_tag:  # whoever asks twice with the same tag shares a group
+        if pg_tag:  # callers that ask with the same tag share a group
             existing = distributed_c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group)
             if existing is not None:
                 return existing, world.pg_map[existing][1]
@@ -87,15 +88,15 @@ def _answered(answer: Callable[[NewGroup], ProcessGroup]) -> Callable[..., Any]:
 
 
 def open_group(wanted: NewGroup, name: str, store: Store) -> ProcessGroup:
-    """Open a process group as torch itself does. All members call it.
+    """Open a process group as torch itself does. All members call this.
 
     Args:
-        wanted: What it is made of.
-        name: Its name, which no other group of this process may have.
-        store: Where its members meet.
+        wanted: Members, backend, timeout and options of the group.
+        name: Name of the group, which no other group of this process may have.
+        store: The store through which the members find each other.
 
     Raises:
-        RuntimeError: If the members do not come together in time.
+        RuntimeError: If the members do not connect in time.
     """
     group: Any
     group, _ = _original(
@@ -114,11 +115,11 @@ def open_group(wanted: NewGroup, name: str, store: Store) -> ProcessGroup:
 
 
 def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:
-    """Do what ``destroy_process_group`` does for one group, and nothing where that has been done already.
+    """Do what ``destroy_process_group`` does for one group; do nothing if the group is destroyed already.
 
     Args:
         group: The group.
-        shut_down: Whether what it is made of ends too.
+        shut_down: Whether to shut down the group's backends too.
     """
     world = distributed_c10d._world
     if group not in world.pg_map:
@@ -137,12 +138,12 @@ def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:
 
 
 def is_registered(group: ProcessGroup) -> bool:
-    """Whether torch knows ``group``, which has not been destroyed then."""
+    """Return whether ``group`` is registered with torch, which means that it is not destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
 def _unused(name: str) -> str:
-    """Torch numbers groups by what this process has made; ours come and go, so that a number may come twice."""
+    """Return ``name``, or a variant of it if it is taken: groups come and go here, so torch may reuse a number."""
     taken = set(distributed_c10d._world.pg_names.values())
     candidate, number = name, 0
     while candidate in taken:
@@ -152,7 +153,7 @@ def _unused(name: str) -> str:
 
 
 def _register(group: ProcessGroup, name: Any, backend: str, store: Store, tag: str | None) -> None:
-    """Enter a group into torch's books, as ``_new_process_group_helper`` does at its end."""
+    """Register a group with torch, as ``_new_process_group_helper`` does at its end."""
     world = distributed_c10d._world
     group._set_group_name(name)
     world.pg_map[group] = (backend, store)

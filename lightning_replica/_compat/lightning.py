@@ -45,6 +45,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch.optim import Optimizer
 
 from lightning_replica.errors import ConfigurationError
 
@@ -93,20 +94,20 @@ __all__ = [
 
 
 def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Accelerator | None) -> bool:
-    """Whether Lightning has made a plugin for ``device`` only because it does not know ``accelerator`` by name.
+    """Return whether Lightning made a plugin for ``device`` only because it does not recognize ``accelerator``.
 
-    ``_AcceleratorConnector._check_and_init_precision`` makes mixed precision for CUDA then. A plugin of the user's own
-    class is never its doing.
+    In that case, ``_AcceleratorConnector._check_and_init_precision`` makes a mixed precision plugin for CUDA. It never
+    makes a plugin of the user's own class.
     """
     known = (CPUAccelerator, MPSAccelerator, CUDAAccelerator)
     return plugin is MixedPrecision and device == "cuda" and type(accelerator) not in known
 
 
 def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
-    """The command line that runs this very script again, and its working directory (None: this one).
+    """Return the command line that runs this script again, and its working directory (None: the current one).
 
     Raises:
-        ConfigurationError: If there is no script; or in a Hydra multirun, whose command line stands for all its jobs.
+        ConfigurationError: If there is no script, or in a Hydra multirun, where one command line runs several jobs.
     """
     if not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise ConfigurationError(
@@ -129,7 +130,7 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
 
 
 def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:
-    """The loop and the loops inside it, with the prefix that ``_Loop.state_dict`` gives each."""
+    """Yield the loop and the loops inside it, each with the prefix that ``_Loop.state_dict`` gives it."""
     yield prefix, loop
     for name, value in vars(loop).items():
         if isinstance(value, _Loop):
@@ -137,7 +138,7 @@ def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:
 
 
 def save_loops(loop: _Loop) -> dict[str, Any]:
-    """What ``_Loop.state_dict`` returns but for the state of dataloaders, in a tenth of the time."""
+    """Return what ``_Loop.state_dict`` returns, without the state of dataloaders, in a tenth of the time."""
     state: dict[str, Any] = {}
     for prefix, inner in walk_loops(loop):
         state[f"{prefix}state_dict"] = {} if isinstance(inner, _FitLoop) else inner.on_save_checkpoint()
@@ -154,9 +155,9 @@ def _counters(progress: _BaseProgress) -> dict[str, Any]:
 
 
 def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
-    """Puts all counters back, without the "restarting" marks that ``_Loop.load_state_dict`` leaves.
+    """Restore all counters, without the "restarting" marks that ``_Loop.load_state_dict`` leaves.
 
-    Those make Lightning guess where it was stopped; we know.
+    With these marks, Lightning guesses where training stopped. The package restores the exact place itself.
     """
     for prefix, inner in walk_loops(loop):
         inner._load_from_state_dict(state.copy(), prefix)
@@ -164,24 +165,24 @@ def load_loops(loop: _Loop, state: dict[str, Any]) -> None:
 
 
 def epoch_of(fit_loop: _FitLoop) -> int:
-    """The epoch that samplers are told: the number of epochs that are done."""
+    """Return the epoch to set on samplers: the number of epochs that are done."""
     return int(fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
 
 def iterate_instead(combined: CombinedLoader, loaders: list[Any]) -> None:
-    """Has ``combined`` iterate ``loaders``; whoever asks for its ``iterables`` still gets those that it was made of."""
+    """Make ``combined`` iterate ``loaders``; its ``iterables`` remain the loaders that it was made of."""
     combined._flattened = loaders
 
 
 def combining_state(combined: CombinedLoader) -> dict[str, Any]:
-    """How far the iterator of a combined loader has come, whatever its mode, beside what its loaders know."""
+    """Return the position of a combined loader's own iterator, for every mode; its loaders' positions are not in it."""
     known: dict[str, Any] = {} if combined._iterator is None else vars(combined._iterator)
     state = {name: known[name] for name in ("_idx", "_iterator_idx", "_consumed") if name in known}
     return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
 def put_combining_state(combined: CombinedLoader, state: dict[str, Any]) -> None:
-    """The inverse of `combining_state`, on an iterator that has just begun."""
+    """Restore what `combining_state` returned, on an iterator that has just begun."""
     iterator: Any = combined._iterator
     for name, value in state.items():
         setattr(iterator, name, list(value) if isinstance(value, list) else value)
@@ -190,22 +191,23 @@ def put_combining_state(combined: CombinedLoader, state: dict[str, Any]) -> None
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """What Lightning puts into a checkpoint; calls the hooks that add to it. Collective where they are."""
+    """Return what Lightning puts into a checkpoint. Call the hooks that add to it; collective if a hook is."""
     dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return dumped
 
 
 def writes_archives(plugin: CheckpointIO | None) -> bool:
-    """Whether checkpoints of a plugin are what ``torch.save`` writes."""
+    """Return whether a plugin writes checkpoints with ``torch.save``."""
     while isinstance(plugin, _WrappingCheckpointIO):
         plugin = plugin.checkpoint_io
     return isinstance(plugin, TorchCheckpointIO)
 
 
 def let_config_be_saved_again(trainer: Any) -> None:
-    """On a replacement of rank 0: LightningCLI's callback would refuse to overwrite what its predecessor has saved.
+    """Let LightningCLI's callback overwrite, on a replacement of rank 0, the config that its predecessor has saved.
 
-    Its option ``overwrite`` is left alone: with it the callback leaves out a broadcast, which the predecessor made.
+    This does not set the callback's option ``overwrite``: with it, the callback skips a broadcast that the predecessor
+    made.
     """
     for callback in _config_savers(trainer):
         save = callback.parser.save
@@ -217,15 +219,15 @@ def _overwrite(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def checkpoint_exists(callback: ModelCheckpoint, path: Any) -> bool:
-    """Whether a checkpoint's file is there, as the callback sees it; on this rank alone."""
+    """Return whether a checkpoint's file exists in the callback's file system. Only this rank looks."""
     return bool(callback._fs.exists(path))
 
 
 def when_made(kind: type[Any], made: Callable[[Any], None]) -> None:
-    """Has ``made`` called with every instance of ``kind`` and its subclasses that is made in this process from now on.
+    """Call ``made`` with every instance of ``kind`` and its subclasses that this process makes from now on.
 
-    The class of an instance wraps its ``__init__`` when the first one is made: whoever derives from `Logger` need not
-    know of it.
+    When the first instance of a class is made, the ``__init__`` of that class is wrapped. So subclasses of `Logger`
+    need no change.
     """
 
     def new(cls: type[Any], *_: Any, **__: Any) -> Any:
@@ -248,7 +250,7 @@ def _and_then(cls: type[Any], original: Callable[..., None], made: Callable[[Any
 
 
 class _ContinuedWriter(ExperimentWriter):
-    """Appends to the metrics that are there, where the original deletes them."""
+    """Appends to the metrics file that is there; the original deletes it."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
@@ -262,35 +264,35 @@ class _ContinuedWriter(ExperimentWriter):
 
 
 def continue_csv(logger: CSVLogger) -> None:
-    """Has a logger go on in the directory of its version."""
+    """Make a logger continue in the existing directory of its version."""
     if logger._experiment is None:
         logger._experiment = _ContinuedWriter(logger.log_dir)
 
 
 def leave_config_unsaved(trainer: Any) -> None:
-    """Has LightningCLI's callback save nothing: it refuses to where it has before, and runs of a test are many."""
+    """Keep LightningCLI's callback from saving: a test runs many times, and the callback refuses to overwrite."""
     for callback in _config_savers(trainer):
         callback.already_saved = True
 
 
 def _config_savers(trainer: Any) -> list[Any]:
-    """LightningCLI's callback, told by its attributes, not by its class, whose module imports jsonargparse."""
+    """Find LightningCLI's callback by its attributes, not by its class, because that module imports jsonargparse."""
     return [each for each in trainer.callbacks if hasattr(each, "already_saved") and hasattr(each, "overwrite")]
 
 
 class Sigterm:
-    """Has SIGTERM only noted, until all ranks have agreed on it.
+    """Notes a SIGTERM, and acts on it only when all ranks have agreed on it.
 
-    Lightning's own handler also broadcasts, from inside the signal handler: where the other ranks are gone or their
-    groups aborted, that may never return. And its flag must not rise on one rank before it does on the others.
+    Lightning's own handler also broadcasts, from inside the signal handler. If the other ranks are gone or their groups
+    are aborted, that broadcast may never return. Also, one rank must not set Lightning's flag before the others do.
 
     Args:
         trainer: The trainer that fits.
-        others: Signals that mean the same; Lightning puts their handlers back when the fit is over.
+        others: Signals with the same meaning; Lightning restores their handlers when the fit is over.
         told: Called in the signal's handler.
 
     Attributes:
-        noted: Whether this process has got a SIGTERM.
+        noted: Whether this process has received a SIGTERM or one of ``others``.
     """
 
     def __init__(self, trainer: Any, others: Sequence[signal.Signals], told: Callable[[], None]) -> None:
@@ -303,9 +305,15 @@ class Sigterm:
             signal.signal(signum, self._note)
 
     def agree(self) -> None:
-        """Raises Lightning's flag: training ends with this batch."""
+        """Set Lightning's flag, so that training ends with this batch."""
         self._connector.received_sigterm = True
 
     def _note(self, *_: Any) -> None:
         self.noted = True
         self._told()
+
+
+def user_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the user's own optimizer; Lightning passes a wrapper of it to hooks."""
+    inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return inner

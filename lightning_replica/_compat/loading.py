@@ -13,12 +13,12 @@ _END_S = 5.0
 
 
 def take_part_in_fetching(mark: Any, collate: Any, wrap: Callable[[Any], Any]) -> None:
-    """In a worker: has it fetch through what ``wrap`` makes of each of torch's fetchers.
+    """Make this worker fetch through the wrappers that ``wrap`` returns for torch's fetchers. Called in a worker.
 
     Args:
-        mark: What the loader was given as its ``collate_fn``, so that other loaders of this process are left alone.
-        collate: The ``collate_fn`` that it stands for.
-        wrap: Called with a fetcher at the start of each iteration.
+        mark: The loader's ``collate_fn``. Loaders of this process with another ``collate_fn`` are left alone.
+        collate: The real ``collate_fn``, which ``mark`` replaces.
+        wrap: Called with a fetcher at the start of each iteration; returns the wrapper.
     """
     create: Callable[..., Any] = _DatasetKind.create_fetcher
 
@@ -31,19 +31,19 @@ def take_part_in_fetching(mark: Any, collate: Any, wrap: Callable[[Any], Any]) -
 
 
 def raise_deaths_of_workers() -> None:
-    """Raises if a worker of any loader of this process has died, and has not been told of yet.
+    """Raise an error if a worker of any loader of this process has died, and that was not reported yet.
 
     Raises:
-        RuntimeError: If one has.
+        RuntimeError: If a worker has died.
     """
     torch._C._error_if_any_worker_fails()
 
 
 def replace_check_for_deaths(check: Callable[[], None]) -> Callable[[], None]:
-    """Has torch's handler of SIGCHLD call ``check`` in place of `raise_deaths_of_workers`.
+    """Make torch's handler of SIGCHLD call ``check`` in place of `raise_deaths_of_workers`.
 
     Returns:
-        A function that undoes it.
+        A function that restores torch's own check.
     """
     original = signal_handling._error_if_any_worker_fails
 
@@ -55,10 +55,10 @@ def replace_check_for_deaths(check: Callable[[], None]) -> Callable[[], None]:
 
 
 def end_workers(iterator: Any) -> None:
-    """Ends the workers of a DataLoader's iterator, if it has any, and waits for them.
+    """Shut down the workers of a DataLoader's iterator, if it has any, and wait until they have ended.
 
-    torch asks them to end, and waits for each for 5 seconds. Where one was killed or stopped, all are killed: it may
-    have left a lock taken that the others wait for.
+    torch asks the workers to end, and waits 5 seconds for each. If one was killed or stopped, this function kills all
+    of them: that worker may hold a lock that the others wait for.
     """
     if not isinstance(iterator, _MultiProcessingDataLoaderIter) or iterator._shutdown:
         return
@@ -82,7 +82,7 @@ def _abandon(iterator: Any) -> None:
         queue.cancel_join_thread()
         queue.close()
     if iterator._pin_memory:
-        iterator._pin_memory_thread_done_event.set()  # it may be in the middle of what a killed worker has sent
+        iterator._pin_memory_thread_done_event.set()  # the thread may be reading what a killed worker has sent in part
 
 
 def _is_well(worker: Any) -> bool:
@@ -90,11 +90,11 @@ def _is_well(worker: Any) -> bool:
         return bool(worker.exitcode == 0)
     try:
         state = Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:  # no Linux, or it has ended just now
+    except OSError:  # not on Linux, or the worker has just ended
         return True
     return state not in "Tt"
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Makes a loader with persistent workers start new ones."""
+    """Make a loader with persistent workers start new workers."""
     loader._iterator = None

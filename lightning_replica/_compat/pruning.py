@@ -1,4 +1,4 @@
-"""What `torch.nn.utils.prune` does to a module, seen, undone and done again."""
+"""Finds, undoes and redoes what `torch.nn.utils.prune` does to a module."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Pruned:
     """A tensor that is pruned.
 
     Attributes:
-        module: Whose tensor it is.
-        name: What it is called there; its parameter is called ``<name>_orig``, its mask ``<name>_mask``.
+        module: The module that has the tensor.
+        name: The tensor's name in the module; its parameter is called ``<name>_orig``, its mask ``<name>_mask``.
         method: The hook that applies the mask in every forward pass.
         mask: The mask.
-        data: The memory of its parameter, which `prune.remove` leaves as it is and replaces.
+        data: The memory of the parameter. `prune.remove` gives the parameter other memory, and leaves this unchanged.
     """
 
     module: nn.Module
@@ -42,11 +42,11 @@ class Pruned:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells it from all others, also when it is pruned again."""
+        """A key that identifies the tensor, and stays the same when the tensor is pruned again."""
         return id(self.module), self.name
 
     def undo(self) -> None:
-        """Take the pruning away; the parameter comes last among its module's."""
+        """Undo the pruning. Afterwards, the parameter is the last one of its module."""
         module, name = self.module, self.name
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is self.method:
@@ -56,7 +56,7 @@ class Pruned:
         del module._buffers[f"{name}_mask"]
 
     def redo(self) -> None:
-        """Prune with the same method and mask, after `prune.remove`."""
+        """Prune again with the same method and mask, after `prune.remove`."""
         module, name = self.module, self.name
         module._parameters[f"{name}_orig"] = module._parameters.pop(name)
         self.regain()
@@ -65,14 +65,14 @@ class Pruned:
         module.register_forward_pre_hook(self.method)
 
     def regain(self) -> None:
-        """Give the parameter its memory again; the shards give it only to those that are trained."""
+        """Give the parameter its memory back; the shards do that only for parameters that are trained."""
         parameter = self.module._parameters[f"{self.name}_orig"]
         if parameter is not None and parameter.data_ptr() != self.data.data_ptr():
             parameter.data = self.data
 
 
 def prune_nothing(module: nn.Module, name: str) -> None:
-    """Prune a parameter with a mask of ones, to be filled."""
+    """Prune a parameter with a mask of ones, which the caller fills later."""
     prune.custom_from_mask(module, name, torch.ones_like(getattr(module, name)))
 
 
@@ -80,7 +80,7 @@ def arrange(modules: Iterable[nn.Module], parameters: Sequence[nn.Parameter]) ->
     """Give ``modules`` their parameters in the order of ``parameters``."""
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     for module in modules:
-        # One that is shared counts where it is first.
+        # A shared parameter counts for the first module that has it.
         own = {name: places.pop(id(each)) for name, each in module._parameters.items() if id(each) in places}
         ordered = sorted(own, key=own.__getitem__)
         if ordered != list(own):

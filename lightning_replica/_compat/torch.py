@@ -1,4 +1,4 @@
-"""Names of torch that are private, or were renamed."""
+"""Names of torch that are private or were renamed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:  # costs a quarter of a second, which only those who save shall pay
+if TYPE_CHECKING:  # the import takes a quarter of a second, which only processes that save should spend
     from torch.distributed.checkpoint.metadata import Metadata
 
 _HOST = "cpu"
 
-# Everything that occurs in the pickled `.metadata` of PyTorch Distributed Checkpoint.
+# All names that occur in the pickled `.metadata` of PyTorch Distributed Checkpoint.
 _DCP_METADATA = {
     "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "torch.serialization": {"_get_layout"},
@@ -36,30 +36,30 @@ _DCP_METADATA = {
 
 
 def data_version(tensor: Tensor) -> int:
-    """Changes whenever the tensor is written to."""
+    """Return a number that changes whenever the tensor is written to."""
     return tensor._version
 
 
 def write_count(tensor: Tensor) -> int:
-    """Return the `data_version`; -1 where torch keeps none, as for tensors made in inference mode."""
+    """Return the `data_version`, or -1 if torch keeps none, as for tensors made in inference mode."""
     return -1 if tensor.is_inference() else data_version(tensor)
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Keeps schedulers from warning that they step before the optimizer: on a replacement it steps elsewhere."""
+    """Prevent a scheduler's warning that it steps before the optimizer: a replacement has not made earlier steps."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def registered_groups(backend: str | None = None) -> list[torch.distributed.ProcessGroup]:
-    """Every process group that this process has opened and not destroyed, the user's own too.
+    """Return all process groups that this process has opened and not destroyed, including the user's own.
 
     Args:
-        backend: Only those that have one of its backends: "gloo", or "cpu:gloo,cuda:nccl" for any of two.
+        backend: Return only groups that use one of these backends: "gloo", or "cpu:gloo,cuda:nccl" for any of two.
     """
     groups = list(distributed_c10d._world.pg_map.items())
     return [group for group, (name, _) in groups if backend is None or _backends(name) & _backends(backend)]
@@ -70,28 +70,30 @@ def _backends(names: str) -> set[str]:
 
 
 def failure_of(work: torch.distributed.Work) -> BaseException | None:
-    """What a collective that has ended has failed with.
+    """Return the error of a collective that has ended; None if it succeeded.
 
-    torch calls this deprecated and has nothing else where ``wait`` only orders, as NCCL's does (pytorch issue 46291).
+    torch calls ``exception`` deprecated, but offers nothing else where ``wait`` only orders work, as NCCL's does
+    (pytorch issue 46291).
     """
     failure: BaseException | None = work.exception()
     return failure
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any | None:
-    """What carries tensors of ``device`` in ``group``; None if nothing does."""
+    """Return the backend of ``group`` that carries tensors of ``device``; None if it has none."""
     kinds = [other.type for other in group._device_types]
     return group._get_backend(device) if device.type in kinds else None
 
 
 def backend_on_host(backend: str) -> tuple[str, torch.device]:
-    """Takes what ``init_process_group`` is given apart.
+    """Split the backend argument of ``init_process_group`` into the host's part and the other device.
 
     Args:
         backend: One name for all devices, or "cpu:gloo,npu:hccl".
 
     Returns:
-        What is left where only the host's tensors are carried, "cpu:gloo"; and the other device, or the host.
+        The argument for a group that carries the host's tensors only, "cpu:gloo"; and the other device, or the host if
+        there is none.
     """
     parts = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {_HOST: backend}
     other = next((kind for kind in parts if kind != _HOST), _HOST)
@@ -99,38 +101,38 @@ def backend_on_host(backend: str) -> tuple[str, torch.device]:
 
 
 def give_backend(group: torch.distributed.ProcessGroup, device: torch.device, backend: Any, names: str) -> None:
-    """Gives ``group``, which was opened for the host's tensors only, what carries those of ``device``.
+    """Give ``group``, which was opened for the host's tensors only, a backend for tensors of ``device``.
 
     Args:
-        group: The group.
+        group: The group. It has no backend for ``device`` yet: torch never replaces a backend that a group has.
         device: The device.
-        backend: What another group of the same ranks had for it. torch exchanges none that a group has already.
-        names: Of both backends, as ``init_process_group`` takes them.
+        backend: The backend for ``device`` of another group of the same ranks.
+        names: Names of both backends, as ``init_process_group`` takes them.
     """
     kind = torch.distributed.ProcessGroup.BackendType.CUSTOM
     group._register_backend(device, kind, backend)
-    group._set_default_backend(kind)  # as if it had been opened with it
+    group._set_default_backend(kind)  # as if the group had been opened with this backend
     world = distributed_c10d._world
     world.pg_map[group] = (names, world.pg_map[group][1])
     world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(distributed_c10d.Backend(names)))
 
 
 def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
-    """How long collectives of ``group``, of gloo or NCCL, may take from now on."""
+    """Set the time-out of collectives of ``group``, of gloo or NCCL, from now on."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def forget_failed_opening() -> None:
-    """Has the next ``init_process_group`` give its group the name that it has elsewhere, where the last one succeeded.
+    """Reset torch's count of groups after a failed ``init_process_group``, so that group names agree on all ranks.
 
-    Ranks meet under the group's name, a number that counts openings; only ``destroy_process_group`` sets it back, and
-    that refuses where nothing was opened.
+    Ranks find each other under the group's name, which is a count of openings. Where the opening failed, only
+    ``destroy_process_group`` would reset the count, but it raises an error because no group is open.
     """
     distributed_c10d._world.group_count = 0
 
 
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
-    """What ``GradScaler.update`` does after a step, with the finding given instead of collected from optimizers."""
+    """Do what ``GradScaler.update`` does after a step, with ``found_inf`` as given, not collected from optimizers."""
     device = scaler._device
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(torch.device(device))
@@ -141,7 +143,7 @@ def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
 
 
 def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
-    """Type of the device whose gradients it scales."""
+    """Return the type of the device whose gradients ``scaler`` scales."""
     device: str = scaler._device
     return device
 
@@ -154,10 +156,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(content: bytes) -> Metadata:
-    """What ``FileSystemReader.read_metadata`` reads, but without running whatever the file says.
+    """Return what ``FileSystemReader.read_metadata`` returns, but without running code that the file names.
 
     Raises:
-        pickle.UnpicklingError: If the content is anything but metadata.
+        pickle.UnpicklingError: If the content is anything other than metadata.
     """
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     return metadata
+
+
+def is_profiled() -> bool:
+    """Return whether torch's profiler is on in this thread."""
+    enabled: bool = torch.autograd._profiler_enabled()
+    return enabled

@@ -1,4 +1,4 @@
-"""One walk over a module and all that it consists of, for everyone who wants to know in a snapshot."""
+"""One walk over a module and all its parts, shared by all parts of a snapshot that need them."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Tree:
-    """What a module consists of just now; it may have other submodules, parameters and buffers a moment later.
+    """The parts of a module at one moment; user code may change submodules, parameters and buffers later.
 
     Attributes:
-        modules: In the order of ``modules()``.
-        parameters: In the order of ``parameters()``.
-        buffers: By name, in the order of ``named_buffers()``.
+        modules: The module and its submodules, in the order of ``modules()``.
+        parameters: The parameters, in the order of ``parameters()``.
+        buffers: The buffers by name, in the order of ``named_buffers()``.
     """
 
     modules: list[nn.Module]
@@ -21,8 +21,8 @@ class Tree:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Tree":
-        """Walks once; torch's own iterators walk anew for each of these, and take several times as long for it."""
-        modules: dict[int, nn.Module] = {}  # by identity, as all of these: each is listed once
+        """Walk over ``module`` once; torch's own iterators walk once for each kind, and take several times as long."""
+        modules: dict[int, nn.Module] = {}  # by identity, like parameters and buffers: each is listed once
         parameters: dict[int, nn.Parameter] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
         ahead = [("", module)]

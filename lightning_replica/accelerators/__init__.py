@@ -1,4 +1,4 @@
-"""Accelerators that Lightning does not have."""
+"""Accelerators that Lightning lacks. May import `devices` and `_compat`."""
 
 from lightning_replica.accelerators.npu import NPUAccelerator
 

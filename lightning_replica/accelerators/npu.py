@@ -1,4 +1,4 @@
-"""Huawei's Ascend NPUs for Lightning: ``Trainer(accelerator="npu")``. How they recover is `devices.npu`'s business."""
+"""Lightning accelerator for Huawei's Ascend NPUs: ``Trainer(accelerator="npu")``. `devices.npu` does the recovery."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,32 +17,32 @@ Devices = int | str | Sequence[int]
 
 
 class NPUAccelerator(Accelerator):
-    """Trains on Ascend NPUs, through torch_npu.
+    """Accelerator that trains on Ascend NPUs through torch_npu.
 
     Raises:
-        ConfigurationError: If torch_npu is missing, made for another torch, cannot be imported, or finds no NPU.
+        ConfigurationError: If torch_npu is missing, was made for another torch, cannot be imported, or finds no NPU.
     """
 
     def __init__(self) -> None:
-        # Here and not in `is_available`, which Lightning would answer with "can not run on your system".
+        # Raise here: if only `is_available` failed, Lightning would just say "can not run on your system".
         npu_package.load_with_devices()
-        # Lightning makes 16-mixed's loss scaler for CUDA; the strategy exchanges it (`precision.fit_to_device`).
+        # Lightning makes the loss scaler of 16-mixed for CUDA; the strategy replaces it (`precision.fit_to_device`).
         warnings.filterwarnings("ignore", r".*GradScaler is enabled, but CUDA is not available", UserWarning)
 
     @staticmethod
     def name() -> str:
-        """What ``Trainer(accelerator=...)`` calls it."""
+        """Return the name that ``Trainer(accelerator=...)`` takes."""
         return DEVICE_TYPE
 
     @classmethod
     def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
-        """Makes ``Trainer(accelerator="npu")`` find this class."""
+        """Register this class, so that ``Trainer(accelerator="npu")`` finds it."""
         if cls.name() not in accelerator_registry:
             accelerator_registry.register(cls.name(), cls, description=(cls.__doc__ or "").splitlines()[0])
 
     @staticmethod
     def is_available() -> bool:
-        """Whether there is an NPU that can be used. Lightning asks this of all accelerators."""
+        """Return whether there is an NPU that can be used. Lightning calls this on all accelerators."""
         try:
             npu_package.load_with_devices()
         except ConfigurationError:
@@ -51,29 +51,31 @@ class NPUAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """All that this process may use."""
+        """Return the number of NPUs that this process may use."""
         torch_npu = npu_package.load()
         return int(torch_npu.npu.device_count())
 
     @staticmethod
     def parse_devices(devices: Devices) -> list[int]:
-        """Indices of NPUs: 2 and "2" are the first two, [0, 2] and "0,2" these two, "2," is the third, -1 all.
+        """Return the indices of the NPUs that ``devices`` selects.
+
+        2 and "2" select the first two, [0, 2] and "0,2" these two, "2," the third, and -1 all.
 
         Raises:
-            ConfigurationError: If that makes no sense, or there are not as many.
+            ConfigurationError: If ``devices`` cannot be read, selects no NPU or one twice, or one that does not exist.
         """
         return chosen(devices, NPUAccelerator.auto_device_count())
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        """Those of the indices."""
+        """Return the devices with these indices."""
         return [torch.device(DEVICE_TYPE, index) for index in devices]
 
     def setup_device(self, device: torch.device) -> None:
-        """Makes it this process's.
+        """Make ``device`` the current NPU of this process.
 
         Raises:
-            ConfigurationError: If it is not an NPU.
+            ConfigurationError: If ``device`` is not an NPU.
         """
         if device.type != DEVICE_TYPE:
             raise ConfigurationError(f"accelerator={DEVICE_TYPE!r} cannot train on {str(device)!r}.")
@@ -81,10 +83,10 @@ class NPUAccelerator(Accelerator):
         torch_npu.npu.set_device(device)
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Frees memory that others have left, as Lightning does on GPUs.
+        """Check that loss scaling can work, and free cached memory, as Lightning does on GPUs.
 
         Raises:
-            ConfigurationError: If losses are scaled, but the device shows no overflow.
+            ConfigurationError: If the loss is scaled, but numbers of this NPU saturate and show no overflow.
         """
         torch_npu = npu_package.load()
         if getattr(trainer.precision_plugin, "scaler", None) and not torch_npu.npu.utils.is_support_inf_nan():
@@ -96,12 +98,12 @@ class NPUAccelerator(Accelerator):
         torch_npu.npu.empty_cache()
 
     def teardown(self) -> None:
-        """Gives memory back."""
+        """Free cached memory."""
         torch_npu = npu_package.load()
         torch_npu.npu.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """What `DeviceStatsMonitor` logs: the allocator's numbers, with CUDA's names, and what the device says."""
+        """Return what `DeviceStatsMonitor` logs: the allocator's numbers under CUDA's names, and the device's."""
         torch_npu = npu_package.load()
         free, total = torch_npu.npu.mem_get_info(device)
         return {
@@ -113,7 +115,7 @@ class NPUAccelerator(Accelerator):
 
 
 def chosen(devices: Devices, count: int) -> list[int]:
-    """See `NPUAccelerator.parse_devices`; ``count`` is how many there are."""
+    """Return what `NPUAccelerator.parse_devices` returns; ``count`` is the number of NPUs."""
     indices = _indices(devices, count)
     if indices and len({*indices}) == len(indices) and {*indices} <= {*range(count)}:
         return indices
@@ -125,7 +127,7 @@ def chosen(devices: Devices, count: int) -> list[int]:
 
 
 def _indices(devices: Devices, count: int) -> list[int]:
-    """As Lightning reads the indices of GPUs; empty if it cannot be read."""
+    """Return the indices as Lightning reads those of GPUs; empty if ``devices`` cannot be read."""
     if isinstance(devices, bool):
         return []
     if isinstance(devices, str):

@@ -6,32 +6,32 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_replica import checks
 from lightning_replica.callbacks.run_directory import RunDirectory
+from lightning_replica.core import checks
+from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError
-from lightning_replica.messages import warn
 
 
-class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Checkpoint` last
-    """Keeps the directory of a run's checkpoints: writes them, names the newest, removes the old.
+class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpoint` callbacks last
+    """Maintains the directory of a run's checkpoints: writes checkpoints, names the newest, removes old ones.
 
-    Every sharded checkpoint that appears in the directory, a `ModelCheckpoint`'s and a dying gasp's too, is named by
-    the tracker ``latest`` as soon as it is whole.
+    The tracker ``latest`` names every sharded checkpoint in the directory as soon as it is complete, also those of a
+    `ModelCheckpoint` and of a dying gasp.
 
     Args:
         dirpath: The directory, or its URL ("s3://bucket/run").
-        every_n_train_steps: Write a checkpoint whenever so many optimizer steps are done; None writes none.
-        keep_last: How many checkpoints named ``step_...`` stay; None keeps all. The tracked one always stays.
-        async_save: Whether training goes on while a checkpoint goes to the disk. It waits for a copy of what is
-            written, which takes memory for the shard and its part of the weights, and for a checkpoint that is still
-            under way when the next is due, or at the end. One that loses a rank before it is whole is written anew
-            after the recovery.
+        every_n_train_steps: Write a checkpoint each time this number of optimizer steps is done; None writes none.
+        keep_last: How many checkpoints named ``step_...`` to keep; None keeps all. The tracked one is always kept.
+        async_save: Whether training continues while a checkpoint is written to the disk. Training still waits for a
+            copy of what is written, which takes memory for the shard and its part of the weights. It also waits for a
+            checkpoint that is still under way when the next is due, or at the end. If a rank is lost before a
+            checkpoint is complete, that checkpoint is written again after the recovery.
         must_save: Whether a checkpoint that cannot be written (a full disk, a store that is down) ends the run.
-            Otherwise the run says so, keeps the checkpoints that are there, and tries again when the next is due.
+            Otherwise the run warns, keeps the existing checkpoints, and tries again when the next is due.
 
     Raises:
-        ConfigurationError: If a value makes no sense; at the start of ``fit``, if the directory cannot be written to
-            or the strategy is another.
+        ConfigurationError: If a value is invalid; at the start of ``fit``, if the directory cannot be written to or
+            the trainer has another strategy.
         CheckpointError: With ``must_save``, on every rank, if a checkpoint cannot be written.
     """
 
@@ -49,18 +49,18 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
         checks.choice("async_save", async_save, (True, False))
         checks.choice("must_save", must_save, (True, False))
         self._every, self._saved, self._async, self._must = every_n_train_steps, 0, async_save, must_save
-        self._under_way: int | None = None  # the step of a checkpoint that may not be whole yet
-        self._look = False  # at what has become of it: the world has gone back meanwhile
+        self._under_way: int | None = None  # the step of a checkpoint that may not be complete yet
+        self._look = False  # whether to check what became of it, because the world has rolled back meanwhile
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What is saved counts from here."""
+        """Prepare the directory, and count the current step as saved."""
         super().on_fit_start(trainer, pl_module)
         self._saved = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Writes where a step's end is due."""
+        """Write a checkpoint if one is due at this step, or if the last one was not completed."""
         step = trainer.global_step
         due = self._every is not None and step != self._saved and step % self._every == 0
         missing = (due or self._look) and not self._settle(trainer, "One is written now.")
@@ -70,7 +70,7 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
             self._save(trainer, beside=self._async and not missing, then=self._next(step))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Waits for what is under way."""
+        """Wait for a checkpoint that is under way; write it again if it was not completed."""
         if not self._settle(trainer, "It is tried once more."):
             self._save(trainer, beside=False, then="It was the last of this run.")
 
@@ -79,20 +79,20 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
         step, self._under_way = trainer.global_step, None
         try:
             (strategy.save_beside if beside else strategy.save_periodic)(self.directory.path_of(step))
-        except CheckpointError as error:  # on every rank
+        except CheckpointError as error:  # raised on every rank
             self._bear(trainer, step, error, then)
         else:
             self._under_way = step if beside else None
 
     def _settle(self, trainer: pl.Trainer, then: str) -> bool:
-        """Whether nothing is missing, once nothing is under way any more."""
+        """Wait until no checkpoint is under way; return whether none is missing."""
         step, self._under_way = self._under_way, None
         if step is None:
             return True
         strategy: Any = trainer.strategy
         try:
             whole: bool = strategy.settle_save(self.directory.path_of(step))
-        except CheckpointError as error:  # on every rank
+        except CheckpointError as error:  # raised on every rank
             self._bear(trainer, step, error, then)
             return False
         return whole
@@ -113,10 +113,10 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls a `Check
         return f"The next is due at step {step - step % self._every + self._every}: make it possible to write by then."
 
     def state_dict(self) -> dict[str, Any]:
-        """When it has saved last, and what may not be whole yet."""
+        """Return the step of the last save, and that of a checkpoint that may not be complete yet."""
         return {"saved": self._saved, "under_way": self._under_way}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore what `state_dict` returned."""
         self._saved, self._under_way = state_dict["saved"], state_dict["under_way"]
         self._look = self._under_way is not None

@@ -1,29 +1,29 @@
-"""What the callbacks have in common that set up a level of recovery."""
+"""The base class of the callbacks that set up a level of recovery."""
 
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.core.options import RecoveryOptions
 
 
 class Level(Callback):
-    """Chooses options of recovery, from the trainer's list of callbacks instead of the strategy's arguments.
+    """Base class that sets options of recovery as a callback instead of an argument of the strategy.
 
-    Both say the same; an option that both give two values is an error, and so are two callbacks that give the same
-    option. The process that starts the ranks reads them too, so give them to the Trainer: those that a module returns
-    from ``configure_callbacks`` come too late.
+    Both ways have the same effect. It is an error if a callback and the strategy give an option different values, or if
+    two callbacks give the same option. The process that starts the ranks reads these options too, so pass the
+    callbacks to the Trainer: those that a module returns from ``configure_callbacks`` come too late.
 
     Args:
         options: The options, by their name in `RecoveryOptions`.
 
     Attributes:
-        recovery_options: The same.
+        recovery_options: ``options``, unchanged.
 
     Raises:
-        ConfigurationError: If a value makes no sense.
+        ConfigurationError: If a value is invalid.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        RecoveryOptions(**options)  # raises
+        RecoveryOptions(**options)  # raises if a value is invalid
         self.recovery_options = options

@@ -1,16 +1,16 @@
-"""The third level: a process is gone, or hangs, and another takes its place."""
+"""The third level of recovery: a process died or hangs, and another takes its place."""
 
 from lightning_replica.callbacks.level import Level
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.core.options import RecoveryOptions
 
 
 class RankReplacement(Level):
     """Sets up the third level of recovery, replacement: a new process takes the place of one that died or hung.
 
     Args:
-        max_restarts: Processes that may be replaced in one run.
-        standby: Started processes that wait to become replacements.
-        hang_min_s: Shortest time without progress that is taken for a hang, in seconds.
+        max_restarts: Number of processes that may be replaced in one run.
+        standby: Number of started processes that wait to become replacements.
+        hang_min_s: Shortest time without progress that counts as a hang, in seconds.
         hang_max_s: Longest such time, in seconds.
         rendezvous_timeout_s: How long ranks wait for a replacement to come, in seconds.
     """

@@ -1,4 +1,4 @@
-"""What callbacks have in common that write to the directory of a run's checkpoints."""
+"""The base class of callbacks that write to the directory of a run's checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,19 @@ from lightning_replica.errors import ConfigurationError
 
 
 class RunDirectory(Callback):
-    """Makes sure, when a fit begins, that the directory can be written to.
+    """Base class that checks, when a fit begins, that the directory of the run can be written to.
 
     Args:
         dirpath: The directory, or its URL in a store that fsspec reaches ("s3://bucket/run"); see
             docs/checkpoints.md for what is in it.
-        keep_last: How many checkpoints stay there; None says nothing.
+        keep_last: How many checkpoints to keep there; None leaves this to the other callbacks.
 
     Attributes:
-        directory: The same, as `CheckpointDirectory`.
+        directory: ``dirpath`` as a `CheckpointDirectory`.
 
     Raises:
         ConfigurationError: At the start of ``fit``, on every rank, if the directory cannot be written to, or the
-            strategy is another; at once, if it is a URL that nothing installed here reaches.
+            trainer has another strategy; at once, if ``dirpath`` is a URL that no installed package can reach.
     """
 
     def __init__(self, dirpath: str | Path, keep_last: int | None = None) -> None:
@@ -32,7 +32,7 @@ class RunDirectory(Callback):
         self._keep_last = keep_last
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuses other strategies, which would never call it."""
+        """Raise an error for other strategies, which would never write to the directory."""
         if not hasattr(trainer.strategy, "publishes_to"):
             raise ConfigurationError(
                 f"{type(self).__name__} needs `Trainer(strategy='replica_zero')`; this one has"
@@ -40,7 +40,7 @@ class RunDirectory(Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Looks, on rank 0, and tells the others; a replacement is told what its predecessor was."""
+        """Check the directory on rank 0 and broadcast the result. A replacement gets its predecessor's result."""
         strategy: Any = trainer.strategy
         problem = None
         if trainer.is_global_zero and not strategy.session.newborn:

@@ -1,14 +1,14 @@
-"""The first level: all processes are there, the step is done again."""
+"""The first level of recovery: all processes are alive, and the step is done again."""
 
 from lightning_replica.callbacks.level import Level
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.core.options import RecoveryOptions
 
 
 class StepRollback(Level):
-    """Sets up the first level of recovery, retry: no process and no shard is lost, the step is done again.
+    """Sets up the first level of recovery, retry: no process and no shard is lost, and the step is done again.
 
     Args:
-        max_tries: Recoveries at one step before the run ends.
+        max_tries: Number of recoveries at one step before the run ends.
     """
 
     def __init__(self, max_tries: int = RecoveryOptions.max_tries) -> None:

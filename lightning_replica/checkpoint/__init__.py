@@ -1,7 +1,6 @@
-"""What is written to disk: optimizer state whole, in torch's own format (`full`), or in shards.
+"""Sharded checkpoints: every rank writes its part, any other world reads it, nothing half-written is ever loaded.
 
-Every rank writes its part of a sharded checkpoint, any other world reads it, nothing half-written is ever loaded.
-Read bottom-up: manifest, publish (a directory, atomically), contents, coverage (is every element there?), directory
-(the checkpoints of a run), together, chunks (PyTorch Distributed Checkpoint underneath), reads, writes, sharded,
-export.
+Read the files bottom-up: manifest, publish (replaces a directory atomically), contents, coverage (checks that every
+element is there), directory (the checkpoints of a run), together, chunks (uses PyTorch Distributed Checkpoint), reads,
+writes, sharded, export. May import `sharding.engine` and below.
 """

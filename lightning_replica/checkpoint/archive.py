@@ -1,13 +1,13 @@
-"""The one file that ``torch.save`` writes, a zip archive, and whether it is as it was written.
+"""Checks that the file that ``torch.save`` wrote, a zip archive, is unchanged.
 
 [Note: checksums of records]
-``torch.save`` stores a CRC-32 with every record of the archive, the pickled structure and each storage, and
-``torch.load`` looks at none of them: a flipped bit in a weight is loaded as if nothing had happened. So whatever torch
-has written, here or under another strategy, can be checked without anything beside it. What lies outside of records
-(names, offsets, sizes, padding) mostly decides either what a record holds, and then its checksum shows it, or nothing.
-But torch's reader takes a record with a directory's attribute for empty, and leaves the memory of its tensor as it
-finds it; so attributes must be as torch writes them. Two kinds of file have no checksums: torch's format from before
-1.6, and what is written after ``torch.serialization.set_crc32_options(False)``. They are loaded as ever.
+``torch.save`` stores a CRC-32 with every record of the archive: the pickled structure and each storage. ``torch.load``
+checks none of them, so it loads a weight with a flipped bit without an error. With these checksums any file that torch
+has written, here or under another strategy, can be checked without further data. The bytes outside of records (names,
+offsets, sizes, padding) mostly have no effect, or they affect what a record holds, and then its checksum differs. There
+is one exception: torch's reader takes a record with a directory's attribute for empty, and leaves the memory of its
+tensor unwritten. So attributes must be as torch writes them. Two kinds of file have no checksums: torch's format from
+before 1.6, and files written after ``torch.serialization.set_crc32_options(False)``. They are loaded unchecked.
 """
 
 import zipfile
@@ -21,26 +21,26 @@ from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.errors import CheckpointError
 
 _BEGINS = b"PK\x03\x04"
-_FLAGS = 0x0808  # that torch sets: sizes also follow a record, names are UTF-8
-_READER = "PytorchStreamReader"  # begins what torch's reader of archives complains of
+_FLAGS = 0x0808  # the flags that torch sets: sizes also follow a record, names are UTF-8
+_READER = "PytorchStreamReader"  # the beginning of the errors of torch's archive reader
 
 
 def can_be_checked(path: Location) -> bool:
-    """Return whether there is a file that can be read twice; what comes by HTTP is downloaded by torch itself."""
+    """Return whether ``path`` is a file or object that can be read twice. torch itself downloads HTTP URLs."""
     if isinstance(path, Url):
         return path.protocol not in ("http", "https") and store.is_object(path)
     return path.is_file()
 
 
 def check_archive(path: Location) -> None:
-    """Read all of a file of ``torch.save``, and compare it with its checksums. See [Note: checksums of records].
+    """Read a whole file of ``torch.save`` and compare it with its checksums. See [Note: checksums of records].
 
     Args:
         path: The file, or its URL.
 
     Raises:
-        CheckpointError: If the file is damaged; it names the record.
-        OSError: If there is none, or it cannot be opened.
+        CheckpointError: If the file is damaged. The message names the damaged record, if one can be named.
+        OSError: If there is no such file, or it cannot be opened.
     """
     with _opened(path) as stream:
         problem = damage_in(stream)
@@ -49,15 +49,15 @@ def check_archive(path: Location) -> None:
 
 
 def damage_in(stream: IO[bytes]) -> str:
-    """Return what is wrong with an open file of ``torch.save``; nothing for one that has no checksums.
+    """Return what is wrong with an open file of ``torch.save``; empty if nothing is, or if it has no checksums.
 
     Raises:
-        CheckpointError: If a store does not give what it has.
+        CheckpointError: If a store cannot return the data.
     """
     begins = stream.read(len(_BEGINS))
     if len(begins) < len(_BEGINS):
         return "it is empty, or was cut short"
-    if begins != _BEGINS and not zipfile.is_zipfile(stream):  # either end tells: a flipped bit may have hit the other
+    if begins != _BEGINS and not zipfile.is_zipfile(stream):  # zip marks both ends; a flipped bit may be in one
         return ""
     stream.seek(0)
     try:
@@ -65,7 +65,7 @@ def damage_in(stream: IO[bytes]) -> str:
             return _damage(archive)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever zipfile makes of damaged headers
+    except Exception as error:  # zipfile raises many types for damaged headers
         return f"its archive is damaged ({type(error).__name__}: {error})"
 
 
@@ -82,10 +82,10 @@ def _damage(archive: zipfile.ZipFile) -> str:
 
 @contextmanager
 def reading(path: Location) -> Iterator[None]:
-    """Have what torch's reader says of a damaged archive name the file.
+    """Turn an error of torch's archive reader into one that names the file.
 
     Raises:
-        CheckpointError: In place of its `RuntimeError`.
+        CheckpointError: In place of the reader's `RuntimeError`.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def reading(path: Location) -> Iterator[None]:
 
 
 def _is_strange(record: zipfile.ZipInfo) -> bool:
-    """Whether torch has not written a record like this: it compresses none, and there are no directories."""
+    """Return whether torch cannot have written such a record: it compresses none, and writes no directories."""
     others = record.flag_bits & ~_FLAGS or record.external_attr or record.compress_type != zipfile.ZIP_STORED
     return bool(others) or record.compress_size != record.file_size
 

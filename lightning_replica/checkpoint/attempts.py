@@ -3,13 +3,14 @@
     <url of a checkpoint>/
       1f0c93ab/          an attempt: the files of one save, as in a published directory
         plain.pt ...
-        manifest.json    comes last: from then on the attempt is the checkpoint
+        manifest.json    written last: from then on the attempt is the checkpoint
 
 [Note: attempts]
-Every save writes objects that no other save writes, so two of one checkpoint never mix, whoever gives up which of them.
-An attempt without a manifest does not exist for readers. What a newer one replaces is removed after its manifest is
-there, manifest first, so at every instant one whole attempt can be found; after a crash there may be two. An attempt is
-all that one needs: copied to a file system it is a checkpoint there, and a directory from a file system is one here.
+Every save writes objects that no other save writes. So two saves of one checkpoint never mix, even if some ranks give
+one of them up. Readers ignore an attempt without a manifest. A save removes the attempt that it replaces only after its
+own manifest is written, and removes the old manifest first. So at every instant readers find one whole attempt; after a
+crash there may be two. An attempt is complete in itself: copied to a file system it is a checkpoint there, and a
+published directory copied from a file system into a store is a checkpoint in the store.
 """
 
 import re
@@ -26,10 +27,11 @@ _NAME = re.compile(r"[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the store holds of one.
+    """What the store holds of one attempt.
 
     Attributes:
-        url: Its directory; that of the checkpoint itself where somebody has copied one without attempts.
+        url: The directory of the attempt, or of the checkpoint itself if a checkpoint without attempts was copied
+            there.
         sizes: Bytes of each object, by name.
     """
 
@@ -38,19 +40,21 @@ class Attempt:
 
     @property
     def committed(self) -> bool:
-        """Whether it has a manifest."""
+        """Whether the attempt has a manifest."""
         return MANIFEST in self.sizes
 
     @property
     def given_up(self) -> bool:
-        """Whether it has none, and is nothing else's."""
+        """Whether this is a save's attempt without a manifest that holds only objects that a save writes."""
         return not self.committed and _NAME.fullmatch(self.url.name) is not None and all(map(_is_written, self.sizes))
 
     def remove(self) -> None:
-        """Removes it; it is no checkpoint as soon as that has begun. Objects that no save writes stay.
+        """Remove the attempt, manifest first, so that it stops being a checkpoint at once.
+
+        Objects that no save writes stay.
 
         Raises:
-            CheckpointError: If the store does not let us.
+            CheckpointError: If the store refuses.
         """
         if self.committed:
             store.remove([self.url / MANIFEST])
@@ -58,15 +62,15 @@ class Attempt:
 
 
 def new(url: Url) -> Url:
-    """Where the next save of the checkpoint ``url`` writes."""
+    """Return a new URL under the checkpoint ``url``, for one save to write to."""
     return url / secrets.token_hex(4)
 
 
 def attempts_at(url: Url) -> list[Attempt]:
-    """What there is of the checkpoint ``url``.
+    """Return all attempts at the checkpoint ``url``.
 
     Raises:
-        CheckpointError: If the store does not say.
+        CheckpointError: If the store cannot be listed.
     """
     found: dict[Url, dict[str, int]] = {}
     for key, size in store.objects(url).items():
@@ -77,7 +81,7 @@ def attempts_at(url: Url) -> list[Attempt]:
 
 
 def may_have(names: Iterable[str]) -> bool:
-    """Whether what has ``names`` in it can be a checkpoint."""
+    """Return whether a place that holds ``names`` can be a checkpoint."""
     return any(name == MANIFEST or _NAME.fullmatch(name) for name in names)
 
 

@@ -2,8 +2,8 @@
 
 [Note: flat tensors]
 Every tensor of a sharded checkpoint has one dimension: the elements of a parameter, in the order in which they lie in
-memory. A piece of the sharding is a run of them, which a piece of the parameter's own shape would not be. Shapes and
-strides are kept beside (`contents`).
+memory. In this form a piece of the sharding is a contiguous range; in the parameter's own shape it is often no
+rectangular block. Shapes and strides are kept separately (`contents`).
 """
 
 import os
@@ -42,13 +42,13 @@ from lightning_replica.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements of a flat tensor. See [Note: flat tensors].
+    """A contiguous range of elements of a flat tensor. See [Note: flat tensors].
 
     Attributes:
         name: Name of the whole tensor in the checkpoint.
-        numel: Elements of the whole tensor.
-        start: The first of this chunk's elements.
-        data: (elements of the chunk,) what is written, or read into.
+        numel: Number of elements of the whole tensor.
+        start: Position of the chunk's first element in the whole tensor.
+        data: (elements of the chunk,) the elements to write, or the memory to read into.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Chunk:
 
     @property
     def place(self) -> ChunkStorageMetadata:
-        """Where the chunk lies in the whole, in DCP's words."""
+        """The chunk's place in the whole tensor, as a DCP type."""
         return ChunkStorageMetadata(torch.Size([self.start]), self.data.shape)
 
     @property
     def index(self) -> MetadataIndex:
-        """The chunk's key, in DCP's words."""
+        """The chunk's key, as a DCP type."""
         return MetadataIndex(self.name, [self.start])
 
 
@@ -73,7 +73,7 @@ class Written:
 
     Attributes:
         part: Which elements lie where, for `write_metadata`.
-        files: Size and checksum of each file, as they were given to the disk.
+        files: Size and checksum of each file, computed from the bytes that were passed to the file system.
     """
 
     part: bytes
@@ -81,25 +81,25 @@ class Written:
 
 
 def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: bool = True) -> Written:
-    """Writes this rank's chunks into files of its own. Needs no other rank.
+    """Write this rank's chunks into files of its own. Needs no other rank.
 
     Args:
-        directory: Where to.
-        chunks: What to write.
-        rank: Names the files.
-        durable: Whether to bring them to the disk.
+        directory: The directory to write to.
+        chunks: The chunks to write.
+        rank: The number in the names of the files.
+        durable: Whether to flush the files to the disk.
 
     Raises:
-        CheckpointError: If it could not write.
+        CheckpointError: If writing failed.
     """
     writer, planner = _Writer(directory, durable), _SavePlanner(chunks)
-    # The writer names files by a plan's place among those of all ranks.
+    # The writer names files by the position of a plan in the list of all ranks' plans.
     plan = writer.prepare_global_plan([planner.create_local_plan()] * (rank + 1))[rank]
     try:
         written = writer.write_data(plan, planner).wait()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever DCP raises
+    except Exception as error:  # DCP promises no error type
         raise CheckpointError(f"{directory} could not be written: {type(error).__name__}: {error}") from error
     tensors: dict[str, Any] = {}
     for chunk in chunks:
@@ -110,12 +110,12 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: b
 
 
 def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True) -> Metadata:
-    """Writes which elements lie where, as DCP's readers want it.
+    """Write which elements lie where, in the form that DCP's readers expect, and return it.
 
     Args:
-        directory: Where the chunks are.
+        directory: The directory of the chunks.
         parts: `Written.part` of each rank.
-        durable: Whether to bring it to the disk.
+        durable: Whether to flush the file to the disk.
     """
     whole, results = Metadata({}), []
     for part in map(read_dcp_metadata, parts):
@@ -129,15 +129,15 @@ def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True
 
 
 def read_chunks(directory: Readable, chunks: Sequence[Chunk], files: Collection[str]) -> None:
-    """Reads into ``chunks``, wherever their elements were written. Needs no other rank.
+    """Read the elements of ``chunks``, no matter how ranks had divided them for writing. Needs no other rank.
 
     Args:
-        directory: What `write_chunks` wrote.
-        chunks: What to read. No two of them are the same place.
-        files: The names of files that may be read.
+        directory: The directory that `write_chunks` wrote.
+        chunks: The chunks to read. No two may have the same tensor and start.
+        files: The names of the files that may be read.
 
     Raises:
-        CheckpointError: If a chunk is not all there, or lies in another file.
+        CheckpointError: If a chunk is not complete, or if the metadata names any other file.
     """
     reader, planner = _Reader(directory, files), _LoadPlanner(chunks)
     metadata = reader.read_metadata()
@@ -153,7 +153,7 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = _Checked(self.files)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # without the path, which is about to change
+        return StorageMeta()  # without the path, which changes on publication
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         with naming(Path(self.path) / f"{plan.storage_data.prefix}0.distcp"):
@@ -163,11 +163,14 @@ class _Writer(dcp.FileSystemWriter):
         with naming(Path(self.path) / METADATA):
             super().finish(metadata, results)
             if self.sync_files:
-                sync(Path(self.path) / METADATA)  # DCP calls fsync before it has written the last bytes
+                sync(Path(self.path) / METADATA)  # DCP calls fsync before it writes the last bytes
 
 
 class _Checked(FileSystem):
-    """What DCP writes with. Checksums are of what it writes; a disk that gives other bytes back shows."""
+    """The file system that DCP writes with.
+
+    Checksums are computed from the bytes that DCP writes, so a disk that returns other bytes is detected.
+    """
 
     def __init__(self, files: dict[str, FileInfo]) -> None:
         self._files = files
@@ -210,12 +213,12 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """In the order of the files: from far away, much is read at a time."""
+        """Sort the reads by their offset in a file, because a store returns large blocks at a time."""
         return replace(plan, items=sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset))
 
 
 class _Pieces(FileSystem):
-    """What DCP reads with."""
+    """The file system that DCP reads with."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -251,9 +254,10 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 def _alone(data: Tensor) -> Tensor:
-    """The same memory as a tensor that is not a view. DCP copies views, and keeps the copies until the file is done.
+    """Return a tensor with the same memory that is not a view.
 
-    What lies on a device it must copy.
+    DCP copies views, and keeps the copies until the file is done. Tensors on a device are returned unchanged, as DCP
+    must copy them.
     """
     if not on_host(data) or not data.is_contiguous() or not data.numel():
         return data

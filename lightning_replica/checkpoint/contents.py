@@ -1,4 +1,4 @@
-"""What a sharded checkpoint holds beside its tensors: shapes, hyperparameters, whatever is a number. Plain data."""
+"""What a sharded checkpoint holds beside its tensors, as plain data: shapes, hyperparameters, single numbers."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ from lightning_replica.errors import CheckpointError
 
 CONTENTS = "contents.pt"
 PLAIN = "plain.pt"
-WEIGHTS_AT = "weights_at"  # in plain data: the key of a checkpoint that its weights belong to, if not "state_dict"
+WEIGHTS_AT = "weights_at"  # in plain data: the key of a checkpoint under which its weights belong, if not "state_dict"
 _NAMED_AT_MOST = 3
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """How a tensor looked before its elements were written in the order in which they lie in memory.
+    """The form of a tensor whose elements were written in the order in which they lie in memory.
 
     Attributes:
-        dtype: Such as "float32".
-        shape: As torch has it.
-        stride: Likewise; elements leave no holes.
+        dtype: The name of the dtype, such as "float32".
+        shape: The shape, as in torch.
+        stride: The stride, as in torch. Elements leave no holes.
     """
 
     dtype: str
@@ -37,7 +37,7 @@ class TensorInfo:
         """Refuse strides with which elements would overlap or leave holes.
 
         Raises:
-            ValueError: If they do; it says which.
+            ValueError: If they would, or if there is no tensor of this shape and stride.
         """
         if not all(type(each) is int and each >= 0 for each in (*self.shape, *self.stride)):
             raise ValueError(f"there is no tensor of shape {self.shape} and stride {self.stride}")
@@ -49,24 +49,24 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorInfo":
-        """Describes a tensor whose elements leave no holes."""
+        """Describe a tensor whose elements leave no holes."""
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     def empty(self) -> Tensor:
-        """(numel,) uninitialised."""
+        """Return an uninitialised flat tensor of shape (numel,)."""
         return torch.empty(self.numel, dtype=named_dtype(self.dtype))
 
     def view(self, flat: Tensor) -> Tensor:
-        """The flat elements in their shape again."""
+        """Return a view of the flat elements in the original shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def same_order(self, tensor: Tensor) -> bool:
-        """Whether the elements of ``tensor`` lie in memory in the same order. Takes the same shape for granted."""
+        """Return whether the elements of ``tensor``, which must have this shape, lie in memory in the same order."""
         return all(
             a == b for a, b, size in zip(self.stride, tensor.stride(), self.shape, strict=True) if size != 1
         )  # fmt: skip
@@ -77,12 +77,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class StateInfo:
-    """The optimizer's state of one parameter.
+    """The optimizer state of one parameter.
 
     Attributes:
-        like: Dtype of every entry that has one element for every element of the parameter.
-        whole: Every other tensor that is more than one number.
-        plain: Everything else, as it is.
+        like: For every entry that has one element for every element of the parameter, its dtype.
+        whole: Every other tensor with one dimension or more.
+        plain: Everything else, unchanged.
     """
 
     like: dict[str, str] = field(default_factory=dict)
@@ -95,9 +95,9 @@ class OptimizerInfo:
     """One optimizer.
 
     Attributes:
-        name: Its class.
+        name: The name of its class.
         groups: Its param groups, with names in place of parameters.
-        state: By parameter; one that was never updated has none.
+        state: The state by parameter. A parameter that was never updated has no entry.
     """
 
     name: str
@@ -107,13 +107,13 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that one needs to know to read the tensors.
+    """Everything that a reader needs in order to read the tensors.
 
     Attributes:
         weights: Every parameter and buffer, by the first of its names.
-        aliases: The other names of those that have several.
-        main: Dtype of the main parameters, for every parameter that has them.
-        optimizers: In order.
+        aliases: For every further name of a parameter or buffer, its first.
+        main: Dtype of the main parameter, for every parameter that has one.
+        optimizers: The optimizers, in order.
     """
 
     weights: dict[str, TensorInfo]
@@ -122,12 +122,12 @@ class Contents:
     optimizers: list[OptimizerInfo]
 
     def as_plain(self) -> dict[str, Any]:
-        """For ``torch.save``; loadable with ``weights_only=True``."""
+        """Return the contents for ``torch.save``, loadable with ``weights_only=True``."""
         return asdict(self)
 
     @classmethod
     def of_plain(cls, read: Mapping[str, Any]) -> "Contents":
-        """The inverse of `as_plain`."""
+        """Build contents from what `as_plain` returned."""
         return cls(
             {name: TensorInfo(**info) for name, info in read["weights"].items()},
             read["aliases"],
@@ -139,7 +139,7 @@ class Contents:
         )
 
     def tensors(self) -> dict[str, tuple[int, str]]:
-        """Elements and dtype of every tensor of the checkpoint, by its name there."""
+        """Return number of elements and dtype of every tensor of the checkpoint, by its name in the checkpoint."""
         found = {weight_key(name): (info.numel, info.dtype) for name, info in self.weights.items()}
         found |= {main_key(name): (self.weights[name].numel, dtype) for name, dtype in self.main.items()}
         for number, optimizer in enumerate(self.optimizers):
@@ -152,15 +152,15 @@ class Contents:
 
 
 def read_plain(directory: Readable, name: str) -> dict[str, Any]:
-    """What ``torch.save`` has put into the file ``name`` of a published directory: tensors and plain data.
+    """Return the tensors and plain data that ``torch.save`` wrote to the file ``name`` of a published directory.
 
     Raises:
-        CheckpointError: If the file is damaged, or holds something else.
+        CheckpointError: If the file is damaged, or does not hold a dict of tensors and plain data.
     """
     content = io.BytesIO(publish.read_file(directory, name))
     try:
         read = torch.load(content, weights_only=True, map_location=HOST)
-    except Exception as error:  # torch promises no type
+    except Exception as error:  # torch promises no error type
         said = str(error).partition("\n")[0]
         raise damaged(directory, f"{name} cannot be loaded ({type(error).__name__}: {said})") from error
     if not isinstance(read, dict):
@@ -169,10 +169,10 @@ def read_plain(directory: Readable, name: str) -> dict[str, Any]:
 
 
 def read_contents(directory: Readable) -> Contents:
-    """What the published ``directory`` holds.
+    """Return the contents of a published directory.
 
     Raises:
-        CheckpointError: If that file is damaged, or says what cannot be.
+        CheckpointError: If the contents file is damaged, or holds impossible values.
     """
     read = read_plain(directory, CONTENTS)
     try:
@@ -182,30 +182,30 @@ def read_contents(directory: Readable) -> Contents:
 
 
 def weight_key(name: str) -> str:
-    """The name of a parameter or buffer in the checkpoint."""
+    """Return the name of a parameter or buffer in the checkpoint."""
     return f"model.{name}"
 
 
 def main_key(name: str) -> str:
-    """The name of a main parameter."""
+    """Return the name of a main parameter in the checkpoint."""
     return f"main.{name}"
 
 
 def state_key(optimizer: int, name: str, key: str) -> str:
-    """The name of an entry of an optimizer's state."""
+    """Return the name of an entry of an optimizer's state in the checkpoint."""
     return f"optimizer.{optimizer}.{key}.{name}"
 
 
 def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Refuses a checkpoint of another model.
+    """Refuse a checkpoint of another model.
 
     Args:
-        saved: What the checkpoint holds.
-        weights: What the module has.
+        saved: The contents of the checkpoint.
+        weights: The weights of the module.
         groups: The names of the parameters of each param group of each optimizer.
 
     Raises:
-        CheckpointError: If anything differs; it names up to three differences.
+        CheckpointError: If anything differs. The message names up to three differences.
     """
     _refuse("parameters or buffers", _weight_differences(saved.weights, weights))
     if len(saved.optimizers) != len(groups):
@@ -224,12 +224,16 @@ def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequ
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
+    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
+    """Return the dtype of a name that `dtype_name` returned.
+
+    Raises:
+        CheckpointError: If this torch has no such dtype.
+    """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"The checkpoint holds tensors of dtype {name!r}, which this torch does not have.")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds every element of every tensor that its contents list, once."""
+"""Checks that a checkpoint holds every element of every tensor in its contents exactly once."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -8,14 +8,14 @@ from lightning_replica.checkpoint.contents import CONTENTS, Contents, dtype_name
 from lightning_replica.checkpoint.files import Readable, damaged
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 
-if TYPE_CHECKING:  # costs a quarter of a second, which only those who look into a checkpoint shall pay
+if TYPE_CHECKING:  # the import takes a quarter of a second; only code that looks into a checkpoint pays it
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 METADATA = ".metadata"
 
 
 def check(directory: Readable, manifest: Manifest, contents: Contents) -> None:
-    """Compares what was to be written with what DCP says lies where.
+    """Compare the tensors in ``contents`` with the places that DCP's metadata records for their elements.
 
     Args:
         directory: A published directory.
@@ -23,8 +23,8 @@ def check(directory: Readable, manifest: Manifest, contents: Contents) -> None:
         contents: Its contents.
 
     Raises:
-        CheckpointError: If a tensor is missing, has holes or overlaps, or lies beyond the end of a file; it names the
-            tensor.
+        CheckpointError: If a tensor is missing, has holes or overlaps, or lies beyond the end of a file. The message
+            names the tensor.
     """
     problem = problem_of(read_dcp_metadata(publish.read_file(directory, METADATA)), manifest, contents)
     if problem is not None:
@@ -32,7 +32,7 @@ def check(directory: Readable, manifest: Manifest, contents: Contents) -> None:
 
 
 def problem_of(metadata: "Metadata", manifest: Manifest, contents: Contents) -> str | None:
-    """The same for what is not published yet: what is wrong, or None."""
+    """Compare like `check`, for a checkpoint that is not published yet, and return what is wrong, or None."""
     expected = {name: what for name, what in contents.tensors().items() if what[0]}
     strange = sorted(expected.keys() ^ metadata.state_dict_metadata.keys())
     if strange:
@@ -52,7 +52,7 @@ def problem_of(metadata: "Metadata", manifest: Manifest, contents: Contents) -> 
 
 
 def _tiling(tensor: "TensorStorageMetadata", numel: int, dtype: str) -> str | None:
-    """What is wrong with the places of the chunks in the tensor."""
+    """Return what is wrong with the places of the chunks in the tensor, or None."""
     if tuple(tensor.size) != (numel,) or dtype_name(tensor.properties.dtype) != dtype:
         found = f"{list(tensor.size)} {dtype_name(tensor.properties.dtype)}"
         return f"was to be {[numel]} {dtype}, and {METADATA} says {found}"

@@ -1,4 +1,4 @@
-"""Where one save writes, until it is published: on a file system (`publish`), or in a store of objects (`attempts`)."""
+"""Where one save writes before publication: on a file system (`publish`), or in a store of objects (`attempts`)."""
 
 import logging
 import os
@@ -12,20 +12,20 @@ from lightning_replica.checkpoint import attempts, publish, store
 from lightning_replica.checkpoint.attempts import Attempt
 from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
+from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import CheckpointError
-from lightning_replica.recovery.journal import SPOOL
 
 log = logging.getLogger(__name__)
 
 
 class Destination(AbstractContextManager["Destination"]):
-    """One rank's part in a save: `begin`, `join`, `deliver`; then `publish`, on the first rank. In that order.
+    """One rank's part in a save. Call `begin`, `join`, `deliver` in this order, then `publish` on the first rank.
 
-    Leaving the context with an error removes what is not published.
+    If the context ends with an error, what was not published is removed.
 
     Attributes:
-        directory: Where this rank writes its files, from `join` on.
-        durable: Whether it must bring them to the disk.
+        directory: The directory that this rank writes its files to, after `join`.
+        durable: Whether the rank must flush the files to the disk.
     """
 
     directory: Path
@@ -35,13 +35,13 @@ class Destination(AbstractContextManager["Destination"]):
         self._stack = ExitStack()
 
     def begin(self, first: bool) -> str:
-        """Makes room for what this rank writes.
+        """Create the place that this rank writes to.
 
         Args:
-            first: Whether this is the first rank, which makes the place for all.
+            first: Whether this is the first rank, which creates or names the common place of all ranks.
 
         Returns:
-            That place, on the first rank.
+            The common place, on the first rank; otherwise an empty string.
 
         Raises:
             CheckpointError: If that fails.
@@ -49,21 +49,21 @@ class Destination(AbstractContextManager["Destination"]):
         raise NotImplementedError
 
     def join(self, place: str) -> None:
-        """Takes the place that the first rank has made; cannot fail."""
+        """Use the common place that the first rank's `begin` returned. This cannot fail."""
         raise NotImplementedError
 
     def deliver(self, files: Sequence[Path]) -> None:
-        """Brings files of this rank's to where they will be published.
+        """Bring files of this rank to the place where they will be published.
 
         Raises:
             CheckpointError: If that fails.
         """
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes what all ranks have delivered the checkpoint, in place of what was there.
+        """Publish what all ranks have delivered as the checkpoint, in place of the former one.
 
         Raises:
-            CheckpointError: If that fails; the former one stays.
+            CheckpointError: If that fails; also OSError.
         """
         raise NotImplementedError
 
@@ -72,12 +72,12 @@ class Destination(AbstractContextManager["Destination"]):
 
 
 def destination(path: Location) -> Destination:
-    """For a save of the checkpoint ``path``."""
+    """Return the destination for one save of the checkpoint ``path``."""
     return _InStore(path) if isinstance(path, Url) else _OnDisk(path)
 
 
 class _OnDisk(Destination):
-    """All write into one directory, which is renamed."""
+    """All ranks write into one directory, which is renamed on publication."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -94,9 +94,9 @@ class _OnDisk(Destination):
 
 
 class _InStore(Destination):
-    """Each writes into a directory of its own, from which its files are uploaded.
+    """Each rank writes into a local directory of its own and uploads the files from there.
 
-    It lies in the supervisor's, if there is one: a rank that is killed leaves nothing behind for longer than the run.
+    That directory lies in the supervisor's, if there is one, so what a killed rank leaves is removed when the run ends.
     """
 
     durable = False
@@ -143,12 +143,12 @@ class _InStore(Destination):
             for attempt in former.values():
                 if attempt.committed:
                     attempt.remove()
-        except CheckpointError as error:  # of two, readers take the newer; the next start tidies up
+        except CheckpointError as error:  # readers take the newer of two attempts; the next start removes the other
             log.warning("%s is written, but what it replaces could not be removed: %s", self._url, error)
 
     def _give_up(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is not None and issubclass(kind, Exception) and not self._published:
-            with suppress(CheckpointError):  # the next start tidies up
+            with suppress(CheckpointError):  # the next start removes what stays
                 for attempt in attempts.attempts_at(self._url):
                     if attempt.url == self._attempt:
                         attempt.remove()

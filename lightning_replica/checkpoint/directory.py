@@ -2,20 +2,20 @@
 
     <dirpath>/
       step_00000120/                  a checkpoint, published (`publish`)
-      step_00000120.old/              the former of that name, for the instant in which it is replaced
-      step_00000120.tmp-<8 hex>/      being written; after a crash, what was written of it
+      step_00000120.old/              the former checkpoint of that name, while it is replaced
+      step_00000120.tmp-<8 hex>/      being written; after a crash, the files written so far
       step_00000120.gone-<8 hex>/     being removed
       latest                          the tracker: one line, the name of a whole checkpoint
       failures.json                   how often runs have failed at one step (`failures`)
 
-Only these names are ever written or removed. Any other directory with a manifest is a checkpoint too, which is found
-and loaded but never removed. In a store of objects there are ``step_...`` and ``latest`` only; see `attempts`.
+Runs write and remove only these names, and ``latest.tmp`` and ``failures.json.tmp`` while they replace the two files.
+Any other directory with a manifest is a checkpoint too: it is found and loaded, but never removed. A store of objects
+holds only ``step_...``, ``latest``, ``failures.json`` and, at the start of a run, ``latest.tmp``; see `attempts`.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_replica import checks
 from lightning_replica.checkpoint import coverage, publish, store
 from lightning_replica.checkpoint.attempts import may_have
 from lightning_replica.checkpoint.contents import PLAIN, read_contents, read_plain
@@ -23,6 +23,7 @@ from lightning_replica.checkpoint.files import Readable
 from lightning_replica.checkpoint.location import Given, Location, Url, locate
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 from lightning_replica.checkpoint.storage import STEP, TRACKER, storage_of
+from lightning_replica.core import checks
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
 
@@ -32,8 +33,8 @@ class Entry:
 
     Attributes:
         path: The directory to load.
-        manifest: What it says of itself; None if that cannot be read.
-        problem: Why it cannot be used; None if it is whole.
+        manifest: Its manifest; None if that cannot be read.
+        problem: Why the checkpoint cannot be used; None if it is whole.
     """
 
     path: Location
@@ -47,9 +48,9 @@ class Latest:
 
     Attributes:
         path: The directory to load; None if there is none.
-        manifest: What it says of itself.
-        problems: What is wrong with each that would have come before it, with those whose age is not known, and with
-            the tracker; sentences for the user.
+        manifest: Its manifest; None if there is no checkpoint.
+        problems: What is wrong with every newer checkpoint, with those whose age is not known, and with the tracker.
+            Each entry is a text for the user.
     """
 
     path: Location | None
@@ -61,13 +62,13 @@ class CheckpointDirectory:
     """The checkpoints of a run. One process writes to it; any number may read.
 
     Args:
-        path: The directory, or its URL. It need not be there yet.
+        path: The directory, or its URL. It need not exist yet.
 
     Attributes:
-        path: The same.
+        path: The location of the directory.
 
     Raises:
-        ConfigurationError: If it is a URL that nothing installed here reaches.
+        ConfigurationError: If ``path`` is a URL that no installed package can access.
     """
 
     def __init__(self, path: Given) -> None:
@@ -77,18 +78,19 @@ class CheckpointDirectory:
         self._storage = storage_of(self.path)
 
     def path_of(self, step: int) -> Location:
-        """Where the checkpoint of ``step`` is written."""
+        """Return where the checkpoint of ``step`` is written."""
         checks.whole(0, step=step)
         return self.path / f"step_{step:08d}"
 
     def prepare(self) -> None:
-        """Makes the directory ready to be written to; at the start of a run, on one rank.
+        """Prepare the directory for writing. Called at the start of a run, on one rank.
 
-        Removes what our crashes have left, and finishes what they have interrupted. At no instant is the only whole
-        checkpoint of a step out of reach.
+        This removes what crashes of earlier runs left unfinished, and finishes the replacements that they interrupted.
+        If a step has only one whole checkpoint, readers can find it at every instant.
 
         Raises:
-            ConfigurationError: If it cannot be written to, or something else has a name that is needed.
+            ConfigurationError: If the directory cannot be written to, or if something that a run did not write has one
+                of the names.
         """
         try:
             halves = self._storage.prepare()
@@ -100,57 +102,57 @@ class CheckpointDirectory:
             self._storage.settle(name, whole=examine(self.path / name).problem is None)
 
     def track(self, name: str) -> None:
-        """Makes the tracker name the checkpoint ``name``, at once.
+        """Make the tracker name the checkpoint ``name``, atomically.
 
         Raises:
-            CheckpointError: If that is not a whole checkpoint of this directory.
+            CheckpointError: If ``name`` is not a whole checkpoint of this directory.
         """
         _check(self._storage.child(name))
         self._storage.write(TRACKER, f"{name}\n".encode())
 
     @property
     def tracked(self) -> str | None:
-        """What the tracker says, whatever that is; None if there is none."""
+        """The text of the tracker, not checked; None if there is no tracker."""
         content = self._storage.read(TRACKER)
         return None if content is None else content.decode(errors="replace").strip()
 
     def latest(self, verify: bool = False) -> Latest:
-        """The newest whole checkpoint: that of the last step, of two of one step the last saved.
+        """Return the newest whole checkpoint: the one of the last step, and among those the one saved last.
 
-        Manifest, files with their sizes and coverage decide, not names, times of files or the tracker.
+        The manifest, the files' sizes and the coverage decide. Names, times of files and the tracker do not.
 
         Args:
-            verify: Whether to take checksums too, which reads every byte.
+            verify: Whether to compare checksums too, which reads every byte.
 
         Raises:
-            CheckpointError: If a store does not say what it holds.
+            CheckpointError: If a store cannot be listed.
         """
         return newest([self], verify)
 
     def entries(self, verify: bool = False) -> Iterator[Entry]:
-        """Checks all checkpoints, one at a time: those whose age cannot be told, then from the newest to the oldest."""
+        """Check and yield all checkpoints: first those of unknown age, then the others from newest to oldest."""
         return _entries([self], verify)
 
     def listed(self) -> Iterator["Entry | _Aged"]:
-        """What there is: checkpoints of which nothing but the age is known, and those whose age cannot be told."""
+        """Yield all checkpoints with their age, unchecked; those whose age cannot be read as an `Entry`."""
         for name in self._storage.names():
             path = self.path / name
             try:
                 found = self._storage.child(name)
                 yield _Aged(publish.read_manifest(found).age, path, found)
-            except Exception as error:  # whatever it is, others may be whole
+            except Exception as error:  # after any error, other checkpoints may still be whole
                 yield Entry(path, None, _said(path, error))
 
     def retain(self, keep_last: int) -> list[Location]:
-        """Removes all but the newest whole checkpoints.
+        """Remove all but the newest whole checkpoints.
 
-        Those that are damaged, that the tracker names, or that have other names than `path_of` gives, stay.
+        Checkpoints that are damaged, that the tracker names, or whose name is not of the form of `path_of`, stay.
 
         Args:
-            keep_last: How many whole ones stay, 1 or more.
+            keep_last: How many whole checkpoints stay, 1 or more.
 
         Returns:
-            What was removed.
+            The checkpoints that were removed.
         """
         checks.whole(1, keep_last=keep_last)
         whole = [each.path for each in self.entries() if each.problem is None and STEP.fullmatch(each.path.name)]
@@ -161,11 +163,11 @@ class CheckpointDirectory:
         return removed
 
     def tracker_problems(self, chosen: Location | None, known: list[str]) -> list[str]:
-        """What is wrong with the tracker.
+        """Return what is wrong with the tracker: one text for the user, or none.
 
         Args:
-            chosen: A checkpoint that is whole.
-            known: Sentences that need not be said again.
+            chosen: A checkpoint that is known to be whole; None if there is none.
+            known: Texts that the user gets anyway, and that are not repeated.
         """
         name = self.tracked
         if name is None or (chosen is not None and (name, self.path) == (chosen.name, chosen.parent)):
@@ -181,12 +183,12 @@ class CheckpointDirectory:
 
 @dataclass(frozen=True)
 class _Aged:
-    """A checkpoint of which the age is known, and no more.
+    """A checkpoint of which only the age is known.
 
     Attributes:
         age: `Manifest.age`.
         path: The directory to load.
-        found: What there is to read.
+        found: The place to read the checkpoint from.
     """
 
     age: tuple[int, int]
@@ -195,16 +197,16 @@ class _Aged:
 
 
 def newest(directories: Iterable[CheckpointDirectory], verify: bool = False) -> Latest:
-    """The newest whole checkpoint of several directories; see `CheckpointDirectory.latest`.
+    """Return the newest whole checkpoint of several directories; see `CheckpointDirectory.latest`.
 
-    Those that are older than that one are not looked at.
+    Older checkpoints than that one are not checked.
 
     Args:
         directories: The directories.
-        verify: Whether to take checksums too, which reads every byte.
+        verify: Whether to compare checksums too, which reads every byte.
 
     Raises:
-        CheckpointError: If a store does not say what it holds.
+        CheckpointError: If a store cannot be listed.
     """
     directories, problems = list(directories), []
     whole = None
@@ -219,7 +221,7 @@ def newest(directories: Iterable[CheckpointDirectory], verify: bool = False) -> 
 
 
 def _entries(directories: Iterable[CheckpointDirectory], verify: bool) -> Iterator[Entry]:
-    """Checks one at a time: those whose age cannot be told, then from the newest to the oldest."""
+    """Check and yield checkpoints: first those of unknown age, then the others from newest to oldest."""
     aged: list[_Aged] = []
     for found in (each for directory in directories for each in directory.listed()):
         if isinstance(found, Entry):
@@ -231,11 +233,11 @@ def _entries(directories: Iterable[CheckpointDirectory], verify: bool) -> Iterat
 
 
 def examine(path: Location, verify: bool = False) -> Entry:
-    """Checks one checkpoint.
+    """Check one checkpoint.
 
     Args:
         path: Its directory.
-        verify: Whether to take checksums too, which reads every byte.
+        verify: Whether to compare checksums too, which reads every byte.
     """
     try:
         found = publish.published(path) if isinstance(path, Url) else path
@@ -245,7 +247,7 @@ def examine(path: Location, verify: bool = False) -> Entry:
 
 
 def holds_others(path: Location) -> bool:
-    """Whether ``path`` is a directory of checkpoints, and none itself."""
+    """Return whether ``path`` is a directory but not a checkpoint itself, so that it may hold checkpoints."""
     if isinstance(path, Url):
         names = store.listed(path)
         return bool(names) and not may_have(names)
@@ -253,24 +255,24 @@ def holds_others(path: Location) -> bool:
 
 
 def exists(path: Location) -> bool:
-    """Whether there is anything at ``path``."""
+    """Return whether there is anything at ``path``."""
     return store.is_object(path) or bool(store.listed(path)) if isinstance(path, Url) else path.exists()
 
 
 def may_be_sharded(path: Location) -> bool:
-    """Whether ``path`` is a directory, and so no ordinary ``.ckpt``."""
+    """Return whether ``path`` is a directory, and therefore not an ordinary ``.ckpt``."""
     if isinstance(path, Url):
-        if path.protocol in ("http", "https") or store.is_object(path):  # whoever may read need not be able to list
+        if path.protocol in ("http", "https") or store.is_object(path):  # permission to read need not include listing
             return False
         return bool(store.listed(path))
     return path.is_dir() or publish.aside(path).is_dir()
 
 
 def find(path: Given) -> tuple[Location, tuple[str, ...]]:
-    """The checkpoint that ``path`` names: itself, or the newest whole one of a directory of checkpoints.
+    """Find the checkpoint that ``path`` names: ``path`` itself, or the newest whole one of a directory of checkpoints.
 
     Returns:
-        The directory to load, unchecked if it is ``path`` itself; and `Latest.problems`.
+        The directory to load, and `Latest.problems`. The directory is not checked if ``path`` names it itself.
 
     Raises:
         CheckpointError: If there is none.

@@ -1,4 +1,4 @@
-"""A sharded checkpoint as one file that plain Lightning loads and goes on from."""
+"""Export of a sharded checkpoint to one file from which plain Lightning resumes."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,14 @@ from lightning_replica.checkpoint.sharded import read_plain
 
 
 def export(path: Given, file: str | Path) -> None:
-    """Writes what is in the sharded checkpoint ``path`` to ``file``, in the form of an ordinary ``.ckpt``.
+    """Write the sharded checkpoint ``path`` to ``file``, in the form of an ordinary ``.ckpt``.
 
-    In this process alone, without process groups; all of the checkpoint must fit into memory. Main parameters, which
-    plain Lightning does not have, are left out.
+    This process works alone, without process groups. The whole checkpoint must fit into memory. Main parameters are
+    left out, as plain Lightning does not have them.
 
     Args:
         path: The directory, or its URL.
-        file: What to write; replaced as a whole, if it is there.
+        file: The file to write. An existing file is replaced atomically.
 
     Raises:
         CheckpointError: If the checkpoint is damaged.
@@ -30,11 +30,12 @@ def export(path: Given, file: str | Path) -> None:
 
 
 def read_whole(path: Given, optimizers: bool = True) -> dict[str, Any]:
-    """What `export` writes, in memory.
+    """Return what `export` writes.
 
     Args:
         path: The directory, or its URL.
-        optimizers: Whether with their state. Without it checksums of tensors are left to `load_sharded`.
+        optimizers: Whether to read the optimizers' state too. Without it, checksums of tensor files are not compared;
+            `load_sharded` does that.
 
     Raises:
         CheckpointError: If the checkpoint is damaged.
@@ -50,12 +51,12 @@ def read_whole(path: Given, optimizers: bool = True) -> dict[str, Any]:
     states = [_optimizer_state(number, contents, reads) for number in numbers]
     reads.run(directory, manifest.files)
     place = plain.pop(WEIGHTS_AT, "state_dict")
-    others = plain.get(place, {})  # what modules add to their state dict that is no tensor
+    others = plain.get(place, {})  # entries of modules' state dicts that are not tensors
     return {**plain, place: {**others, **weights}, "optimizer_states": states}
 
 
 def _optimizer_state(number: int, contents: Contents, reads: Reads) -> dict[str, Any]:
-    """What ``Optimizer.state_dict`` gives: parameters are numbers, in order of the param groups."""
+    """Return what ``Optimizer.state_dict`` returns: parameters are numbered in the order of the param groups."""
     info = contents.optimizers[number]
     place = {name: k for k, name in enumerate(name for group in info.groups for name in group["params"])}
     state: dict[int, dict[str, Any]] = {}
@@ -73,7 +74,7 @@ def _optimizer_state(number: int, contents: Contents, reads: Reads) -> dict[str,
 
 
 def _replace(file: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes beside ``file`` and renames: there is never half of it under its name."""
+    """Write to a temporary file and rename it to ``file``, so that ``file`` is never half-written."""
     unfinished = file.with_name(file.name + ".tmp")
     with unfinished.open("wb") as stream:
         torch.save(checkpoint, stream)

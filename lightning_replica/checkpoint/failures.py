@@ -1,9 +1,9 @@
 """How often in a row the runs of one directory have failed at the same step.
 
-A batch that cannot be trained on ends a run, which saves and asks to be started again, and ends the next one in the
-same way. So each run that fails writes its step to ``failures.json``, beside the checkpoints: one that fails at another
-step has made progress, or has another reason, and counts from 1 again. The file is replaced as a whole. What cannot be
-read in it counts as nothing: a lost count costs one more attempt.
+A batch that cannot be trained on ends a run. The run saves a checkpoint and asks to be started again, and the next run
+ends in the same way. So each run that fails writes its step to ``failures.json``, beside the checkpoints. A run that
+fails at another step has made progress, or failed for another reason; it counts from 1 again. The file is replaced
+atomically. A file that cannot be read counts as no failures: a lost count costs one more attempt.
 """
 
 import json
@@ -13,7 +13,7 @@ from lightning_replica.checkpoint.storage import FAILURES, storage_of
 
 
 class Failures:
-    """The count of one directory.
+    """The count of failures in one directory.
 
     Args:
         path: The directory of a run's checkpoints, or its URL.
@@ -24,14 +24,14 @@ class Failures:
         self._storage = storage_of(locate(path))
 
     def add(self, step: int, why: str) -> int:
-        """Count one more, and return how many have come in a row at this step.
+        """Count one more failure, and return how many came in a row at this step.
 
         Args:
-            step: At which a run has failed.
-            why: For whoever reads the file.
+            step: The step at which the run failed.
+            why: The reason, for people who read the file.
 
         Raises:
-            OSError: If it cannot be written; also CheckpointError.
+            OSError: If the file cannot be read or written; also CheckpointError.
         """
         known, count = self._read()
         count = count + 1 if known == step else 1
@@ -40,25 +40,27 @@ class Failures:
         return count
 
     def forget(self) -> None:
-        """Begin anew: a run has come further.
+        """Reset the count, because a run has come further.
 
         Raises:
-            OSError: If that fails; also CheckpointError.
+            OSError: If the file cannot be removed; also CheckpointError.
         """
         self._storage.remove(FAILURES)
 
     def forget_before(self, step: int) -> None:
-        """Begin anew if a run has come further than to where others failed, and has ended for another reason.
+        """Reset the count if the failures were at an earlier step than ``step``, which a later run has reached.
+
+        Called when that run ended for another reason.
 
         Raises:
-            OSError: If that fails; also CheckpointError.
+            OSError: If the file cannot be read or removed; also CheckpointError.
         """
         known, _ = self._read()
         if known is not None and known < step:
             self.forget()
 
     def _read(self) -> tuple[int | None, int]:
-        """The step, and how many have failed there."""
+        """Return the step, and how many runs failed there; (None, 0) if the file is missing or cannot be understood."""
         try:
             read = json.loads(self._storage.read(FAILURES) or b"null")
             step, count = read["step"], read["failures"]

@@ -1,4 +1,4 @@
-"""One look at the files of a directory, on a file system or in a store of objects."""
+"""The files of one directory, on a file system or in a store of objects."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lightning_replica.errors import CheckpointError
 
 
 class Files:
-    """The files of a directory, by name. What cannot change once it is published is asked for once.
+    """The files of a directory, by name. The manifest and the listing of a store cannot change and are read once.
 
     Attributes:
         directory: The directory.
@@ -27,37 +27,37 @@ class Files:
         return str(self.directory)
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of that name."""
+        """Return whether the directory has an entry of that name."""
         raise NotImplementedError
 
     def size(self, name: str) -> int:
-        """Bytes in the file.
+        """Return the size of a file in bytes.
 
         Raises:
-            CheckpointError: If it is missing, no regular file, or not in the directory itself.
+            CheckpointError: If it is missing, not a regular file, or not directly in the directory.
         """
         raise NotImplementedError
 
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens it, to read from any place in it.
+        """Open a file for reading at any position.
 
         Raises:
-            CheckpointError: Likewise.
+            CheckpointError: As `size` does.
         """
         raise NotImplementedError
 
     def read(self, name: str) -> bytes:
-        """All of it.
+        """Read a whole file.
 
         Raises:
-            CheckpointError: Likewise.
+            CheckpointError: As `size` does, or if a store cannot return the file.
         """
         with self.open(name) as stream:
             return stream.read()
 
     @cached_property
     def manifest(self) -> bytes:
-        """What is in the manifest."""
+        """The content of the manifest file."""
         return self.read(MANIFEST)
 
 
@@ -65,19 +65,19 @@ Readable: TypeAlias = Location | Files
 
 
 def files_of(directory: Readable) -> Files:
-    """The files in ``directory``, and no directory in it."""
+    """Return the files directly in ``directory``."""
     if isinstance(directory, Files):
         return directory
     return _Stored(directory, store.objects(directory)) if isinstance(directory, Url) else _Local(directory)
 
 
 def files_of_attempt(attempt: Attempt) -> Files:
-    """The same, for what has been listed already."""
+    """Return the files of an attempt without listing the store again."""
     return _Stored(attempt.url, attempt.sizes)
 
 
 def damaged(directory: Readable, what: str) -> CheckpointError:
-    """The error for a checkpoint, a directory or a file, that cannot be used."""
+    """Return the error for a checkpoint (a directory or a file) that cannot be used."""
     return CheckpointError(f"The checkpoint {directory} cannot be used: {what}. Use another checkpoint.")
 
 
@@ -126,7 +126,7 @@ class _Stored(Files):
         return content
 
     def _listed(self, name: str) -> str:
-        """A name that the store has listed leads nowhere else."""
+        """Return ``name`` if the store listed it: such a name cannot lead outside of the directory."""
         if name not in self._sizes or "/" in name:
             raise damaged(self, f"{name} is missing")
         return name

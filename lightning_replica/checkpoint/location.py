@@ -15,7 +15,7 @@ _LOCAL = ("file", "local")
 
 @dataclass(frozen=True)
 class Url:
-    """A place in a store of objects, such as ``s3://bucket/run``; of a `Path`, it has what is needed.
+    """A place in a store of objects, such as ``s3://bucket/run``, with the members of `Path` that are needed here.
 
     Attributes:
         text: The URL, without a slash at its end.
@@ -31,17 +31,17 @@ class Url:
 
     @property
     def name(self) -> str:
-        """What stands behind the last slash."""
+        """The text after the last slash."""
         return self.text.rsplit("/", 1)[1]
 
     @property
     def parent(self) -> "Url":
-        """What stands before it."""
+        """The URL before the last slash."""
         return Url(self.text.rsplit("/", 1)[0])
 
     @property
     def protocol(self) -> str:
-        """What stands before the colon."""
+        """The text before the colon, such as ``s3``."""
         return self.text.split(":", 1)[0]
 
 
@@ -50,10 +50,10 @@ Given: TypeAlias = str | os.PathLike[str] | Url
 
 
 def locate(given: Given) -> Location:
-    """What ``given`` means. ``file://`` means the file system, with all that it can do.
+    """Return the location that ``given`` names. A ``file://`` or ``local://`` URL becomes a `Path`.
 
     Raises:
-        ConfigurationError: If it is a URL of a kind that is not understood.
+        ConfigurationError: If it is a chained URL, a URL that became a `Path`, or not the URL of a directory.
     """
     if isinstance(given, Url):
         return given
@@ -76,6 +76,6 @@ def locate(given: Given) -> Location:
 
 
 def absolute(given: Given) -> Location:
-    """The same, wherever this process goes."""
+    """Return the location that ``given`` names, independent of the current directory."""
     location = locate(given)
     return location.absolute() if isinstance(location, Path) else location

@@ -1,4 +1,4 @@
-"""What a published directory says of itself: its files, and which training wrote it, where, when and why."""
+"""The manifest of a published directory: its files, and which training wrote it, where, when and why."""
 
 import json
 import re
@@ -20,25 +20,25 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file must look like: its size, and the CRC-32 of all of it."""
+    """The size that a file must have, and the CRC-32 of its whole content."""
 
     size_bytes: int
     crc32: int
 
     @classmethod
     def of(cls, file: Path) -> "FileInfo":
-        """Reads the file, a little at a time."""
+        """Return size and checksum of a file. It is read in blocks."""
         with file.open("rb") as stream:
             return cls.of_stream(stream)
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "FileInfo":
-        """What a file of ``content`` must look like."""
+        """Return size and checksum of a file with this ``content``."""
         return cls(len(content), zlib.crc32(content))
 
     @classmethod
     def of_stream(cls, stream: IO[bytes]) -> "FileInfo":
-        """Likewise, to the end of what is open."""
+        """Return size and checksum of the rest of an open file. It is read in blocks."""
         size, crc = 0, 0
         while block := stream.read(_READ_BYTES):
             size, crc = size + len(block), zlib.crc32(block, crc)
@@ -61,14 +61,14 @@ class Manifest:
 
     Attributes:
         files: Every file but the manifest itself, by name.
-        world_size: Ranks of the run that wrote it, N.
-        replicas: Its replicas, R.
-        partition: How its buckets were cut.
-        step: Optimizer steps in it; None where the caller did not say.
+        world_size: Number of ranks of the run that wrote it, N.
+        replicas: Number of replicas of that run, R.
+        partition: How that run cut its buckets.
+        step: Optimizer steps in it; None if the caller gave none.
         written_for: Why it was written, such as "periodic", "gasp" or "planned".
         writers: The ranks that wrote it, each with the name of its host.
-        saved_ns: When, in nanoseconds since 1970 by the clock of the rank that published it.
-        versions: Versions of the packages that matter.
+        saved_ns: When the save began, in nanoseconds since 1970 by the clock of the rank that published it.
+        versions: Versions of this package, lightning and torch.
         format: Version of this layout on disk.
     """
 
@@ -85,29 +85,32 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Of two checkpoints of a run the newer has more: steps first, of which clocks know nothing."""
+        """The sort key of a run's checkpoints, higher for newer ones.
+
+        The step comes before the time, as it does not depend on clocks.
+        """
         return (-1 if self.step is None else self.step, self.saved_ns)
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together, without the manifest itself."""
         return sum(info.size_bytes for info in self.files.values())
 
     def as_bytes(self) -> bytes:
-        """What is written."""
+        """Return the content of the manifest file."""
         return json.dumps(self.as_plain(), indent=1).encode()
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON, with a checksum of its own."""
+        """Return the manifest as plain data for JSON, with a checksum over itself."""
         content = json.loads(json.dumps(asdict(self)))  # keys become strings, as they will be read
         return {**content, "crc32": _crc(content)}
 
     @classmethod
     def of_plain(cls, read: Mapping[str, Any]) -> "Manifest":
-        """The inverse of `as_plain`.
+        """Build a manifest from what `as_plain` returned.
 
         Raises:
-            ValueError: If it is not what was written; also KeyError, TypeError or AttributeError.
+            ValueError: If ``read`` is not what was written; also KeyError, TypeError or AttributeError.
         """
         content = {key: value for key, value in read.items() if key != "crc32"}
         if read["crc32"] != _crc(content):
@@ -119,10 +122,10 @@ class Manifest:
 
 
 def parse(written: bytes) -> Any:
-    """Return what a manifest says, for `Manifest.of_plain`.
+    """Parse the content of a manifest file, for `Manifest.of_plain`.
 
     Raises:
-        ValueError: If it is not JSON, or says something twice; also RecursionError.
+        ValueError: If it is not JSON, or has a key twice; also RecursionError.
     """
     return json.loads(written, object_pairs_hook=_without_doubles, parse_constant=_refuse_constant)
 
@@ -178,7 +181,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _check_types(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless everything is there, and such as a save writes it: it will be compared and shown."""
+    """Raise ValueError unless every entry has the type and range that a save writes: readers compare and show them."""
     for name, fits in _TYPES.items():
         if not fits(content[name]):
             raise ValueError(f"its {name} is {content[name]!r:.60}")

@@ -1,12 +1,13 @@
-"""A directory of files that is there as a whole or not at all, and that knows when it was damaged.
+"""Publication of a directory of files: it appears as a whole or not at all, and damage to it is detected.
 
-Files are written to ``<path>.tmp-<8 hex digits>`` and brought to the disk, a manifest with their sizes and checksums
-comes last, then the directory is renamed to ``<path>``. If there is one already it is first renamed to ``<path>.old``:
-a crash between the two renames leaves that, complete, and `published` finds it.
+Files are written to ``<path>.tmp-<8 hex digits>`` and flushed to the disk. A manifest with their sizes and checksums is
+written last. Then the directory is renamed to ``<path>``. If ``<path>`` exists already, it is first renamed to
+``<path>.old``: a crash between the two renames leaves that directory complete, and `published` finds it.
 
 [Note: two saves of one path]
-Every save has a temporary directory of its own, so one that is still under way, on ranks that have not noticed that
-others gave it up, writes nothing into another. Once one is published, what is there of others is removed: they fail.
+Every save has a temporary directory of its own. A save may still be under way on some ranks that have not noticed that
+other ranks gave it up; it cannot write into the directory of another save. Once a save is published, the temporary
+directories of all other saves of this path are removed, so those saves fail.
 """
 
 import os
@@ -23,19 +24,20 @@ from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.checkpoint.files import Files, Readable, damaged, files_of, files_of_attempt
 from lightning_replica.checkpoint.location import Location, Url
 from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest, parse
+from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
-from lightning_replica.points import reach
 
-_THREADS = 8  # at most; zlib and reading leave the interpreter to others
+_THREADS = 8  # at most; zlib and file reads release the GIL
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp|gone)-[0-9a-f]{8}")
 
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """Makes the empty directory to write into, and removes it if the block raises. See [Note: two saves of one path].
+    """Create an empty directory to write into, and remove it if the block raises. See [Note: two saves of one path].
 
     Raises:
-        CheckpointError: If ``path`` is a directory that holds something else than a checkpoint.
+        CheckpointError: If ``path`` is a directory that holds anything but a checkpoint, or if the directory cannot be
+            created.
     """
     for name in (path, aside(path)):
         refuse_foreign(name)
@@ -46,15 +48,15 @@ def staged(path: Path) -> Iterator[Path]:
     try:
         yield directory
     except Exception:
-        with suppress(OSError):  # the next start tidies up
+        with suppress(OSError):  # the next start removes what stays
             discard(directory)
         raise
 
 
 def publish(directory: Path, path: Path, manifest: Manifest) -> None:
-    """Makes what was written to ``directory`` appear under ``path``, in place of what was there.
+    """Write the manifest to ``directory`` and rename ``directory`` to ``path``, in place of what was there.
 
-    Every file of ``manifest`` must have been brought to the disk already (`write_file` does).
+    Every file in ``manifest`` must have been flushed to the disk already (`write_file` does so).
     """
     write_file(directory / MANIFEST, manifest.as_bytes())
     sync(directory)
@@ -72,12 +74,13 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
 
 
 def published(path: Readable) -> Files:
-    """What there is to read for ``path``: its predecessor, if a crash came while that was being replaced.
+    """Return the files to read for ``path``.
 
-    In a store, the newest of the attempts that are whole as far as sizes tell. See [Note: attempts] in `attempts`.
+    On a file system these are the files of the former checkpoint if a crash interrupted its replacement. In a store
+    they are those of the newest attempt whose files all have their sizes. See [Note: attempts] in `attempts`.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is no checkpoint.
     """
     if isinstance(path, Files):
         return path
@@ -93,11 +96,11 @@ def published(path: Readable) -> Files:
 
 
 def check(directory: Readable) -> Manifest:
-    """Reads the manifest of a published directory, and looks whether its files are there and have their sizes.
+    """Read the manifest of a published directory, and check that all its files exist and have their sizes.
 
     Raises:
-        CheckpointError: If one is missing, has another size, or is not in the directory; if there is no manifest, or
-            one that cannot be read.
+        CheckpointError: If a file is missing, has another size, or is not in the directory; or if the manifest is
+            missing or cannot be read.
     """
     files = files_of(directory)
     manifest = read_manifest(files)
@@ -109,17 +112,17 @@ def check(directory: Readable) -> Manifest:
 
 
 def verify(path: Readable, share: tuple[int, int] = (0, 1)) -> Manifest:
-    """Like `check`, and takes the checksums.
+    """Check a directory like `check`, and also compare the checksums of its files.
 
-    Who does that alone reads several files at a time.
+    A process that checks all files (n = 1) reads several of them at a time.
 
     Args:
         path: The directory.
-        share: (i, n): of the checksums, only the i-th of every n files'; n ranks share the work. Everything else is
-            checked in any case.
+        share: (i, n): compare the checksum of the i-th of every n files only, so that n ranks share the work.
+            Everything else is checked in any case.
 
     Raises:
-        CheckpointError: Likewise, and if a file has another checksum.
+        CheckpointError: As `check` does, and if a file has another checksum.
     """
     files = published(path)
     manifest = check(files)
@@ -141,10 +144,10 @@ def verify(path: Readable, share: tuple[int, int] = (0, 1)) -> Manifest:
 
 
 def read_file(directory: Readable, name: str) -> bytes:
-    """The content of one file of a published directory, checked like all the others in `verify`.
+    """Return the content of one file of a published directory, with the checks that `verify` makes on it.
 
     Raises:
-        CheckpointError: If it is not what was written.
+        CheckpointError: If the content is not what was written.
     """
     files = files_of(directory)
     expected = read_manifest(files).files.get(name)
@@ -157,10 +160,10 @@ def read_file(directory: Readable, name: str) -> bytes:
 
 
 def read_manifest(directory: Readable) -> Manifest:
-    """What the directory says of itself; files are not looked at.
+    """Return the manifest of a directory, without a look at the other files.
 
     Raises:
-        CheckpointError: If there is no manifest, or one that cannot be read.
+        CheckpointError: If the manifest is missing, cannot be read, or has another format.
     """
     files = files_of(directory)
     if not files.has(MANIFEST):
@@ -180,10 +183,10 @@ def read_manifest(directory: Readable) -> Manifest:
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Writes a file and brings it to the disk.
+    """Write a file and flush it to the disk.
 
     Raises:
-        CheckpointError: If that fails; it names the file.
+        CheckpointError: If that fails. The message names the file.
     """
     with naming(file), file.open("wb") as stream:
         stream.write(content)
@@ -192,10 +195,10 @@ def write_file(file: Path, content: bytes) -> None:
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Writes a file; a crash leaves the former or the new one.
+    """Write a file atomically: a crash leaves either the former or the new content.
 
     Raises:
-        CheckpointError: If that fails; it names the file.
+        CheckpointError: If that fails. The message names the file.
     """
     unfinished = file.with_name(file.name + ".tmp")
     write_file(unfinished, content)
@@ -205,7 +208,7 @@ def replace_file(file: Path, content: bytes) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and those above it, and brings their names to the disk."""
+    """Create a directory and its missing parents, and flush their names to the disk."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -213,7 +216,7 @@ def make_directory(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings what was written to a file, or the names in a directory, to the disk."""
+    """Flush the content of a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -222,15 +225,15 @@ def sync(path: Path) -> None:
 
 
 def restore(former: Path, path: Path) -> None:
-    """Gives what was set aside its name back."""
+    """Rename ``former``, which was set aside, back to ``path``."""
     former.rename(path)
     sync(path.parent)
 
 
 def discard(path: Path) -> None:
-    """Removes whatever is at ``path``, if anything. A crash on the way leaves a directory that nothing loads.
+    """Remove what is at ``path``, if anything. A crash during removal leaves a directory that nothing loads.
 
-    What cannot be deleted then, on file systems that keep open files, stays there.
+    On file systems that cannot delete open files, such files stay in that directory.
     """
     if path.is_dir() and not path.is_symlink():
         gone = _temporary(path, "gone")
@@ -241,10 +244,10 @@ def discard(path: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuses to replace a directory that this package did not write. Files and links are taken for checkpoints.
+    """Refuse to replace a directory that this package did not write. A ``path`` that is a file or link is accepted.
 
     Raises:
-        CheckpointError: If it holds directories, or files without a manifest.
+        CheckpointError: If the directory holds anything but regular files, or files without a manifest.
     """
     if path.is_symlink() or not path.is_dir():
         return
@@ -258,22 +261,22 @@ def refuse_foreign(path: Path) -> None:
 
 
 def temporary_of(name: str) -> str | None:
-    """The name of what ``name`` was to become or has been, if it is one of our temporary names."""
+    """Return the name of the checkpoint that a temporary ``name`` belongs to; None if ``name`` is not temporary."""
     match = _TEMPORARY.fullmatch(name)
     return None if match is None else match["path"]
 
 
 def aside(path: Path) -> Path:
-    """Where ``path`` lies while it is replaced."""
+    """Return where the former checkpoint ``path`` lies while it is replaced."""
     return path.with_name(path.name + ".old")
 
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Has an error of the disk's name the file.
+    """Turn an `OSError` of the block into an error that names the file.
 
     Raises:
-        CheckpointError: In place of an `OSError`.
+        CheckpointError: In place of the `OSError`.
     """
     try:
         yield
@@ -292,7 +295,7 @@ def _published_attempt(url: Url) -> Files:
         given_up = [each.url.name for each in found if each.given_up]
         raise _nothing_at(url, f"{min(given_up)} in it" if given_up else "")
     whole: list[tuple[tuple[int, int], Files]] = []
-    for each in committed if len(committed) > 1 else ():  # as there are after a crash
+    for each in committed if len(committed) > 1 else ():  # a crash can leave two
         with suppress(CheckpointError):
             whole.append((check(each).age, each))
     return max(whole, key=lambda each: each[0])[1] if whole else committed[0]

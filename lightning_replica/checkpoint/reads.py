@@ -1,4 +1,4 @@
-"""What one rank reads: its own parts, whoever wrote them."""
+"""What one rank reads: its own parts, no matter which rank wrote them."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,15 +17,14 @@ from lightning_replica.checkpoint.contents import (
     weight_key,
 )
 from lightning_replica.checkpoint.files import Readable
-from lightning_replica.sharding.optimizer import Piece, ShardedOptimizer
-from lightning_replica.sharding.state import ShardedState
+from lightning_replica.sharding.engine import Engine, HeldPiece, OptimizerShard
 
 
 class Reads:
-    """Collects what to read, and what to do with it once it is there.
+    """A list of what one rank reads, and of what to do with it after reading.
 
-    Elements are read into place wherever they lie in the same order in memory as when they were written. Where they do
-    not (other strides), the whole tensor is read, and what is needed is copied out of it.
+    Elements are read in place if they lie in memory in the same order as when they were written. If they do not (other
+    strides), the whole tensor is read, and the needed elements are copied out of it.
 
     Args:
         contents: What the checkpoint holds.
@@ -38,42 +37,41 @@ class Reads:
         self._afterwards: list[Callable[[], object]] = []
 
     def run(self, directory: Readable, files: Collection[str]) -> None:
-        """Reads everything from ``directory``, out of no other than ``files``."""
+        """Read everything that was added from ``directory``, using no other files than ``files``."""
         read_chunks(directory, self._chunks, files)
         for action in self._afterwards:
             action()
 
     def whole(self, key: str, info: TensorInfo) -> Tensor:
-        """A whole tensor in memory of its own; read once, however often it is asked for."""
+        """Return a whole tensor in its own memory. It is read once, by `run`, however often it is asked for."""
         if key not in self._wholes:
             flat = info.empty()
             self._wholes[key] = info.view(flat)
             self._read(key, info.numel, 0, flat)
         return self._wholes[key]
 
-    def values(self, state: ShardedState, names: Sequence[str]) -> None:
-        """All parameters, whole, and the main parameters of the shard.
+    def values(self, state: Engine, names: Sequence[str]) -> None:
+        """Add all parameters, whole, and the main parameters of the shard.
 
-        Where the checkpoint has no main parameter, it follows from the parameter.
+        A main parameter that the checkpoint does not have is computed from the parameter.
         """
         for sharded in state.optimizers:
-            for buffers in sharded.buffers:
-                buffers.main.fill_(torch.nan)  # equal to nothing, so that `main_from_params` keeps none of it
-                for index, order in enumerate(buffers.order):
-                    self.tensor(names[order], buffers.whole(index, buffers.params))
+            sharded.forget_main()
+            for order, whole in sharded.wholes().items():
+                self.tensor(names[order], whole)
             for piece in sharded.pieces:
-                name = names[piece.buffers.order[piece.where.parameter]]
+                name = names[piece.order]
                 if name in self._contents.main:
                     self._piece(main_key(name), name, piece, piece.parameter.detach())
-            self._afterwards += [buffers.main_from_params for buffers in sharded.buffers]
+            self._afterwards.append(sharded.main_from_params)
 
     def extras(self, extra_tensors: Mapping[str, Tensor]) -> None:
-        """All other weights."""
+        """Add all other weights."""
         for name, tensor in extra_tensors.items():
             self.tensor(name, tensor.detach())
 
     def tensor(self, name: str, target: Tensor) -> None:
-        """A parameter or buffer, whole."""
+        """Add one whole parameter or buffer, to be read into ``target``."""
         key, info = weight_key(name), self._contents.weights[name]
         if info.same_order(target):
             self._read(key, info.numel, 0, _flat(target))
@@ -81,11 +79,11 @@ class Reads:
             whole = self.whole(key, info)
             self._afterwards.append(lambda: target.copy_(whole))
 
-    def state(self, number: int, sharded: ShardedOptimizer, names: Sequence[str]) -> dict[int, dict[str, Any]]:
-        """The state of an optimizer: by number of the piece. Complete only after `run`."""
+    def state(self, number: int, sharded: OptimizerShard, names: Sequence[str]) -> dict[int, dict[str, Any]]:
+        """Add an optimizer's state and return it, by number of the piece. Complete only after `run`."""
         found: dict[int, dict[str, Any]] = {}
         for place, piece in enumerate(sharded.pieces):
-            name = names[piece.buffers.order[piece.where.parameter]]
+            name = names[piece.order]
             info = self._contents.optimizers[number].state.get(name)
             if info is None:
                 continue
@@ -98,14 +96,14 @@ class Reads:
                 found[place][key] = self.whole(state_key(number, name, key), whole)
         return found
 
-    def _piece(self, key: str, name: str, piece: Piece, target: Tensor) -> None:
-        """The part of a parameter-like tensor that belongs to ``piece``."""
+    def _piece(self, key: str, name: str, piece: HeldPiece, target: Tensor) -> None:
+        """Add the part of a parameter-like tensor that belongs to ``piece``."""
         weight = self._contents.weights[name]
         if weight.same_order(piece.whole):
-            self._read(key, weight.numel, piece.where.param.start, _flat(target))
+            self._read(key, weight.numel, piece.start, _flat(target))
         else:
             whole = self.whole(key, TensorInfo(str(target.dtype).removeprefix("torch."), weight.shape, weight.stride))
-            self._afterwards.append(lambda: target.copy_(piece.buffers.split(piece.where, whole)))
+            self._afterwards.append(lambda: target.copy_(piece.split(whole)))
 
     def _read(self, key: str, numel: int, start: int, target: Tensor) -> None:
         if target.numel():
@@ -113,5 +111,5 @@ class Reads:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """(numel,) the elements of a tensor without holes, in the order in which they lie in memory."""
+    """Return the elements of a tensor without holes as (numel,), in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

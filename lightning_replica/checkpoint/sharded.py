@@ -1,9 +1,9 @@
-"""Saving and loading a sharded checkpoint: into any other number of ranks, replicas, and partition.
+"""Saving and loading of sharded checkpoints; loading works into any number of ranks and replicas, and any partition.
 
     <path>/
       manifest.json    what the directory holds: sizes, checksums, versions (`publish`)
-      plain.pt         whatever the caller keeps with it
-      contents.pt      shapes, hyperparameters, numbers of optimizers (`contents`)
+      plain.pt         other data that the caller saves with it
+      contents.pt      shapes, hyperparameters, single numbers of the optimizer state (`contents`)
       .metadata        which elements lie where, by PyTorch Distributed Checkpoint (DCP)
       __<i>_0.distcp   the elements that writer i wrote
 
@@ -33,22 +33,22 @@ from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
+from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
-from lightning_replica.points import reach
-from lightning_replica.sharding.state import ShardedState
+from lightning_replica.sharding.engine import Engine
 
 
 @dataclass(frozen=True)
 class Staged:
-    """All that one rank writes of a checkpoint, as `stage` makes it and `write` takes it.
+    """All that one rank writes of a checkpoint. `stage` makes it, and `write` writes it.
 
     Attributes:
         path: The directory to write, or its URL.
         chunks: The tensors.
-        files: Content of other files, by name; rank 0's.
-        contents: What the checkpoint shall hold; rank 0's.
+        files: Content of other files, by name. Empty on all ranks but rank 0 of the group.
+        contents: What the checkpoint will hold. None on all ranks but rank 0 of the group.
         rank: This rank in the world.
-        described: The checkpoint's manifest, but for what is only known once it is written.
+        described: The checkpoint's manifest, without its files and writers, which are known after writing only.
     """
 
     path: Location
@@ -59,13 +59,13 @@ class Staged:
     described: Manifest
 
     def copied(self) -> "Staged":
-        """The same in memory of its own, which training does not change."""
+        """Return a copy in memory of its own, which training does not change."""
         return replace(self, chunks=tuple(replace(each, data=each.data.cpu().clone()) for each in self.chunks))
 
 
 def save_sharded(
     path: Given,
-    state: ShardedState,
+    state: Engine,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
@@ -76,14 +76,14 @@ def save_sharded(
     step: int | None = None,
     written_for: str = "periodic",
 ) -> None:
-    """Writes a checkpoint, every element once, all ranks in parallel. Collective.
+    """Write a checkpoint, every element once, all ranks in parallel. Collective.
 
-    At every instant ``path`` is what it was before or the whole new checkpoint; see `publish` and, for a URL,
-    `attempts` for what a crash leaves.
-    On return, on any rank, it is published. The arguments are those of `stage`.
+    At every instant ``path`` is what it was before, or the whole new checkpoint. `publish`, or `attempts` for a URL,
+    describes what a crash leaves. When this returns on any rank, the checkpoint is published. The arguments are those
+    of `stage`.
 
     Raises:
-        CheckpointError: On every rank of the group, if any could not do its part. What was published stays.
+        CheckpointError: On every rank of the group, if any rank failed. A checkpoint published before stays.
     """
     together = Together(group)
     staged = stage(
@@ -95,7 +95,7 @@ def save_sharded(
 
 def stage(
     path: Given,
-    state: ShardedState,
+    state: Engine,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
@@ -106,23 +106,23 @@ def stage(
     step: int | None = None,
     written_for: str = "periodic",
 ) -> Staged:
-    """Finds out what this rank writes. Collective. Nothing is written yet, nor are tensors copied.
+    """Find out what this rank writes. Collective. This writes nothing and copies no tensors.
 
     Args:
         path: The directory to write, or its URL.
         state: The sharded state.
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks.
-        plain: What else to keep: tensors and plain data. Rank 0 of the group writes it.
-        together: Who saves.
+        plain: Other tensors and plain data to save. Rank 0 of the group writes them.
+        together: The ranks that save.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
-        ranks: Whose pieces this rank writes; None is its own. Where only survivors save, one writes those of a peer
-            that is gone. Over the group, the pieces of all ranks, each once.
-        step: Optimizer steps in the state, by which a reader knows which of two checkpoints is the newer.
-        written_for: Why it is written, for whoever looks at it later: "periodic", "gasp", "planned".
+        ranks: The ranks whose pieces this rank writes; None means its own. If only survivors save, one of them also
+            writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
+        step: Optimizer steps in the state. Readers use it to find the newer of two checkpoints.
+        written_for: Why the checkpoint is written, for people who look at it later: "periodic", "gasp", "planned".
 
     Raises:
-        CheckpointError: On every rank of the group, if what shall be saved cannot be.
+        CheckpointError: On every rank of the group, if the arguments cannot be saved.
     """
     writes = Writes()
 
@@ -145,16 +145,16 @@ def stage(
         return files, contents
 
     files, found = together.run(pack)
-    grid, partition = state.grid, state.buffers[0].partition
+    grid, partition = state.grid, state.settings.partition
     described = Manifest({}, grid.world_size, grid.replicas, partition, step, written_for, {})
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 
 def write(staged: Staged, together: Together) -> None:
-    """Writes and publishes. Collective over those who have staged it.
+    """Write and publish what was staged. Collective over the ranks that staged it.
 
     Raises:
-        CheckpointError: On every rank, if any could not do its part. What was published stays.
+        CheckpointError: On every rank, if any rank failed. A checkpoint published before stays.
     """
     to = destination(staged.path)
 
@@ -189,27 +189,27 @@ def write(staged: Staged, together: Together) -> None:
 
 def load_sharded(
     path: Given,
-    state: ShardedState,
+    state: Engine,
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Reads a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
+    """Read a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
 
-    Each rank reads all weights, and of the rest only what its shard needs. Optimizers take their state through their
-    own ``load_state_dict``. Checksums are taken once, each by one rank.
+    Each rank reads all weights, and of the rest only what its shard needs. Optimizers get their state through their own
+    ``load_state_dict``. The checksum of each file is computed once, by one rank.
 
     Args:
         path: The directory, or its URL.
-        state: The sharded state; of any number of ranks, replicas, and partition.
+        state: The sharded state, with any number of ranks and replicas, and any partition.
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name.
-        group: Who loads; None is the default group.
+        group: The ranks that load; None means the default group.
 
     Raises:
-        CheckpointError: On every rank of the group, if the checkpoint is damaged or of another model, before anything
-            has changed; or if one could not read.
+        CheckpointError: On every rank of the group. If the checkpoint is damaged or of another model, nothing has
+            changed yet. If a rank could not read, some of the state may have changed.
     """
     together = Together(group)
 
@@ -237,23 +237,23 @@ def load_sharded(
 
 
 def read_plain(path: Given | Files) -> dict[str, Any]:
-    """What was given as ``plain``. Needs no other rank.
+    """Return what was saved as ``plain``. Needs no other rank.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged. Checksums of tensors are left to `load_sharded`.
+        CheckpointError: If the manifest or the file with plain data is damaged. `load_sharded` checks the tensors.
     """
     return stored.read_plain(publish.published(path if isinstance(path, Files) else locate(path)), PLAIN)
 
 
-def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a checkpoint of ``module`` holds beside the trained parameters.
+def beside_trained(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Find what a checkpoint of ``module`` holds beside the trained parameters.
 
     Returns:
-        The tensors of its state dict that are frozen, in no optimizer, or buffers; and for every further name of a
-        tensor its first, which for a parameter is the one in ``named_parameters``.
+        The tensors of the module's state dict that are frozen, in no optimizer, or buffers. Also, for every further
+        name of a tensor, its first name, which for a parameter is the one in ``named_parameters``.
     """
     first = {id(parameter): name for name, parameter in module.named_parameters()}
-    trained = {id(parameter) for buffers in state.buffers for parameter in buffers.parameters}
+    trained = {id(parameter) for parameter in state.trained}
     extra_tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -267,7 +267,7 @@ def beside_trained(module: nn.Module, state: ShardedState) -> tuple[dict[str, Te
 
 
 def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:
-    """As ``torch.save`` writes it, once it is clear that it can be read again."""
+    """Check that ``content`` can be read again, and return it as ``torch.save`` writes it."""
     content = dict(content)
     if not _is_plain(content):
         raise CheckpointError(
@@ -280,7 +280,7 @@ def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:
 
 
 def _is_plain(content: Any) -> bool:
-    """Whether ``torch.load`` would read it with ``weights_only=True``."""
+    """Return whether ``torch.load`` would read it with ``weights_only=True``."""
     buffer = io.BytesIO()
     try:
         torch.save(content, buffer)
@@ -292,7 +292,7 @@ def _is_plain(content: Any) -> bool:
 
 
 def _not_plain(content: Any, where: str) -> str:
-    """Names the innermost thing that is not plain."""
+    """Name the innermost value that is not plain."""
     inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
         if not _is_plain(value):

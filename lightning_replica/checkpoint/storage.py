@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints, as far as it matters where it lies: on a file system, or in a store."""
+"""What a run does differently with its directory of checkpoints on a file system and in a store."""
 
 import re
 from pathlib import Path
@@ -18,59 +18,64 @@ _PROBE = f"{TRACKER}.tmp"
 
 
 class Storage(Protocol):
-    """What `directory.CheckpointDirectory` needs. Names are those of entries of the directory itself."""
+    """What `directory.CheckpointDirectory` needs of a place. All names are entries directly in the directory."""
 
     def names(self) -> list[str]:
-        """What is a checkpoint, or was to be one, in the order of the alphabet.
+        """Return the names of all checkpoints, damaged ones included, in alphabetical order.
 
         Raises:
-            CheckpointError: If nobody can say.
+            CheckpointError: If a store cannot be listed.
         """
 
     def child(self, name: str) -> Readable:
-        """What there is to read of the checkpoint ``name``.
+        """Return the place to read the checkpoint ``name`` from.
 
         Raises:
-            CheckpointError: If there is none, or it lies elsewhere.
+            CheckpointError: If ``name`` leads elsewhere, or a store has no such checkpoint.
         """
 
     def prepare(self) -> list[str]:
-        """Makes sure that it can be written to, and removes what our crashes have left.
+        """Make sure that the directory can be written to, and remove what earlier crashed runs left unfinished.
 
         Returns:
-            The checkpoints of which a crash has left two.
+            The names of the checkpoints whose replacement a crash interrupted, for `settle`.
 
         Raises:
             OSError: If it cannot be written to; also CheckpointError.
         """
 
     def settle(self, name: str, whole: bool) -> None:
-        """Leaves one of two, if what readers find of them now is ``whole``."""
+        """Finish the interrupted replacement of a checkpoint.
+
+        Args:
+            name: A name that `prepare` returned.
+            whole: Whether the version that readers find now is whole. If not, no version is removed.
+        """
 
     def read(self, name: str) -> bytes | None:
-        """What a file beside the checkpoints holds; None if there is none."""
+        """Return the content of a file beside the checkpoints; None if there is no such file."""
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces such a file, as a whole."""
+        """Replace such a file atomically."""
 
     def remove(self, name: str) -> None:
-        """Removes such a file, if there is one.
+        """Remove such a file, if there is one.
 
         Raises:
             OSError: If that fails; also CheckpointError.
         """
 
     def discard(self, name: str) -> None:
-        """Removes a checkpoint."""
+        """Remove a checkpoint."""
 
 
 def storage_of(path: Location) -> Storage:
-    """For the directory ``path``."""
+    """Return the storage for the directory ``path``."""
     return _InStore(path) if isinstance(path, Url) else _OnDisk(path)
 
 
 class _OnDisk:
-    """See `publish`."""
+    """A directory on a file system. See `publish`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,7 +112,7 @@ class _OnDisk:
         former = publish.aside(path)
         if not path.exists():
             publish.restore(former, path)
-        elif whole:  # otherwise the former may be the only one
+        elif whole:  # otherwise the former one may be the only whole one
             publish.discard(former)
 
     def read(self, name: str) -> bytes | None:
@@ -125,7 +130,7 @@ class _OnDisk:
 
 
 class _InStore:
-    """See [Note: attempts] in `attempts`."""
+    """A directory in a store. See [Note: attempts] in `attempts`."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
@@ -171,7 +176,7 @@ class _InStore:
                 attempt.remove()
 
     def _names(self) -> list[str]:
-        """What may have attempts; what else lies there may be large."""
+        """Return the names that may have attempts. Other folders may be large, so they are not listed in depth."""
         names = sorted(name for name, size in store.listed(self._url).items() if size is None)
         return [name for name in names if STEP.fullmatch(name) or may_have(store.listed(self._url / name))]
 
@@ -183,7 +188,7 @@ def _plain(directory: Location, name: str) -> str:
 
 
 def _refuse_foreign(entry: Path) -> None:
-    """Refuses what has a name that we would replace or remove, and is not ours."""
+    """Raise if ``entry`` has a name that a run replaces or removes, but a run did not write it."""
     if entry.name in (TRACKER, FAILURES, _PROBE):
         ours = entry.is_file()
     elif STEP.fullmatch(entry.name.removesuffix(".old")):
@@ -196,7 +201,7 @@ def _refuse_foreign(entry: Path) -> None:
 
 
 def _is_ours(temporary: Path) -> bool:
-    """Whether it is a directory that holds nothing but what a save writes."""
+    """Return whether ``temporary`` is a directory that holds only files that a save writes."""
     if temporary.is_symlink() or not temporary.is_dir():
         return False
     return all(WRITTEN.fullmatch(entry.name) and not entry.is_dir() for entry in temporary.iterdir())

@@ -1,7 +1,7 @@
 """Objects in a store that fsspec reaches: S3, Google Cloud Storage, Azure and others.
 
-An object appears under its name whole or not at all, and stays as it is. There is no rename, and there are no
-directories: names have slashes. What other processes have written is seen at once; nothing is remembered here.
+An object appears under its name whole or not at all, and does not change. There is no rename, and there are no
+directories; names contain slashes. This module caches nothing, so it sees at once what other processes have written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from typing import IO, Any
 from lightning_replica.checkpoint.location import Url
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
-_BLOCK_BYTES = 8 << 20  # of what is read at a time
-_BLOCKS = 8  # that are kept: whoever reads a tensor looks at the end of it first
+_BLOCK_BYTES = 8 << 20  # read at a time
+_BLOCKS = 8  # kept in memory, because a reader of a tensor looks at its end first
 
 
 def look_for_package(url: Url) -> None:
-    """Makes sure that something is installed that reaches ``url``; connects to nothing.
+    """Check that a package is installed that can access ``url``. This does not connect to the store.
 
     Raises:
-        ConfigurationError: If not.
+        ConfigurationError: If no such package is installed.
     """
-    from fsspec import get_filesystem_class  # the few who need it shall pay for it
+    from fsspec import get_filesystem_class  # imported here, so that only code that needs it pays for the import
 
     try:
         get_filesystem_class(url.protocol)
@@ -35,10 +35,10 @@ def look_for_package(url: Url) -> None:
 
 
 def listed(url: Url) -> dict[str, int | None]:
-    """What lies directly under ``url``: objects with their sizes in bytes; None for names that more lies under.
+    """Return the names directly under ``url``: objects with their sizes in bytes, and folders with None.
 
     Raises:
-        CheckpointError: If the store does not say.
+        CheckpointError: If the store cannot be listed.
     """
     place, entries = _entries(url, "ls", [])
     found: dict[str, int | None] = {}
@@ -50,10 +50,10 @@ def listed(url: Url) -> dict[str, int | None]:
 
 
 def objects(url: Url) -> dict[str, int]:
-    """All objects under ``url``, however deep: bytes by what is left of the name.
+    """Return the sizes in bytes of all objects under ``url``, at any depth, by the rest of their names.
 
     Raises:
-        CheckpointError: If the store does not say.
+        CheckpointError: If the store cannot be listed.
     """
     place, entries = _entries(url, "find", {})
     begins = place.rstrip("/") + "/"
@@ -61,7 +61,7 @@ def objects(url: Url) -> dict[str, int]:
 
 
 def is_object(url: Url) -> bool:
-    """Whether there is an object of that name, which we may read."""
+    """Return whether there is an object of that name that this process may read."""
     with _naming(url, "looked for"):
         system, place = _connect(url)
         system.invalidate_cache()
@@ -69,7 +69,7 @@ def is_object(url: Url) -> bool:
 
 
 def read(url: Url) -> bytes | None:
-    """What is in an object; None if there is none.
+    """Return the content of an object; None if there is no such object.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -85,7 +85,7 @@ def read(url: Url) -> bytes | None:
 
 @contextmanager
 def opened(url: Url) -> Iterator[IO[bytes]]:
-    """An object, to read pieces of it."""
+    """Open an object to read parts of it."""
     with _naming(url, "read"):
         system, place = _connect(url)
         options = {"cache_type": "blockcache", "cache_options": {"maxblocks": _BLOCKS}}
@@ -94,7 +94,7 @@ def opened(url: Url) -> Iterator[IO[bytes]]:
 
 
 def write(url: Url, content: bytes) -> None:
-    """Makes an object, or replaces it.
+    """Write an object; an existing one is replaced.
 
     Raises:
         CheckpointError: If that fails.
@@ -105,7 +105,7 @@ def write(url: Url, content: bytes) -> None:
 
 
 def upload(file: Path, url: Url) -> None:
-    """Makes an object of a file.
+    """Upload a file as an object.
 
     Raises:
         CheckpointError: If that fails.
@@ -116,7 +116,7 @@ def upload(file: Path, url: Url) -> None:
 
 
 def remove(urls: Sequence[Url]) -> None:
-    """Removes objects, in any order.
+    """Remove objects, in any order.
 
     Raises:
         CheckpointError: If that fails.
@@ -128,7 +128,7 @@ def remove(urls: Sequence[Url]) -> None:
 
 
 def _entries(url: Url, method: str, nothing: Any) -> tuple[str, Any]:
-    """What fsspec calls ``url``, and what its ``method`` lists there now; ``nothing`` if there is no such place."""
+    """Return fsspec's path of ``url``, and what ``method`` lists there now: ``nothing`` if there is no such place."""
     with _naming(url, "listed"):
         system, place = _connect(url)
         system.invalidate_cache()
@@ -139,7 +139,7 @@ def _entries(url: Url, method: str, nothing: Any) -> tuple[str, Any]:
 
 
 def _connect(url: Url) -> tuple[Any, str]:
-    """The file system of fsspec's for ``url``, and what it calls that place; fsspec remembers it."""
+    """Return fsspec's file system for ``url``, which fsspec caches, and its path there."""
     from fsspec.core import url_to_fs
 
     look_for_package(url)
@@ -149,7 +149,7 @@ def _connect(url: Url) -> tuple[Any, str]:
 
 @contextmanager
 def _naming(url: Url, done: str) -> Iterator[None]:
-    """Every store has errors of its own."""
+    """Turn the errors of a store, of any type, into a `CheckpointError` that names the URL."""
     try:
         yield
     except (CheckpointError, ConfigurationError):

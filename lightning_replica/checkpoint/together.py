@@ -1,4 +1,4 @@
-"""Ranks that do something together, and fail together."""
+"""Ranks that work together: if one of them fails, all raise."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_replica import plain
 from lightning_replica.checkpoint.contents import StateInfo, TensorInfo
 from lightning_replica.checkpoint.manifest import FileInfo
+from lightning_replica.core import plain
+from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.errors import CheckpointError
-from lightning_replica.sharding.collectives import all_gather_bytes
 
 T = TypeVar("T")
 _SENT = (FileInfo, StateInfo, TensorInfo)
@@ -21,11 +21,11 @@ class Together:
     """The ranks that save or load one checkpoint.
 
     Args:
-        group: Their process group; None is the default one, or this process alone where there is none.
+        group: Their process group. None means the default group, or this process alone if there is none.
 
     Attributes:
-        rank: This process's rank in the group. Rank 0 writes what is written once.
-        size: Ranks of the group.
+        rank: This process's rank in the group. Rank 0 writes everything that is written only once.
+        size: Number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -35,10 +35,10 @@ class Together:
         self.size = 1 if alone else dist.get_world_size(group)
 
     def all(self, work: Callable[[], T]) -> list[T]:
-        """Calls ``work`` on every rank and gives every rank all results. Collective; also a barrier.
+        """Call ``work`` on every rank, and return all ranks' results on every rank. Collective, so also a barrier.
 
         Raises:
-            CheckpointError: On every rank, if ``work`` raised on any.
+            CheckpointError: On every rank, if ``work`` raised on any rank.
         """
         raised: Exception | None = None
         mine: tuple[T | None, str | None]
@@ -58,29 +58,29 @@ class Together:
         return [result for result, _ in everyone]  # type: ignore[misc]
 
     def _exchange(self, payload: bytes) -> list[bytes]:
-        """What each rank has given."""
+        """Return the payloads of all ranks, by rank. Collective."""
         group: Any = self.group or dist.group.WORLD
         return all_gather_bytes(payload, group, lambda: None)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Like `all`, for a result that is nobody else's business."""
+        """Call ``work`` on every rank like `all`, but return only this rank's result. Collective."""
         mine: list[T] = []
         self.all(lambda: mine.append(work()))
         return mine[0]
 
 
 class TogetherBeside(Together):
-    """The same over a store, for a thread beside the one that uses the process groups.
+    """Ranks that work together over a store, in another thread than the one that uses the process groups.
 
     Args:
-        store: A connection of its own: a store client serves one thread at a time.
-        topic: Begins the keys; used once.
+        store: A connection for this thread only: a store client serves one thread at a time.
+        topic: The prefix of the keys. No two objects may use the same.
         rank: This process's rank.
-        size: Ranks.
-        check: Called while it waits; raises if the others will not come any more.
+        size: Number of ranks.
+        check: Called repeatedly while this rank waits. Raises if the other ranks will not come any more.
 
     Attributes:
-        waits: Whether it waits for other ranks.
+        waits: Whether this rank waits for other ranks.
     """
 
     def __init__(self, store: dist.Store, topic: str, rank: int, size: int, check: Callable[[], None]) -> None:
@@ -99,6 +99,6 @@ class TogetherBeside(Together):
             time.sleep(_POLL_S)
         self.waits = False
         if self._given:
-            self._store.delete_key(self._given[-1])  # everyone is in this round, and has read the one before
+            self._store.delete_key(self._given[-1])  # all ranks are in this round, so they have read the previous one
         self._given.append(keys[self.rank])
         return [self._store.get(key) for key in keys]

@@ -1,4 +1,4 @@
-"""What one rank writes, and the description of it."""
+"""What one rank writes, and the description of what all ranks write."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,21 +19,24 @@ from lightning_replica.checkpoint.contents import (
     weight_key,
 )
 from lightning_replica.errors import CheckpointError
-from lightning_replica.sharding.optimizer import Piece, ShardedOptimizer, is_like
-from lightning_replica.sharding.state import ShardedState
+from lightning_replica.sharding.engine import Engine, HeldPiece
 
 
-def group_names(state: ShardedState, names: Sequence[str]) -> list[list[list[str]]]:
-    """The names of the parameters in each param group of each optimizer."""
+def group_names(state: Engine, names: Sequence[str]) -> list[list[list[str]]]:
+    """Return the names of the parameters in each param group of each optimizer."""
     return [
         [[names[sharded.position(p)] for p in group["params"]] for group in sharded.optimizer.param_groups]
         for sharded in state.optimizers
     ]
 
 
-def weights_of(state: ShardedState, names: Sequence[str], extra_tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
-    """Describes all weights: those that are trained, then the others."""
-    trained = {order: p for each in state.buffers for order, p in zip(each.order, each.parameters, strict=True)}
+def weights_of(state: Engine, names: Sequence[str], extra_tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    """Describe all weights: first the trained parameters, then the extra tensors.
+
+    Raises:
+        CheckpointError: If a tensor is both trained and extra, or a parameter is neither.
+    """
+    trained = {order: whole for sharded in state.optimizers for order, whole in sharded.wholes().items()}
     weights = {names[order]: TensorInfo.of(trained[order]) for order in sorted(trained)}
     for name, tensor in extra_tensors.items():
         if name in weights:
@@ -49,46 +52,45 @@ def weights_of(state: ShardedState, names: Sequence[str], extra_tensors: Mapping
 
 @dataclass
 class Writes:
-    """One rank's part.
+    """One rank's part of a checkpoint.
 
     Attributes:
-        chunks: The tensors that it writes.
-        state: For every optimizer, the state of those parameters whose first element it writes.
+        chunks: The tensors that the rank writes.
+        state: For every optimizer, the state of the parameters whose first element the rank writes.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     state: list[dict[str, StateInfo]] = field(default_factory=list)
 
-    def add_pieces(self, state: ShardedState, names: Sequence[str], ranks: Collection[int]) -> None:
-        """Adds everything in the pieces of ``ranks``: values, main parameters, optimizer state."""
+    def add_pieces(self, state: Engine, names: Sequence[str], ranks: Collection[int]) -> None:
+        """Add everything in the pieces of ``ranks``: values, main parameters, optimizer state."""
         for number, sharded in enumerate(state.optimizers):
             self.state.append({})
             for piece in sharded.pieces:
-                if piece.where.rank in ranks:
-                    self._add_values(piece, names)
-                    self._add_state(number, sharded, piece, names)
+                if piece.rank in ranks:
+                    self._add_values(piece, names[piece.order])
+                    self._add_state(number, piece, names[piece.order])
 
     def add_extras(self, extra_tensors: Mapping[str, Tensor], rank: int, ranks: int) -> None:
-        """Adds this rank's share of what all ranks have."""
+        """Add every ``ranks``-th of the extra tensors, from ``rank`` on: all ranks have the same extra tensors."""
         for tensor_name in list(extra_tensors)[rank::ranks]:
             tensor = extra_tensors[tensor_name].detach()
             self._add(weight_key(tensor_name), tensor.numel(), 0, tensor.reshape(-1))
 
-    def _add_values(self, piece: Piece, names: Sequence[str]) -> None:
-        buffers, where = piece.buffers, piece.where
-        name, numel = names[buffers.order[where.parameter]], piece.whole.numel()
-        self._add(weight_key(name), numel, where.param.start, buffers.params[where.world.start : where.world.stop])
-        if buffers.main.dtype != buffers.params.dtype:
-            self._add(main_key(name), numel, where.param.start, buffers.main[where.local.start : where.local.stop])
+    def _add_values(self, piece: HeldPiece, name: str) -> None:
+        numel = piece.whole.numel()
+        self._add(weight_key(name), numel, piece.start, piece.value)
+        if piece.main is not None:
+            self._add(main_key(name), numel, piece.start, piece.main)
 
-    def _add_state(self, number: int, sharded: ShardedOptimizer, piece: Piece, names: Sequence[str]) -> None:
-        name, start = names[piece.buffers.order[piece.where.parameter]], piece.where.param.start
-        if piece.parameter not in sharded.optimizer.state:
+    def _add_state(self, number: int, piece: HeldPiece, name: str) -> None:
+        state, start = piece.state, piece.start
+        if state is None:
             return
         info = StateInfo()
-        for key, value in sharded.optimizer.state[piece.parameter].items():
+        for key, value in state.items():
             stored = state_key(number, name, key)
-            if is_like(key, value, piece.parameter):
+            if piece.is_like(key):
                 self._add(stored, piece.whole.numel(), start, _in_order(value, piece.parameter))
                 info.like[key] = dtype_name(value.dtype)
             elif start == 0 and isinstance(value, Tensor) and value.ndim > 0:
@@ -105,19 +107,19 @@ class Writes:
 
 
 def describe(
-    state: ShardedState,
+    state: Engine,
     weights: dict[str, TensorInfo],
     aliases: Mapping[str, str],
     names: Sequence[str],
     described: Sequence[Sequence[dict[str, StateInfo]]],
 ) -> Contents:
-    """Puts together what the ranks have described.
+    """Merge the descriptions of all ranks into the contents of the checkpoint.
 
     Args:
         state: The sharded state.
-        weights: As `weights_of` gives them.
-        aliases: Further names.
-        names: Of all parameters, in registration order.
+        weights: What `weights_of` returned.
+        aliases: For every further name of a parameter or buffer, its first.
+        names: Name of every parameter, in registration order.
         described: The `Writes.state` of each rank.
     """
     optimizers = []
@@ -128,16 +130,18 @@ def describe(
         ]
         optimizers.append(OptimizerInfo(type(sharded.optimizer).__name__, hyperparameters, merged))
     main = {
-        names[order]: dtype_name(buffers.main.dtype)
-        for buffers in state.buffers
-        for order in buffers.order
-        if buffers.main.dtype != buffers.params.dtype
+        names[order]: dtype_name(dtype)
+        for sharded in state.optimizers
+        for order, dtype in sharded.main_dtypes().items()
     }
     return Contents(weights, dict(aliases), main, optimizers)
 
 
 def _in_order(value: Tensor, parameter: Tensor) -> Tensor:
-    """(numel,) the elements of ``value`` in the order in which those of ``parameter``, of its shape, lie in memory."""
+    """Return the elements of ``value`` as (numel,), in the order in which ``parameter``'s elements lie in memory.
+
+    Both have the same shape.
+    """
     value = value.detach()
     if value.stride() != parameter.stride():
         value = torch.empty_like(parameter, dtype=value.dtype).copy_(value).detach()

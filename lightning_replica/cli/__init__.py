@@ -1,1 +1,1 @@
-"""The command line: ``lightning-replica doctor``, ``plan``, ``export``, ``chaos`` and ``timeline``."""
+"""The command line, ``lightning-replica``: one file for each command. May import everything."""

@@ -1,4 +1,4 @@
-"""What `lightning-replica doctor` looks at where torch_npu is installed."""
+"""The checks of `lightning-replica doctor` that need an installed torch_npu."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from lightning_replica.errors import ConfigurationError
 
 
 def ascend() -> Iterator[Check]:
-    """torch_npu, what it stands on, and what it is told; nothing where it is not installed."""
+    """Check torch_npu, what it is built on, and its settings; yield nothing if it is not installed."""
     if not npu_package.is_installed():
         return
     yield from _settings()

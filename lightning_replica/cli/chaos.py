@@ -1,4 +1,4 @@
-"""``lightning-replica chaos``: a script of the user's, untouched and with faults, compared bit by bit."""
+"""``lightning-replica chaos``: runs a user's script untouched and with faults, and compares the runs bit by bit."""
 
 import argparse
 import shutil
@@ -6,15 +6,15 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_replica import checks
-from lightning_replica.callbacks.faults import KINDS, Dice, InjectedFault, parse_all
-from lightning_replica.callbacks.places import PLACES
-from lightning_replica.cli.experiments import Laboratory, Result, Struck
-from lightning_replica.cli.output import table, write
-from lightning_replica.cli.outside import ROLES, SIGNALS, Hit, Strike, draw
-from lightning_replica.cli.processes import need_psutil
+from lightning_replica.chaos.experiments import Laboratory, Result, Struck
+from lightning_replica.chaos.faults import KINDS, Dice, InjectedFault, parse_all
+from lightning_replica.chaos.outside import ROLES, SIGNALS, Hit, Strike, draw
+from lightning_replica.chaos.places import PLACES
+from lightning_replica.chaos.processes import need_psutil
+from lightning_replica.core import checks
+from lightning_replica.core.output import table, write
+from lightning_replica.core.points import PHASES
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.points import PHASES
 
 _USUAL_SIGNALS, _USUAL_TARGETS = "kill,stop,segv", "rank,worker,standby"
 _USUAL_KINDS = "kill,exception,exit,memory,hang,corrupt"
@@ -48,7 +48,7 @@ Exit code: 0 if every run ends with the bits of the untouched one, 1 if one diff
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "chaos",
         help="does a training of yours survive faults, to the last bit?",
@@ -76,10 +76,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs everything; returns the exit code.
+    """Run the script untouched and with faults, and return the exit code.
 
     Raises:
-        ConfigurationError: If options make no sense, or the script cannot be tried at all.
+        ConfigurationError: If options are invalid, or the script cannot be tested.
     """
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -215,7 +215,7 @@ def _blame(found: list[str]) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """Everything in one line."""
+    """Return a summary of all results in one line."""
     struck = sum(len(result.struck) for result in results)
     missed = sum(len(result.missed) for result in results)
     runs = f"{_count(struck, 'fault')} in {_count(len(results), 'run')}"

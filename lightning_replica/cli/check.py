@@ -1,4 +1,4 @@
-"""One thing that `lightning-replica doctor` has looked at."""
+"""The result of one check of `lightning-replica doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,13 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What.
-        status: ``failed`` where training cannot work, ``note`` where it may matter.
+        name: What was checked.
+        status: ``failed`` if training cannot work, ``note`` if the finding may matter, else ``ok``.
         found: What was found.
-        advice: What to do; empty where nothing is to be done.
+        advice: What the user can do; empty if nothing need be done.
     """
 
     name: str

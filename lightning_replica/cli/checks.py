@@ -1,4 +1,4 @@
-"""What `lightning-replica doctor` looks at: one function a question, each answered by a `Check`."""
+"""The checks of `lightning-replica doctor`: one function per question, which yields the answers as `Check`."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import lightning_replica
 from lightning_replica.cli.ascend import ascend
 from lightning_replica.cli.check import Check
-from lightning_replica.cli.output import size
+from lightning_replica.core.output import size
 from lightning_replica.devices import probe
 from lightning_replica.devices.host import HOST
 
@@ -28,7 +28,7 @@ _SMOKE_TIMEOUT_S = 180
 
 
 def versions() -> Iterator[Check]:
-    """Python, the system, and whether the packages are those that the installed package asks for."""
+    """Check Python, the system, and whether the packages have the versions that this package requires."""
     yield Check("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Check("python", "ok", platform.python_version())
     yield Check("lightning_replica", "ok", lightning_replica.__version__)
@@ -47,7 +47,7 @@ def versions() -> Iterator[Check]:
 
 
 def _requirements() -> list[Requirement]:
-    """What the package asks for; nothing is known of one that runs from its source without being installed."""
+    """Return the requirements of this package; none if it runs from source and is not installed."""
     try:
         return [Requirement(text) for text in importlib.metadata.requires("lightning-replica") or []]
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def _requirements() -> list[Requirement]:
 
 
 def devices() -> Iterator[Check]:
-    """Cores and accelerators."""
+    """List the cores and the accelerators."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check(HOST.type, "ok", f"{cores} cores")
     for kind, found in probe.accelerators().items():
@@ -63,7 +63,7 @@ def devices() -> Iterator[Check]:
 
 
 def backends() -> Iterator[Check]:
-    """What collectives can run on; that of the host is needed, whatever the device is."""
+    """Check the backends of collectives. The host's backend is needed, whatever the device is."""
     advice = "Install a torch that is built with it, as those of PyPI are."
     for name, available in probe.backends().items():
         if available:
@@ -75,7 +75,7 @@ def backends() -> Iterator[Check]:
 
 
 def memory() -> Iterator[Check]:
-    """Main memory, and the shared memory that data loaders' workers need."""
+    """Check the main memory, and the shared memory that workers of data loaders need."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = (page * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
     yield Check("memory", "ok", f"{size(free)} unused of {size(total)}")
@@ -91,7 +91,7 @@ def memory() -> Iterator[Check]:
 
 
 def network() -> Iterator[Check]:
-    """Whether processes of this machine reach each other."""
+    """Check whether processes on this machine can connect to each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5) as one:
             other, _ = server.accept()
@@ -116,7 +116,7 @@ def network() -> Iterator[Check]:
 
 
 def smoke() -> Iterator[Check]:
-    """Trains on two ranks, untouched and with a rank that is killed, and compares every bit of the weights."""
+    """Train on two ranks, untouched and with a rank that is killed, and compare every bit of the weights."""
     name, ask = "2-rank training", "Please report this, with the output of `lightning-replica doctor --json`."
     with tempfile.TemporaryDirectory() as folder:
         runs = [_Run(Path(folder, "untouched")), _Run(Path(folder, "hurt"), "--kill", "1")]
@@ -136,7 +136,7 @@ def smoke() -> Iterator[Check]:
 
 
 class _Run:
-    """`smoke.py` as a process of its own; both run at once, as most of their time is the import of torch."""
+    """A process that runs `smoke.py`. Both run at the same time, as most of their time is the import of torch."""
 
     def __init__(self, result: Path, *options: str) -> None:
         self._result, self._log = result, result.with_suffix(".log")
@@ -160,7 +160,7 @@ class _Run:
         return "\n".join(self._log.read_text().splitlines()[-15:])
 
     def end(self) -> None:
-        """Its ranks end with it."""
+        """Kill the process; its ranks end with it."""
         self._process.kill()
         self._process.wait()
 

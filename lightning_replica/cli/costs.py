@@ -1,4 +1,4 @@
-"""What a job costs per rank: memory and traffic, for DDP, ZeRO-1 and `replica_zero`. Pure.
+"""Costs of a job per rank: memory and traffic, for DDP, ZeRO-1 and `replica_zero`. Pure functions.
 
 Psi elements, N ranks, R replicas, S = N / R shards; p bytes per parameter element, g per gradient element.
 Activations, buffers of the model, autocast's 16-bit copies and what a backend needs for itself are not counted.
@@ -12,7 +12,7 @@ from lightning_replica.errors import ConfigurationError
 
 Precision = Literal["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
-# Lightning's other names for these; it takes the numbers too.
+# Lightning's other names for these precisions; Lightning takes the numbers as int, too.
 ALIASES: dict[str, Precision] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 _PARAMETER_BYTES = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2, "bf16-mixed": 4, "16-mixed": 4}
@@ -20,14 +20,15 @@ _PARAMETER_BYTES = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2, "b
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and on what.
+    """A training job: the model, its precision, and the ranks.
 
     Attributes:
         ranks: N, 1 or more.
         replicas: R; divides ``ranks``.
         parameters: Psi, the number of trained elements.
-        precision: As the Trainer knows it.
-        optimizer_bytes: Optimizer state per element. None: two values of the main parameters' dtype, as Adam has.
+        precision: The precision of the Trainer.
+        optimizer_bytes: Bytes of optimizer state per element. None means two values of the main parameters' dtype, as
+            for Adam.
 
     Raises:
         ConfigurationError: If a value makes no sense.
@@ -59,7 +60,7 @@ class Job:
 
     @property
     def shards(self) -> int:
-        """S = N / R."""
+        """The number of shards, S = N / R."""
         return self.ranks // self.replicas
 
     @property
@@ -69,12 +70,12 @@ class Job:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per gradient element, g: torch gives gradients their parameter's dtype."""
+        """Bytes per gradient element, g. In torch a gradient has the dtype of its parameter."""
         return self.parameter_bytes
 
     @property
     def main_bytes(self) -> int:
-        """Bytes per element of what the optimizer updates: parameters of 16 bits are updated in 32."""
+        """Bytes per element of what the optimizer updates. Parameters of 16 bits are updated in 32 bits."""
         return max(4, self.parameter_bytes)
 
     @property
@@ -88,12 +89,12 @@ class Memory:
     """Bytes that one rank holds.
 
     Attributes:
-        parameters: What forward reads.
-        gradients: What backward writes.
-        main: The values that the optimizer updates, apart from what forward reads: those of the shard.
-        main_gradients: Their gradient, where it is not of the gradients' own dtype.
+        parameters: The parameters that forward reads.
+        gradients: The gradients that backward writes.
+        main: The shard's values that the optimizer updates, if they are kept apart from what forward reads.
+        main_gradients: The gradients of ``main``, if their dtype is not that of ``gradients``.
         optimizer: Optimizer state.
-        receive: Room for gradients under way.
+        receive: Buffers for gradients that are being reduced.
     """
 
     parameters: float
@@ -105,17 +106,17 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.parameters + self.gradients + self.main + self.main_gradients + self.optimizer + self.receive
 
 
 def receive_bytes(job: Job) -> float:
-    """Room for the pieces that arrive during the reduction: four buckets of 16 MiB, the default."""
+    """Return the bytes for pieces that arrive during the reduction: four buckets of 16 MiB, the default."""
     return min(job.parameters * job.gradient_bytes, 4 * 16 * 2.0**20)
 
 
 def memory(job: Job) -> Memory:
-    """Bytes that a rank holds under `replica_zero`; with R = 1 that is ZeRO-1."""
+    """Return the bytes that a rank holds under `replica_zero`; with R = 1 that is ZeRO-1."""
     whole, owned = job.parameters, job.parameters / job.shards
     return Memory(
         parameters=whole * job.parameter_bytes,
@@ -128,9 +129,9 @@ def memory(job: Job) -> Memory:
 
 
 def ddp_memory(job: Job) -> Memory:
-    """Bytes that a rank holds under DDP: everything is whole, buckets are copies of the gradients.
+    """Return the bytes that a rank holds under DDP: everything is whole, and buckets are copies of the gradients.
 
-    DDP updates the parameters themselves: those of 16 bits, and so the optimizer state, in 16 bits.
+    DDP updates the parameters themselves. So parameters of 16 bits have optimizer state of 16 bits.
     """
     whole = job.parameters * job.parameter_bytes
     optimizer = job.parameters * job.state_bytes * job.parameter_bytes / job.main_bytes
@@ -138,23 +139,23 @@ def ddp_memory(job: Job) -> Memory:
 
 
 def sent_bytes(ranks: int, replicas: int, parameter_bytes: int, gradient_bytes: int) -> float:
-    """Bytes that a rank sends in a step per element: [g(N + R - 2) + p(N - R)] / N.
+    """Return the bytes that a rank sends per step and element: [g(N + R - 2) + p(N - R)] / N.
 
-    R = 1 is ZeRO-1; R = N is DDP, which reduces and gathers nothing.
+    R = 1 is ZeRO-1. R = N is DDP, which only reduces and gathers nothing.
     """
     return (gradient_bytes * (ranks + replicas - 2) + parameter_bytes * (ranks - replicas)) / ranks
 
 
 def traffic(job: Job) -> float:
-    """Bytes that a rank sends in a step."""
+    """Return the bytes that a rank sends in a step."""
     return job.parameters * sent_bytes(job.ranks, job.replicas, job.parameter_bytes, job.gradient_bytes)
 
 
 def zero1(job: Job) -> Job:
-    """The job without redundancy."""
+    """Return the job with one replica, that is without redundancy."""
     return replace(job, replicas=1)
 
 
 def ddp_traffic(job: Job) -> float:
-    """Bytes that a rank sends in a step under DDP: 2 (N - 1) / N of the gradients."""
+    """Return the bytes that a rank sends in a step under DDP: 2 (N - 1) / N of the gradients."""
     return traffic(replace(job, replicas=job.ranks))

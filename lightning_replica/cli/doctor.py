@@ -1,4 +1,4 @@
-"""``lightning-replica doctor``: whether it works on this machine."""
+"""``lightning-replica doctor``: checks whether this package works on this machine."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_replica.cli import checks
 from lightning_replica.cli.check import Check
-from lightning_replica.cli.output import write
+from lightning_replica.core.output import write
 
 _EPILOG = """\
 The training takes about half a minute: two ranks on the CPU, once untouched and once with a rank that is killed and
@@ -19,7 +19,7 @@ _MARKS = {"ok": "ok", "note": "-", "failed": "FAILED"}
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "doctor",
         help="does it work on this machine?",
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks at everything, and writes what was found as it is found; returns the exit code."""
+    """Run all checks, write each result as soon as it is known, and return the exit code."""
     found = []
     for look in checks.ALL:
         for check in look():
@@ -48,6 +48,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def line(check: Check) -> str:
-    """A check for people."""
+    """Return the result of a check, as text for people."""
     advice = f"\n{'':26}{check.advice}" if check.advice else ""
     return f"{_MARKS[check.status]:<7}{check.name:<19}{check.found}{advice}"

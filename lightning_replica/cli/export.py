@@ -1,14 +1,14 @@
-"""``lightning-replica export``: a sharded checkpoint as one file that plain Lightning loads."""
+"""``lightning-replica export``: writes a sharded checkpoint as one file that plain Lightning loads."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.cli.output import warn, write
+from lightning_replica.core.output import warn, write
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "export",
         help="a sharded checkpoint as one .ckpt file",
@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the file."""
+    """Write the file and return the exit code."""
     from lightning_replica.checkpoint.directory import find
     from lightning_replica.checkpoint.export import export  # DCP takes a quarter of a second to import
 

@@ -1,4 +1,4 @@
-"""``lightning-replica inspect``: what a checkpoint holds, who wrote it, and whether it is whole."""
+"""``lightning-replica inspect``: shows what a checkpoint holds, which ranks wrote it, and whether it is whole."""
 
 import argparse
 import json
@@ -6,9 +6,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_replica.cli.output import size, table, write
+from lightning_replica.core.output import size, table, write
 
-if TYPE_CHECKING:  # the others of the command line do without torch
+if TYPE_CHECKING:  # at run time these are imported only when the command runs
     from lightning_replica.checkpoint.directory import Entry
     from lightning_replica.checkpoint.location import Location
 
@@ -22,7 +22,7 @@ Exit code: 0 if all that was looked at is whole, 1 if something is damaged or th
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "inspect",
         help="what is in a checkpoint, and is it whole?",
@@ -38,10 +38,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks, and writes what was found; returns the exit code.
+    """Inspect the checkpoint, write what was found, and return the exit code.
 
     Raises:
-        CheckpointError: If there is no checkpoint.
+        CheckpointError: If there is no checkpoint, or no whole one in a directory of checkpoints.
     """
     from lightning_replica.checkpoint.location import locate
     from lightning_replica.cli import one_file
@@ -86,7 +86,7 @@ def _conclusion(problems: list[str], otherwise: str) -> str:
 
 
 def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
-    """What is known of a checkpoint, as plain data."""
+    """Return the facts about a checkpoint, as plain data."""
     facts: dict[str, Any] = {"path": str(entry.path), "form": "sharded", "whole": entry.problem is None}
     manifest = entry.manifest
     if manifest is not None:
@@ -107,7 +107,7 @@ def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
 
 
 def _inside(entry: "Entry", tensors: bool) -> dict[str, Any]:
-    """What the contents of a whole checkpoint say."""
+    """Return the facts in the contents of a whole checkpoint."""
     from lightning_replica.checkpoint.contents import read_contents
     from lightning_replica.checkpoint.publish import published
 
@@ -127,7 +127,7 @@ def _inside(entry: "Entry", tensors: bool) -> dict[str, Any]:
 
 
 def _overview(facts: list[dict[str, Any]], tracked: str | None) -> str:
-    """All checkpoints of a directory, in a table."""
+    """Return a table of all checkpoints of a directory."""
     rows = []
     for each in facts:
         name = Path(each["path"]).name
@@ -143,7 +143,7 @@ def _of(facts: dict[str, Any], key: str) -> str:
 
 
 def _render(facts: dict[str, Any]) -> str:
-    """One checkpoint, for people."""
+    """Return a description of one checkpoint, as text for people."""
     lines = {"checkpoint": facts["path"]}
     if "step" in facts:
         hosts = sorted(set(facts["writers"].values()))

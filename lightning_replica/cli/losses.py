@@ -1,7 +1,7 @@
-"""How many simultaneous losses a job survives: exact combinatorics. Pure.
+"""Exact combinatorics of how many simultaneous losses a job survives. Pure functions.
 
-A shard is lost when everything that holds it is lost, be it ranks or whole nodes. So each shard has a set of holders,
-and a set of losses is fatal if it contains one of them.
+A shard is lost when all its holders are lost, be they ranks or whole nodes. So each shard has a set of holders, and a
+set of losses is fatal if it contains one of these sets.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from lightning_replica.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds the shards.
+    """The holders of all shards.
 
     Attributes:
         total: Number of ranks, or of nodes.
-        groups: For every shard its holders, numbered from 0; equal sets are kept once.
+        groups: For every shard the set of its holders, numbered from 0. Equal sets are kept once.
     """
 
     total: int
@@ -26,20 +26,21 @@ class Holders:
 
     @property
     def tolerance(self) -> int:
-        """Losses that are survived, whichever they are."""
+        """The number of losses that the job always survives."""
         return min(map(len, self.groups)) - 1
 
     @property
     def even(self) -> bool:
-        """Whether the groups are of one size and share no member."""
+        """Whether all groups have the same size and no two share a member."""
         sizes = {len(group) for group in self.groups}
         return len(sizes) == 1 and len(frozenset().union(*self.groups)) == sizes.pop() * len(self.groups)
 
     def fatal(self, losses: int) -> int:
-        """The number of sets of ``losses`` members that lose a shard.
+        """Return how many sets of ``losses`` lost members contain all holders of some shard.
 
         Raises:
-            ValueError: If more than the smallest group is lost and the groups are not even: that is not counted.
+            ValueError: If ``losses`` is larger than the smallest group and the groups are not even. Such sets are not
+                counted.
         """
         if losses <= self.tolerance:
             return 0
@@ -47,7 +48,7 @@ class Holders:
             return sum(len(group) == losses for group in self.groups)
         if not self.even:
             raise ValueError(f"{losses=}: groups that overlap are counted for {self.tolerance + 1} losses only.")
-        # Inclusion and exclusion over the groups that are lost completely.
+        # Inclusion-exclusion over the groups that are lost completely.
         held_by = self.tolerance + 1
         return sum(
             (-1) ** (lost + 1)
@@ -58,26 +59,26 @@ class Holders:
         )
 
     def probability(self, losses: int) -> Fraction:
-        """The chance that ``losses`` members, any as likely as the others, lose a shard."""
+        """Return the probability that ``losses`` members, all equally likely, lose a shard."""
         return Fraction(self.fatal(losses), comb(self.total, losses))
 
     def countable(self, rows: int) -> range:
-        """The first ``rows`` numbers of losses that can be fatal and that `fatal` counts."""
+        """Return the first ``rows`` numbers of losses that can be fatal and that `fatal` can count."""
         first = self.tolerance + 1
         return range(first, min(first + (rows if self.even else 1), self.total + 1))
 
 
 def by_rank(ranks: int, replicas: int) -> Holders:
-    """Ranks as the grid places them: the holders of shard s are the ranks s, s + S, s + 2S ..."""
+    """Return the ranks that hold each shard in the grid: the holders of shard s are the ranks s, s + S, s + 2S ..."""
     shards = ranks // replicas
     return Holders(ranks, frozenset(frozenset(range(shard, ranks, shards)) for shard in range(shards)))
 
 
 def by_node(ranks: int, replicas: int, ranks_per_node: int) -> Holders:
-    """Whole nodes, their ranks numbered one node after the other.
+    """Return the nodes that hold each shard, if ranks are numbered one node after the other.
 
     Raises:
-        ConfigurationError: If the nodes do not come out even.
+        ConfigurationError: If ``ranks_per_node`` does not divide ``ranks``.
     """
     if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ConfigurationError(

@@ -1,11 +1,11 @@
-"""The command line's entry."""
+"""The entry point of the command line."""
 
 import argparse
 from collections.abc import Sequence
 
 import lightning_replica
 from lightning_replica.cli import chaos, doctor, export, inspect, plan, save, timeline
-from lightning_replica.cli.output import warn
+from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
 _DESCRIPTION = (
@@ -14,7 +14,7 @@ _DESCRIPTION = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Build the parser of all commands and their options."""
     top = argparse.ArgumentParser("lightning-replica", description=_DESCRIPTION)
     top.add_argument("--version", action="version", version=f"lightning-replica {lightning_replica.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 1 for a damaged checkpoint or log, 2 for what makes no sense."""
+    """Run a command and return its exit code: 1 after a `CheckpointError`, 2 after a `ConfigurationError`."""
     options = parser().parse_args(arguments)
     try:
         code: int = options.run(options)

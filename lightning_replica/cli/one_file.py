@@ -1,6 +1,6 @@
-"""What can be said of a checkpoint that is one file: an ordinary ``.ckpt``, or whatever ``torch.save`` has written.
+"""Inspection of a checkpoint that is one file: an ordinary ``.ckpt``, or any file that ``torch.save`` wrote.
 
-torch writes a zip archive, whose records each have a CRC-32. torch does not look at these when it loads.
+torch writes a zip archive with a CRC-32 for each record. torch does not check these when it loads.
 """
 
 import zipfile
@@ -16,15 +16,15 @@ from torch import Tensor
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.archive import damage_in
 from lightning_replica.checkpoint.location import Location, Url
-from lightning_replica.checkpoints import OWN_KEY
-from lightning_replica.cli.output import size, table
+from lightning_replica.core.output import size, table
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
+from lightning_replica.trainer.saving.checkpoints import OWN_KEY
 
 
 @dataclass(frozen=True)
 class _Foreign:
-    """Types of which reading objects would run code: neither torch's nor plain data."""
+    """The types in a file that are neither torch's nor plain data: reading objects of these types would run code."""
 
     types: list[str]
 
@@ -35,18 +35,18 @@ def is_one(path: Location) -> bool:
 
 
 def look(path: Location, verify: bool, tensors: bool) -> tuple[dict[str, Any], list[str]]:
-    """Look at a file.
+    """Inspect a file.
 
     Args:
         path: The file, or the URL of an object.
-        verify: Whether to take the checksum of every record.
+        verify: Whether to compare the checksum of every record.
         tensors: Whether to list all tensors.
 
     Returns:
-        What is known of it, as plain data, and what is wrong with it.
+        The facts about the file, as plain data, and a list of what is wrong with it.
 
     Raises:
-        CheckpointError: If it cannot be opened.
+        CheckpointError: If the file cannot be opened.
     """
     with _opened(path) as stream:
         zipped = zipfile.is_zipfile(stream)
@@ -70,17 +70,17 @@ def _opened(path: Location) -> AbstractContextManager[IO[bytes]]:
 
 
 def _read(stream: IO[bytes], path: Location, zipped: bool) -> tuple[Any, str]:
-    """Read a file without running anything that it brings along.
+    """Read a file without running any code that is in it.
 
     Returns:
-        What is in it, or the types that keep it from being read; and what is wrong.
+        The content, or the types that prevent reading; and what is wrong, or an empty string.
     """
     stream.seek(0)
     try:
         if zipped and isinstance(path, Path):
             return torch.load(path, map_location=HOST, weights_only=True, mmap=True), ""
         return torch.load(stream, map_location=HOST, weights_only=True), ""
-    except Exception as error:  # torch promises no type for files that are damaged
+    except Exception as error:  # torch promises no error type for damaged files
         stream.seek(0)
         foreign = _foreign(stream) if zipped else []
         if foreign:
@@ -94,7 +94,7 @@ def _foreign(stream: IO[bytes]) -> list[str]:
     """Name the types in a file that torch loads only with ``weights_only=False``."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-    except Exception:  # the file is damaged in another way, which `_read` tells
+    except Exception:  # the file is damaged in another way, which `_read` reports
         return []
 
 
@@ -127,7 +127,7 @@ def _inside(read: Mapping[str, Any], tensors: bool) -> dict[str, Any]:
 
 
 def _world_size(read: Mapping[str, Any]) -> int | None:
-    """Return the number of ranks whose exact place is in a checkpoint; None if that is not in it."""
+    """Return the number of ranks whose exact resume point is in a checkpoint; None if it holds none."""
     own = read.get(OWN_KEY)
     place = own.get("resume") if isinstance(own, Mapping) else None
     found = place.get("world_size") if isinstance(place, Mapping) else None
@@ -143,7 +143,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """Describe a file for people."""
+    """Return a description of a file, as text for people."""
     lines = {"checkpoint": facts["path"]}
     if "versions" in facts:
         lines["form"] = f"one file, as Lightning {facts['versions']['lightning']} writes it for every strategy"
@@ -176,7 +176,7 @@ def _resume(facts: dict[str, Any]) -> str:
 
 
 def conclusion(facts: dict[str, Any]) -> str:
-    """Say of a file in which nothing was found wrong how closely it was looked at."""
+    """Return, for a file without problems, how closely it was checked."""
     if facts["verified"]:
         return "whole, to the last byte"
     if not facts["checksums"]:

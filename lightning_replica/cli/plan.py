@@ -1,4 +1,4 @@
-"""``lightning-replica plan``: what a job would cost, and what it would survive."""
+"""``lightning-replica plan``: shows what a job would cost, and which losses it would survive."""
 
 import argparse
 import json
@@ -9,11 +9,11 @@ from decimal import Decimal
 from typing import Any, get_args
 
 from lightning_replica.cli import costs, losses
-from lightning_replica.cli.output import size, table, write
+from lightning_replica.core.output import size, table, write
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?) ?([kmbt]?)", re.IGNORECASE)
-_ROWS = 3  # numbers of simultaneous losses that are listed
+_ROWS = 3  # how many numbers of simultaneous losses are listed
 
 _EPILOG = """\
 example:
@@ -25,7 +25,7 @@ ZeRO-1 stands for the same strategy with one replica. Losses are simultaneous: w
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "plan",
         help="memory and traffic per rank, and which losses are survived",
@@ -65,10 +65,10 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the plan; returns the exit code.
+    """Write the plan and return the exit code.
 
     Raises:
-        ConfigurationError: If the options make no sense.
+        ConfigurationError: If the options are invalid.
     """
     precision = costs.ALIASES.get(options.precision, options.precision)
     job = costs.Job(options.ranks, options.replicas, options.params, precision, options.optimizer_bytes)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(job: costs.Job, ranks_per_node: int | None) -> dict[str, Any]:
-    """Everything that is to be said of a job, as plain data; sizes in bytes."""
+    """Return costs and survived losses of a job, as plain data with sizes in bytes."""
     zero1 = costs.zero1(job)
     contenders = {
         "DDP": (costs.ddp_memory(job), costs.ddp_traffic(job)),
@@ -110,7 +110,7 @@ def _losses(holders: losses.Holders) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The plan for people."""
+    """Return a plan, as text for people."""
     job, held, sent = found["job"], found["memory_bytes"], found["sent_bytes_per_step"]
     names = list(held)
     rows = [

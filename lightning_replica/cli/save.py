@@ -1,14 +1,15 @@
-"""``lightning-replica save``: asks a run for a checkpoint, and it goes on."""
+"""``lightning-replica save``: asks a run for a checkpoint; the run continues."""
 
 import argparse
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_replica import checks, planned_save
-from lightning_replica.cli.output import write
+from lightning_replica.control import planned_save
+from lightning_replica.control.planned_save import SIGNAL
+from lightning_replica.core import checks
+from lightning_replica.core.output import write
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.planned_save import SIGNAL
 
 if TYPE_CHECKING:
     from lightning_replica.checkpoint.directory import Latest
@@ -17,7 +18,7 @@ _LOOK_S = 0.2
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "save",
         help="asks a run for a checkpoint; it goes on",
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sends the signal; 1 if nothing came of it in time."""
+    """Send the signal and return the exit code: 1 if no newer checkpoint came in time, else 0."""
     from lightning_replica.checkpoint.directory import CheckpointDirectory  # DCP takes a quarter of a second to import
 
     checks.seconds(timeout_s=options.timeout_s)
@@ -67,7 +68,7 @@ def _age(latest: "Latest") -> tuple[int, int] | None:
 
 
 def _refuse_who_does_not_listen(pid: int) -> None:
-    """`SIGNAL` ends a process that is not prepared for it."""
+    """Refuse a process that does not listen for `SIGNAL`: the signal would end it."""
     try:
         listens = planned_save.listens(pid)
     except OSError as error:

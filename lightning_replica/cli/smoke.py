@@ -1,6 +1,7 @@
-"""A training of a second on two ranks: ``python -m lightning_replica.cli.smoke RESULT [--kill RANK]``.
+"""A training of about one second on two ranks: ``python -m lightning_replica.cli.smoke RESULT [--kill RANK]``.
 
-A script like a user's own, through the real supervisor. Writes the SHA-256 of the final weights to RESULT.
+The script is like a user's script and runs under the real supervisor. It writes the SHA-256 of the final weights to
+RESULT.
 """
 
 import argparse
@@ -23,37 +24,37 @@ _KILLED_IN_STEP = 3
 
 
 class Net(L.LightningModule):
-    """A few layers, with dropout."""
+    """A model of a few layers, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        """Anything with a gradient."""
+        """Return a loss with a gradient; its value does not matter."""
         loss: Tensor = self.net(batch[0]).square().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as most jobs have it."""
+        """Return an AdamW optimizer, as most jobs use it."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Kill(Callback):
-    """Ends a rank by SIGKILL, once."""
+    """A callback that kills one rank by SIGKILL, once."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        """Between backward and the update, where a gradient is already on its way to the peers."""
+        """Kill the rank between backward and the update, when a gradient is already being sent to the peers."""
         first_life = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
         if (trainer.global_rank, trainer.global_step) == (self.rank, _KILLED_IN_STEP) and first_life:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Trains and writes the result, from rank 0."""
+    """Train, and write the result on rank 0."""
     parser = argparse.ArgumentParser(description="A training of a second on two ranks.")
     parser.add_argument("result", type=Path)
     parser.add_argument("--kill", type=int, metavar="RANK")

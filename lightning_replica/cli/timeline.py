@@ -1,13 +1,13 @@
-"""``lightning-replica timeline``: a log of incidents as a picture, or as a page."""
+"""``lightning-replica timeline``: draws a log of incidents as a picture or as a page."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.cli.incidents import read
-from lightning_replica.cli.output import write
+from lightning_replica.core.output import write
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.report.timeline import read
 
 _FORMS = (".svg", ".png", ".html")
 _EPILOG = """\
@@ -19,7 +19,7 @@ Exit code: 0, or 1 if lines of the log had to be left out.
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "timeline",
         help="draws the incidents of a log",
@@ -33,10 +33,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draws; returns the exit code.
+    """Draw the incidents and return the exit code.
 
     Raises:
-        ConfigurationError: If there is nothing to draw, or nothing to draw with.
+        ConfigurationError: If ``--out`` has another ending or cannot be written, if the log cannot be read or holds no
+            incident, or if matplotlib is missing.
     """
     out: Path = options.out or options.log.with_suffix(".html")
     if out.suffix.lower() not in _FORMS:
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     for text in bad:
         sys.stderr.write(f"lightning-replica: {text}; left out\n")
     try:
-        from lightning_replica.cli import page  # matplotlib takes a second to import, and need not be there
+        from lightning_replica.report import page  # matplotlib takes a second to import, and is optional
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"`timeline` draws with matplotlib, and there is no {error.name}: pip install 'lightning-replica[timeline]'"

@@ -3,11 +3,11 @@
 | group | option | what |
 |---|---|---|
 | strategy | replica_zero | the strategy with all its arguments, checked when the configuration is composed |
-| trainer | default | a Trainer that uses ``strategy``; your own ``trainer/default.yaml`` goes before it |
+| trainer | default | a Trainer that uses ``strategy``; your own ``trainer/default.yaml`` has precedence |
 | trainer | replica_zero | ``trainer/default`` with ``strategy/replica_zero`` |
 
-Importing this package, which Hydra does when it meets the search path, stores the schemas that the groups are checked
-against.
+Importing this package stores the schemas that the groups are checked against. Hydra imports it when it reads the
+search path. May import everything but the command line.
 """
 
 from lightning_replica.conf.schema import StrategyConf, register

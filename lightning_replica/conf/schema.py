@@ -1,4 +1,4 @@
-"""The structured configuration of the strategy, made from the constructor's own signature."""
+"""The structured configuration of the strategy, built from the signature of its constructor."""
 
 import dataclasses
 import inspect
@@ -8,17 +8,17 @@ from typing import Any, Literal, Union
 
 from hydra.core.config_store import ConfigStore
 
-from lightning_replica.strategy import ReplicaZeroStrategy
+from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
-GROUP = "lightning_replica/schema"  # not `strategy`: a schema is nothing to choose
+GROUP = "lightning_replica/schema"  # not `strategy`: users do not choose a schema
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def portable(hint: Any) -> Any:
-    """The nearest type that OmegaConf can check.
+    """Return the nearest type that OmegaConf can check.
 
-    ``Literal`` becomes the type of its words, so that a wrong word is left to the constructor. What is not made of
-    plain values, such as a plugin given by ``_target_``, becomes ``Any``.
+    ``Literal`` becomes the type of its words; the constructor refuses a wrong word. A type that is not made of plain
+    values, such as a plugin given by ``_target_``, becomes ``Any``.
     """
     if hint in _PLAIN:
         return hint
@@ -31,7 +31,7 @@ def portable(hint: Any) -> Any:
 
 
 def arguments(cls: type) -> dict[str, tuple[Any, Any]]:
-    """Every argument of a constructor: name -> (type, default)."""
+    """Return every argument of a constructor: name -> (type, default)."""
     hints = typing.get_type_hints(cls.__init__)  # type: ignore[misc]  # looked at, not called
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     return {p.name: (hints[p.name], p.default) for p in parameters}
@@ -46,5 +46,5 @@ StrategyConf.__doc__ = "`ReplicaZeroStrategy`, as Hydra checks it."
 
 
 def register() -> None:
-    """Stores the schemas in Hydra's ConfigStore."""
+    """Store the schemas in Hydra's ConfigStore."""
     ConfigStore.instance().store(group=GROUP, name="strategy", node=StrategyConf, provider="lightning_replica")

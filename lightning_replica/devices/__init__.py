@@ -1,4 +1,4 @@
-"""What differs from device to device, behind one interface."""
+"""What differs from device to device, behind one interface. May import `_compat`."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ def _npu(index: int) -> Device:
 
 @cache
 def _prepare_npu() -> None:
-    """Once a process; those that it starts find the variables set."""
+    """Set the variables once per process; processes that it starts inherit them."""
     npu_settings.complete(os.environ)
     for harm in npu_settings.harms(os.environ):
         log.warning("%s: %s", harm.given, harm.advice)
@@ -35,15 +35,15 @@ _DEVICES: dict[str, Callable[[int], Device]] = {Cpu.kind: lambda _: Cpu(), Cuda.
 
 
 def device_for(root_device: torch.device, accelerator: Any) -> Device:
-    """The device that a rank trains on.
+    """Return the device that a rank trains on.
 
     Args:
         root_device: Where Lightning puts the rank's tensors.
-        accelerator: Lightning's accelerator. Where it has a method ``recovery_device(root_device)``, that decides:
-            so can an accelerator of a third party bring a device that is not known here.
+        accelerator: Lightning's accelerator. If it has a method ``recovery_device(root_device)``, that method returns
+            the device. In this way, a third party's accelerator can bring a device that this package does not know.
 
     Raises:
-        ConfigurationError: If nobody knows how to recover on it.
+        ConfigurationError: If the package does not know the device, and the accelerator brings none.
     """
     own = getattr(accelerator, "recovery_device", None)
     if own is not None:

@@ -1,4 +1,4 @@
-"""The CPU: its tensors are the host's, and nothing runs that would have to be stopped."""
+"""The CPU as a device: its tensors lie in the host's memory, and it runs nothing that must be stopped."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,32 +19,32 @@ class Cpu:
     fence = nullcontext()
 
     def stop(self) -> None:
-        """Nothing runs but this rank's own threads."""
+        """Do nothing: only this rank's own threads run."""
 
     def clean(self, held: Mapping[str, Tensor]) -> Survived:
-        """Nothing is lost while the process lives."""
+        """Report that everything survived: nothing is lost while the process lives."""
         return Survived("all")
 
     def restart(self) -> None:
-        """Nothing was stopped."""
+        """Do nothing: nothing was stopped."""
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """See `gloo.abort_group`."""
+        """Abort ``groups`` with `gloo.abort_group`."""
         for group in groups:
             gloo.abort_group(group)
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """An abort has closed the connections."""
+        """Return False: an abort closes the connections for good."""
         return False
 
     def classify(self, error: BaseException) -> DeviceFault | None:
-        """A failed collective is all that a CPU has to say."""
+        """Return an "outside" fault for a failed collective; a CPU reports no faults of its own."""
         return DeviceFault("outside", str(error)) if gloo.is_collective_failure(error) else None
 
     def rng_state(self) -> bytes:
-        """The host's generators."""
+        """Return the state of the host's generators."""
         return host.rng_state()
 
     def set_rng_state(self, state: bytes) -> None:
-        """The inverse of `rng_state`."""
+        """Restore what `rng_state` returned."""
         host.set_rng_state(state)

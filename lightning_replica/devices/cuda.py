@@ -1,12 +1,12 @@
-"""NVIDIA GPUs. The host's tensors go over gloo, the device's over NCCL.
+"""NVIDIA GPUs as a device. Gloo carries the host's tensors, NCCL the device's.
 
 [Note: contexts]
 An error of a kernel stays with the process: every later call raises it again, whatever the call is, until the process
-ends. So nothing can be repaired in place. `classify` tells such errors from those after which the device is as before.
+ends. So nothing can be repaired in place. `classify` separates such errors from those that leave the device usable.
 
-What torch says: "CUDA error: " and the text of ``cudaGetErrorString``, from 2.8 on as `torch.AcceleratorError`, which
-has the number too (c10/cuda/CUDAException.cpp); "NCCL error in: ", the text of ``ncclGetErrorString`` and a line that
-begins with its name (torch/csrc/distributed/c10d/NCCLUtils.cpp).
+The messages of torch: "CUDA error: " and the text of ``cudaGetErrorString``, from 2.8 on as `torch.AcceleratorError`,
+which has the number too (c10/cuda/CUDAException.cpp); "NCCL error in: ", the text of ``ncclGetErrorString`` and a line
+that begins with its name (torch/csrc/distributed/c10d/NCCLUtils.cpp).
 """
 
 import logging
@@ -26,14 +26,14 @@ from lightning_replica.devices.interface import DeviceFault, Level, Survived
 
 log = logging.getLogger(__name__)
 
-# By default torch's watchdog ends the process when a peer is gone; and a wait that blocks does so too, in time.
+# By default, torch's watchdog ends the process when a peer is gone. A blocking wait does so too, after its time-out.
 _VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 
-# The first that is found in the message decides. None: a mistake in a call, after which the device is as before.
+# The first pattern that the message contains decides. None: a mistake in a call, which leaves the device usable.
 _TEXTS: tuple[tuple[str, Level | None], ...] = (
-    (r"in DataLoader worker process", None),  # another process's device
+    (r"in DataLoader worker process", None),  # the device of another process
     (r"(?i)cuda.{0,30}out of memory|CUBLAS_STATUS_ALLOC_FAILED", "exhausted"),
-    (r"unhandled cuda error", "lost"),  # this rank's own, met by NCCL first
+    (r"unhandled cuda error", "lost"),  # an error of this rank's own device, which NCCL noticed first
     (r"CUDA error: invalid (argument|configuration argument|device ordinal|device function|resource handle)", None),
     (r"CUDA error: (no kernel image is available|too many resources requested)", None),
     (r"CUDA error: CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED)", None),
@@ -45,8 +45,8 @@ class Cuda:
     """`Device` for ranks that train on an NVIDIA GPU.
 
     Args:
-        index: Which of the GPUs that this process sees.
-        backend: For torch.distributed.
+        index: Index of the GPU among those that this process sees.
+        backend: The backend for torch.distributed.
     """
 
     kind = "cuda"
@@ -61,10 +61,10 @@ class Cuda:
                 log.warning("%s=%s: a rank may end where it could recover. Leave it unset, or %s.", name, given, needed)
 
     def stop(self) -> None:
-        """Aborting NCCL ends its kernels, and no other kernel needs another rank to end."""
+        """Do nothing: aborting NCCL ends its kernels, and all other kernels end without other ranks."""
 
     def clean(self, held: Mapping[str, Tensor]) -> Survived:
-        """Everything, if the context is sound; memory that the step under way held is given back."""
+        """Report that everything survived if the context still works; also free cached memory of the step."""
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
@@ -74,12 +74,12 @@ class Cuda:
         return Survived("all")
 
     def restart(self) -> None:
-        """Has the thread that trains use the device's default stream again."""
+        """Make the training thread use the device's default stream again."""
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(torch.cuda.default_stream(self._device))
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Both halves: whoever waits on the host wakes, and NCCL's kernels end."""
+        """Abort both backends: threads that wait on the host wake up, and NCCL's kernels end."""
         for group in groups:
             gloo.abort_group(group)
         for group in groups:
@@ -88,11 +88,11 @@ class Cuda:
                 own.abort()
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """NCCL's communicators cannot be used after an abort, which is what ends their kernels."""
+        """Return False: only an abort ends NCCL's kernels, and its communicators cannot be used after an abort."""
         return False
 
     def classify(self, error: BaseException) -> DeviceFault | None:
-        """By the message of ``error``, or of the error that it came from."""
+        """Classify ``error`` by its message, or by the message of the error that it was raised from."""
         for each in with_causes(error):
             for pattern, level in _TEXTS:
                 if isinstance(each, RuntimeError) and re.search(pattern, str(each)):
@@ -103,11 +103,11 @@ class Cuda:
         return None
 
     def rng_state(self) -> bytes:
-        """The host's generators and the device's."""
+        """Return the state of the host's generators and the device's."""
         return host.rng_state() + torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def set_rng_state(self, state: bytes) -> None:
-        """The inverse of `rng_state`."""
+        """Restore what `rng_state` returned."""
         host.set_rng_state(state)
         own = host.added_to(state)
         if own:

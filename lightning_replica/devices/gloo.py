@@ -1,4 +1,4 @@
-"""gloo, which carries the host's tensors whatever the device is."""
+"""Gloo, which carries the host's tensors for every kind of device."""
 
 from datetime import timedelta
 
@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 NAME = "gloo"
 
-# Not used by any other point-to-point message on these groups.
+# No other point-to-point message on these groups uses this tag.
 _ABORT_TAG = 0x7E57
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Fails every collective of ``group`` on this rank, from any thread, and tells the peers.
+    """Make every collective of ``group`` fail, on this rank and on the others. Can be called from any thread.
 
-    gloo has no abort, and ``_abort_process_group`` does not wake a rank that is blocked in a collective. But when
-    the wait for a point-to-point message expires, gloo closes every connection of the group ("Application timeout
-    caused pair closure"): so a receive that nobody will answer, given one millisecond, is an abort
+    Gloo has no abort, and ``_abort_process_group`` does not wake a rank that is blocked in a collective. But when
+    the wait for a point-to-point message times out, gloo closes every connection of the group ("Application timeout
+    caused pair closure"). So a receive that no rank answers, with a time-out of one millisecond, works as an abort
     (tests/sharding/test_collectives.py).
     """
     for peer in range(group.size()):
@@ -31,7 +31,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether torch.distributed raised ``error`` because another rank is gone or a group was aborted."""
+    """Return whether torch.distributed raised ``error`` because another rank is gone or a group was aborted."""
     if isinstance(error, dist.DistError):
         return True
     words = (NAME, "Connection closed by peer", "pair closure", "process group has not been initialized")

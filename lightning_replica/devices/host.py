@@ -1,4 +1,4 @@
-"""The host: what every rank has, whatever its device is."""
+"""The host's memory and random generators, which every rank has, whatever its device is."""
 
 import ctypes
 import random
@@ -10,18 +10,18 @@ from torch import Tensor
 
 HOST = torch.device("cpu")
 
-_SIZES = struct.Struct("<qq")  # of torch's and numpy's records
+_SIZES = struct.Struct("<qq")  # sizes of torch's and numpy's records
 _NUMPY = struct.Struct("<qqd")
 _PYTHON = struct.Struct("<q?d625q")
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the host's memory."""
+    """Return whether a tensor lies in the host's memory."""
     return tensor.device.type == HOST.type
 
 
 def rng_state() -> bytes:
-    """State of the generators of torch (CPU), numpy and python, in a few fixed-size records."""
+    """Return the state of the generators of torch (CPU), numpy and python, in a few fixed-size records."""
     torch_state = torch.get_rng_state().numpy().tobytes()
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     numpy_state = _NUMPY.pack(position, has_gauss, gauss) + np.asarray(keys, dtype=np.uint32).tobytes()
@@ -31,7 +31,7 @@ def rng_state() -> bytes:
 
 
 def set_rng_state(state: bytes) -> None:
-    """The inverse of `rng_state`; what a device has added to it is left."""
+    """Restore what `rng_state` returned; ignore what a device has added to it."""
     torch_size, numpy_size = _SIZES.unpack_from(state)
     numpy_start = _SIZES.size + torch_size
     python_start = numpy_start + numpy_size
@@ -44,25 +44,28 @@ def set_rng_state(state: bytes) -> None:
 
 
 def added_to(state: bytes) -> bytes:
-    """What a device has added to `rng_state`."""
+    """Return the part of ``state`` that a device has added to `rng_state`."""
     torch_size, numpy_size = _SIZES.unpack_from(state)
     return state[_SIZES.size + torch_size + numpy_size + _PYTHON.size :]
 
 
 def transfer_buffer(size_bytes: int) -> Tensor:
-    """Memory of the host that a device, if there is one, copies to and from fast."""
+    """Return memory of the host; if there is a device, the memory is pinned, so that copies are fast."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors of one dtype hold the same bits; on CPU 2.5 times as fast as ``torch.equal``."""
+    """Return whether two contiguous tensors of one dtype have the same bits.
+
+    On CPU this is 2.5 times as fast as ``torch.equal``.
+    """
     if not on_host(a):
         return same_bytes(a, b)
     return a.nbytes == b.nbytes and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """`same_bits` by torch, wherever tensors lie. Not ``torch.equal`` alone: 0.0 equals -0.0, and NaN not itself."""
+    """Do what `same_bits` does, on any device. ``torch.equal`` on values would not do: 0.0 == -0.0, and NaN != NaN."""
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 

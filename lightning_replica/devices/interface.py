@@ -1,4 +1,4 @@
-"""What recovery asks of a device: to stop, to say what survived, to go on, and to tell its own errors from others."""
+"""What recovery needs of a device: to stop, to report what survived, to restart, and to recognize its own errors."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,19 +11,19 @@ from torch.distributed import ProcessGroup
 Level: TypeAlias = Literal["outside", "retry", "memory", "exhausted", "lost"]
 """What a device's error leaves behind.
 
-"outside": another rank's fault stopped this one. "retry": all that was there is intact. "memory": `Device.clean` knows
-what was hit. "exhausted": there was too little memory. "lost": this process cannot use its device any more.
+"outside": another rank's fault stopped this one. "retry": all data is intact. "memory": `Device.clean` finds out what
+was hit. "exhausted": there was too little memory. "lost": this process cannot use its device any more.
 """
 
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """What an exception says of the device.
+    """A fault of the device, as read from an exception.
 
     Attributes:
-        level: What it leaves behind.
+        level: What the fault leaves behind.
         text: One line for the user.
-        code: The device's own number for it, if it gave one.
+        code: The device's own number for the fault, if the exception has one.
     """
 
     level: Level
@@ -36,12 +36,12 @@ class Survived:
     """What a stopped device still holds.
 
     Attributes:
-        level: "all": nothing was lost. "redo": what the step under way had made is lost, nothing that it began with.
+        level: "all": nothing was lost. "redo": results of the step under way are lost, but nothing that it began with.
             "rebuild": the tensors of ``hit`` are lost. "nothing": this process cannot use its device any more.
-            "spoiled": nor can anybody be sure of what it has given to others; only a checkpoint is left.
-        hit: Names of tensors that must be written to, all of them, before they are read again.
-        links: For every group that was aborted, whether the device has connections for it that can go on
-            (`Device.resume_groups`); empty where none ever can.
+            "spoiled": moreover, the data that it has sent to other ranks may be wrong; only a checkpoint is left.
+        hit: Names of the lost tensors. Each of them must be written completely before it is read again.
+        links: For every group that was aborted, whether the device has connections for it that can be resumed
+            (`Device.resume_groups`); empty if this kind of device can never resume any.
     """
 
     level: Literal["all", "redo", "rebuild", "nothing", "spoiled"]
@@ -54,20 +54,20 @@ class Survived:
 
 
 def is_apart(device: "Device", tensor: Tensor) -> bool:
-    """Whether ``tensor`` lies in the memory of ``device``, and that is not the host's."""
+    """Return whether ``tensor`` lies in the memory of ``device``, and that memory is not the host's."""
     return not device.is_host and tensor.device.type == device.kind
 
 
 class Device(Protocol):
-    """One rank's device. `cpu.Cpu` and `cuda.Cuda` are some; an accelerator may bring its own (`device_for`).
+    """One rank's device, for example `cpu.Cpu` or `cuda.Cuda`; an accelerator may bring its own (`device_for`).
 
     Attributes:
         kind: ``torch.device.type`` of its tensors.
-        backend: For torch.distributed: what carries tensors of the host and of the device.
-        is_host: Whether its tensors lie in the host's memory: ranks of one machine may map them, collectives on them
-            are waited for on the host, and nothing is under way that would have to be stopped.
-        fence: Held by the thread that trains while it makes what recovery relies on: the shard, and copies for going
-            back. The device is not stopped inside, and what was begun inside is done when it is left.
+        backend: The backend argument for torch.distributed, which carries tensors of the host and of the device.
+        is_host: Whether its tensors lie in the host's memory. If so, ranks of one machine may map them, the host waits
+            for collectives on them, and the device runs nothing that must be stopped.
+        fence: A context that the training thread holds while it writes what recovery relies on: the shard, and the
+            copies to roll back to. The device is not stopped inside. Work begun inside is done when the thread leaves.
     """
 
     @property
@@ -83,35 +83,35 @@ class Device(Protocol):
     def fence(self) -> AbstractContextManager[None]: ...  # noqa: D102
 
     def stop(self) -> None:
-        """Ends whatever the device runs. Called from another thread than the one that trains."""
+        """End everything that the device runs. Called from a thread other than the training thread."""
 
     def clean(self, held: Mapping[str, Tensor]) -> Survived:
-        """Finds out what survived, and makes ``held`` writable again. In the training thread, after `stop`."""
+        """Find out what survived, and make ``held`` writable again. Called in the training thread, after `stop`."""
 
     def restart(self) -> None:
-        """Makes the device usable again, with its default streams; one that was not stopped is left as it is.
+        """Make the device usable again, with its default streams; leave it as it is if it was not stopped.
 
-        In the training thread.
+        Called in the training thread.
         """
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Fails every collective of ``groups`` on this rank, and tells the peers. From any thread."""
+        """Make every collective of ``groups`` fail, on this rank and on the others. Called from any thread."""
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """Has the device's connections of ``groups`` go on; what is left of the groups themselves is not used again.
+        """Resume the device's connections of ``groups``; the groups themselves are not used again.
 
-        In the training thread, after `clean` and before `restart`, on all ranks or on none. What was aborted beside
-        ``groups`` is given up, and so is everything where this is not called.
+        Called in the training thread, after `clean` and before `restart`, on all ranks or on none. The connections of
+        aborted groups that are not in ``groups`` are given up. If this is not called, all connections are given up.
 
         Returns:
-            Whether they can; if not, they are given up.
+            Whether the connections are resumed; if not, they are given up.
         """
 
     def classify(self, error: BaseException) -> DeviceFault | None:
-        """What ``error`` says of the device; None if it is not the device's but, say, the user's own."""
+        """Return the device's fault that ``error`` reports; None if it is no fault of the device but of user code."""
 
     def rng_state(self) -> bytes:
-        """State of all generators that this rank draws from."""
+        """Return the state of all random generators that this rank draws from."""
 
     def set_rng_state(self, state: bytes) -> None:
-        """The inverse of `rng_state`. Of another kind of device's state, takes what both have."""
+        """Restore what `rng_state` returned; from another kind of device's state, restore the part that both have."""

@@ -1,31 +1,32 @@
-"""Ascend NPUs. The host's tensors go over gloo, the device's over HCCL.
+"""Ascend NPUs as a device. Gloo carries the host's tensors, HCCL the device's.
 
-What is said here of torch_npu rests on its sources, and on tests/devices/test_torch_npu_contract.py, which holds
-`npu_contract` against them; nothing was run on an NPU yet.
+All statements about torch_npu rest on its sources, and on tests/devices/test_torch_npu_contract.py, which compares
+`npu_contract` with them. Nothing has run on an NPU yet.
 
 [Note: stopping]
-A kernel of HCCL that waits for a lost rank waits long, and nothing but stopping the device ends it: from another
-thread, because the one that trains may be waiting for that very kernel. What the device had been given and not begun
-is dropped; the thread that trains gets "FORCE STOP" from its next operation.
+A kernel of HCCL that waits for a lost rank waits long, and only stopping the device ends it. Another thread must stop
+it, because the training thread may be waiting for that very kernel. The device drops the work that it has not begun.
+The next operation of the training thread raises "FORCE STOP".
 
 [Note: the fence]
-Stopping can cut an update short, and as all ranks are stopped at once, it could do so for every holder of a shard. So a
-device is not stopped while the fence is held. Whoever enters it waits first, without holding it, until the device has
-done all that came before, which other ranks may be part of; what happens inside needs no other rank; and it is left
-when the device has done that. Copies for going back are made inside for the same reason.
+A stop can interrupt an update. As all ranks are stopped at once, that could happen to every holder of a shard. So a
+device is not stopped while the training thread holds the fence. Before the thread takes the fence, it waits until the
+device has done all earlier work, in which other ranks may take part. The work inside needs no other rank. The thread
+releases the fence when the device has done that work. Copies to roll back to are made inside for the same reason.
 
 [Note: memory]
-`check_uce_in_memory` says what a memory error has hit. Tensors in such memory are marked, and using one raises. But
-whoever writes to a part of one removes the mark of all of it, and collectives neither look at marks nor remove them.
-So the marks say what was hit, once; from then on recovery itself keeps account of what has to come from elsewhere.
-Nothing is marked for an error that was found by its checksum only (ECC): the process gives up its memory. What the
-fence has seen the device do before is not in doubt then; an error that is older may be in what others were given.
+`check_uce_in_memory` reports what a memory error has hit. It marks the tensors in such memory, and using a marked
+tensor raises an error. But writing to a part of a tensor removes the mark of the whole tensor, and collectives neither
+check marks nor remove them. So the marks are read only once; from then on, recovery itself keeps track of the tensors
+that must come from a peer. An error that only a checksum has found (ECC) marks nothing: the process gives up its
+memory. Work that was done before the fence was last entered is not in doubt if the error is younger than that. An older
+error may be in data that other ranks have received.
 
 [Note: connections]
-A group has two halves. Gloo's is closed by an abort, for good. HCCL's kernels have been ended by the stop already; so
-its half is let be until the ranks have agreed, and either goes on, in the groups of the next generation, or is given up
-before the device restarts. Which is connected is compared first (`Survived.links`): HCCL connects at a group's first
-collective, and where only some ranks were through with that, the next collective would wait for ever.
+A group has two halves. An abort closes gloo's half for good. The stop has ended HCCL's kernels already, so HCCL's half
+is left alone until the ranks have agreed. Then it is either resumed, in the groups of the next generation, or given up
+before the device restarts. The ranks first compare which groups are connected (`Survived.links`): HCCL connects at a
+group's first collective. If only some ranks had completed that, the next collective would wait for ever.
 """
 
 import gc
@@ -51,36 +52,36 @@ from lightning_replica.devices.npu_contract import BACKEND, DEVICE_TYPE, ERROR_C
 log = logging.getLogger(__name__)
 
 _LEVELS: dict[int, Level] = {
-    107020: "lost",  # a task takes for ever
-    107022: "outside",  # stopped
+    107020: "lost",  # a task that does not end
+    107022: "outside",  # the device was stopped
     507053: "memory",
     507054: "memory",
-    507055: "lost",  # memory, and nobody has noted which
+    507055: "lost",  # a memory error at an unknown place
     507056: "retry",
     507057: "outside",
     507904: "retry",
 }
 _UCE, _ECC = 507053, 507054
-_STICKY = range(507000, 508000)  # of the runtime; what a call is given wrongly has other numbers
+_STICKY = range(507000, 508000)  # errors of the runtime; wrong arguments of a call have other numbers
 _CODE = re.compile(r"error code is (\d+)")
 _TIME = re.compile(r"time is (\d+)")
 _UNSAFE = "There is unsafe data in the input tensor."
 _OTHER_PROCESS = "in DataLoader worker process"
 
-# An update, or a copy of the shard, takes far less.
+# An update or a copy of the shard takes far less time.
 _PATIENCE_S = 10.0
 
 
 class Fence:
-    """See [Note: the fence].
+    """A lock that keeps the device from being stopped. See [Note: the fence].
 
     Args:
         npu: ``torch_npu.npu``.
-        index: Of the device.
+        index: Index of the device.
 
     Attributes:
         stopped: Whether the device is stopped.
-        entered_us: When it was entered last, on the device's clock; None if it never was.
+        entered_us: When the fence was last entered, in microseconds of the device's clock; None if it never was.
     """
 
     def __init__(self, npu: Any, index: int) -> None:
@@ -111,7 +112,7 @@ class Fence:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Keeps everybody out; whoever is inside has some time to come to an end."""
+        """Keep other threads out of the fence; a thread inside gets some time to finish and leave."""
         alone = self._lock.acquire(timeout=_PATIENCE_S)
         if not alone:
             log.warning("an update has not ended in %g s; the device is stopped all the same", _PATIENCE_S)
@@ -126,8 +127,8 @@ class Npu:
     """`Device` for ranks that train on an Ascend NPU.
 
     Args:
-        index: Which of the NPUs that this process sees.
-        torch_npu: The package; imported if it is not given.
+        index: Index of the NPU among those that this process sees.
+        torch_npu: The package torch_npu; imported if it is not given.
     """
 
     kind = DEVICE_TYPE
@@ -139,33 +140,33 @@ class Npu:
         self._npu = self._torch_npu.npu
         self._index, self._device = index, torch.device(self.kind, index)
         self.fence = Fence(self._npu, index)
-        self._ecc_us: int | None = None  # an error of that kind has come, and when it did; -1 if nobody knows
-        self._hit: dict[str, None] = {}  # names of what was hit since it ran last: it may be asked more than once
-        self._waiting: dict[ProcessGroup, None] = {}  # whose halves of HCCL are neither resumed nor given up yet
+        self._ecc_us: int | None = None  # when the last ECC error occurred; -1 if that is unknown; None: no error
+        self._hit: dict[str, None] = {}  # names of tensors hit since the last restart: `clean` may be called twice
+        self._waiting: dict[ProcessGroup, None] = {}  # groups whose HCCL half is neither resumed nor given up
 
     def stop(self) -> None:
-        """Ends what the device runs; see [Note: stopping]."""
+        """End everything that the device runs; see [Note: stopping]."""
         with self.fence.shut():
             try:
                 self._npu.set_device(self._index)  # this thread may never have used it
                 if self._npu.stop_device(self._index) != 0:
                     log.warning("%s was stopped, but says that this failed", self._device)
             except RuntimeError as error:
-                # Having stopped it, torch_npu walks over its groups, which the other thread may be opening or closing.
+                # After the stop, torch_npu walks over its groups, which the other thread may be opening or closing.
                 log.warning("stopping %s: %s", self._device, first_line(error))
             self.fence.stopped = True
 
     def clean(self, held: Mapping[str, Tensor]) -> Survived:
-        """Asks which memory was hit, and which groups are connected; see [Note: memory] and [Note: connections]."""
+        """Find out which memory was hit and which groups are connected; see [Note: memory], [Note: connections]."""
         survived = self._survived(held)
         if survived.level in ("nothing", "spoiled"):
-            return survived  # and its groups need not answer any more
+            return survived  # it does not matter any more which groups are connected
         return replace(survived, links=tuple(map(self._is_connected, self._waiting)))
 
     def _survived(self, held: Mapping[str, Tensor]) -> Survived:
         try:
             answer = self._npu.check_uce_in_memory(self._index)
-            if answer == 3 and gc.collect():  # what only a traceback still held is temporary now
+            if answer == 3 and gc.collect():  # memory that only a traceback still held counts as temporary now
                 answer = self._npu.check_uce_in_memory(self._index)
         except RuntimeError as error:
             log.warning("%s cannot say what memory it has lost: %s", self._device, first_line(error))
@@ -173,7 +174,7 @@ class Npu:
         if answer == 3:
             return self._without_persistent(held)
         if answer == 1:
-            return Survived("nothing")  # it is not torch's
+            return Survived("nothing")  # the memory is not torch's
         return Survived("redo" if answer == 2 else "all")
 
     def _without_persistent(self, held: Mapping[str, Tensor]) -> Survived:
@@ -186,11 +187,11 @@ class Npu:
                 marks.update_npu_tensor_to_safe(tensor)
                 self._hit[name] = None
         if not self._hit:
-            return Survived("nothing")  # it was something that nobody can give
+            return Survived("nothing")  # what was hit is not among ``held``, so no peer can send it
         return Survived("rebuild", tuple(self._hit))
 
     def restart(self) -> None:
-        """Has its memory repaired, where that was hit, and lets it run again."""
+        """Restart a stopped device; this also repairs memory that was hit."""
         if not self.fence.stopped:
             return
         with self.fence.shut():
@@ -199,12 +200,12 @@ class Npu:
             self.fence.stopped = False
         self._ecc_us, self._hit = None, {}
         self._npu.empty_cache()
-        # Autograd has threads of its own, and each thread its current stream.
+        # Autograd has its own threads, and each thread has its own current stream.
         one = torch.ones(1, device=self._device, requires_grad=True)
         _OnDefaultStream.apply(one, self._npu).backward()  # type: ignore[no-untyped-call]
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Whoever waits on the host wakes; on a device that was stopped nobody waits. See [Note: connections]."""
+        """Abort gloo's half of ``groups``, and HCCL's half unless the device is stopped. See [Note: connections]."""
         for group in groups:
             gloo.abort_group(group)
         with_own = [group for group in groups if self._hccl_of(group) is not None]
@@ -222,16 +223,16 @@ class Npu:
         return None if own is None or own.name() == gloo.NAME else own
 
     def _is_connected(self, group: ProcessGroup) -> bool:
-        # Its parameter is called "rankid", but serves to warn of ranks that use another device than their number's.
+        # The parameter is called "rankid", but only serves to warn if a rank uses a device with another number.
         return bool(self._hccl_of(group).get_hccl_comm_name(self._index, init_comm=False))
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
-        """Those that have connections keep them; the others will make theirs, as if they had never begun to."""
+        """Keep the connections that exist; the other groups connect anew, as if they had never begun to."""
         self._give_up([group for group in self._waiting if group not in groups])
         try:
             for group in [group for group in self._waiting if not self._is_connected(group)]:
                 self._torch_npu.distributed.reinit_process_group(group=group, rebuild_link=True)
-            self._torch_npu.distributed.reinit_process_group(group=None, rebuild_link=False)  # all there are
+            self._torch_npu.distributed.reinit_process_group(group=None, rebuild_link=False)  # None: all groups
         except RuntimeError as error:
             log.warning("%s cannot go on with its connections: %s", self._device, first_line(error))
             return False
@@ -239,7 +240,7 @@ class Npu:
         return True
 
     def classify(self, error: BaseException) -> DeviceFault | None:
-        """By the number in the message of ``error``, or of the error that it came from; else by its text."""
+        """Classify ``error``, or one of its causes, by the number in its message, or else by its text."""
         for each in with_causes(error):
             fault = self._read(each)
             if fault is not None:
@@ -261,19 +262,19 @@ class Npu:
             return DeviceFault("lost", _told(error)) if _UNSAFE in text else None
         level = _LEVELS.get(code, "lost" if code in _STICKY else None)
         if code == _UCE and named != _UCE:
-            level = "lost"  # no address is known, so nobody can say what was hit
+            level = "lost"  # no address is known, so it is unknown what was hit
         if code == _ECC:
             time = _TIME.search(text)
             self._ecc_us = -1 if time is None else int(time[1])
         return None if level is None else DeviceFault(level, _told(error), code)
 
     def rng_state(self) -> bytes:
-        """The host's generators and the device's."""
+        """Return the state of the host's generators and the device's."""
         own: bytes = self._npu.get_rng_state(self._device).numpy().tobytes()
         return host.rng_state() + own
 
     def set_rng_state(self, state: bytes) -> None:
-        """The inverse of `rng_state`."""
+        """Restore what `rng_state` returned."""
         host.set_rng_state(state)
         own = host.added_to(state)
         if own:
@@ -281,22 +282,22 @@ class Npu:
 
 
 def _told(error: BaseException) -> str:
-    """The first line of a message, without the place in torch_npu's code."""
+    """Return the first line of a message, without the place in torch_npu's code."""
     return first_line(error).rpartition("NPU function error: ")[2].strip()
 
 
 class _OnDefaultStream(torch.autograd.Function):
-    """Has the thread of the forward pass, and that of the backward pass, use the default stream."""
+    """Makes the threads of the forward pass and of the backward pass use the default stream."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, npu: Any) -> Tensor:
-        """Here."""
+        """Set the default stream in the calling thread."""
         ctx.npu = npu
         npu.set_stream(npu.default_stream())
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """And there."""
+        """Set the default stream in autograd's thread."""
         ctx.npu.set_stream(ctx.npu.default_stream())
         return gradients[0], None

@@ -1,8 +1,8 @@
-"""What the package assumes of torch_npu: every name it uses, in a form that can be held against torch_npu's sources.
+"""What the package assumes of torch_npu: every name it uses, in a form that can be compared with torch_npu's sources.
 
-torch_npu runs on Ascend machines only, so nothing here imports it. `tests/devices/test_torch_npu_contract.py` reads the
-sources of the torch_npu that belongs to the torch at hand and fails where they say something else; `differences` asks
-one that has been imported.
+torch_npu runs on Ascend machines only, so importing this module does not import it.
+`tests/devices/test_torch_npu_contract.py` reads the sources of the torch_npu that matches the installed torch, and
+fails where they differ from this module. `differences` makes the comparison with an imported torch_npu.
 """
 
 import importlib
@@ -16,14 +16,14 @@ from lightning_replica.devices import npu_settings
 
 @dataclass(frozen=True)
 class Call:
-    """A function of torch_npu's, or a method of one of its classes.
+    """A function of torch_npu, or a method of one of its classes.
 
     Attributes:
-        module: Where it can be imported from.
+        module: The module that has it.
         name: Its name; "Class.method" for a method.
-        positional: Parameters that are passed by position, in that order.
-        keywords: Parameters that are passed by name.
-        returns: What comes back, where somebody looks at it; empty if nobody does.
+        positional: Parameters that the package passes by position, in that order.
+        keywords: Parameters that the package passes by name.
+        returns: What it returns, if the package uses that; otherwise empty.
     """
 
     module: str
@@ -38,11 +38,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of HCCL's backend, as ``group._get_backend(device)`` gives it.
+    """A method of HCCL's backend, which ``group._get_backend(device)`` returns.
 
     Attributes:
         name: Its name in Python.
-        declaration: Its declaration in C++, spaces as a formatter leaves them.
+        declaration: Its declaration in C++, with spaces as a formatter leaves them.
     """
 
     name: str
@@ -58,9 +58,9 @@ class ErrorCode:
 
     Attributes:
         macro: Its name in the runtime's header.
-        code: What follows "error code is" in the exception's message.
-        text: What precedes it. There is none where no address is known (507053), and with
-            ``TORCH_NPU_COMPACT_ERROR_OUTPUT=1`` there is a text only, no code.
+        code: The number that follows "error code is" in the exception's message.
+        text: The text that precedes the number. It is missing if no address is known (507053). With
+            ``TORCH_NPU_COMPACT_ERROR_OUTPUT=1`` the message has a text only, no number.
     """
 
     macro: str
@@ -74,7 +74,7 @@ class ErrorCode:
 _NPU, _RECOVERY, _UTILS = "torch_npu.npu", "torch_npu.npu._recovery", "torch_npu.npu.utils"
 
 CALLS = (
-    # Which devices there are, and what they are doing.
+    # The devices that are there, and their state.
     Call(_NPU, "is_available", returns="bool; without a driver False"),
     Call(_NPU, "device_count", returns="int; ASCEND_RT_VISIBLE_DEVICES counts"),
     Call(_NPU, "set_device", ("device",)),
@@ -86,7 +86,7 @@ CALLS = (
     Call(_NPU, "get_device_name", ("device_name",), returns="str; the parameter is the device's index"),
     Call(_UTILS, "get_cann_version", keywords=("module",), returns="str; empty if it cannot be found out"),
     Call(_UTILS, "is_support_inf_nan", returns="bool; without it fp16 saturates, and no loss scaler sees an overflow"),
-    # What torch asks a device for: `torch.manual_seed` and `torch.autocast`.
+    # Calls that torch makes itself: in `torch.manual_seed` and `torch.autocast`.
     Call(_NPU, "manual_seed_all", ("seed",)),
     Call(_NPU, "_is_in_bad_fork", returns="bool"),
     Call(_NPU, "get_amp_supported_dtype", returns="list of dtypes"),
@@ -127,17 +127,17 @@ ERROR_CODES = (
     ErrorCode("ACL_ERROR_RT_COMM_OP_RETRY_FAIL", 507904, "HCCL OP RETRY FAILED"),
 )
 
-# Other parts of messages that are looked for. The time is the device's, in microseconds; it may be missing.
+# Other parts of messages that the package searches for. The time is the device's, in microseconds; it may be missing.
 TEXTS = ("There is unsafe data in the input tensor.", "time is ")
 
 VARIABLES = npu_settings.NAMES
 
 BACKEND, DEVICE_TYPE = "hccl", "npu"
-BACKEND_CLASS = Call("torch_npu._C._distributed_c10d", "ProcessGroupHCCL")  # which has `METHODS`
+BACKEND_CLASS = Call("torch_npu._C._distributed_c10d", "ProcessGroupHCCL")  # the class that has `METHODS`
 
 
 def differences() -> Iterator[str]:
-    """What the torch_npu that is imported has otherwise, one line each."""
+    """Yield one line for each difference between the imported torch_npu and this module."""
     for call in CALLS:
         try:
             function = attrgetter(call.name)(importlib.import_module(call.module))

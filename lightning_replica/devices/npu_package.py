@@ -1,7 +1,7 @@
-"""torch_npu as it is installed here, and why it cannot be used if it cannot.
+"""The installed torch_npu: its versions, its import, and the reason if it cannot be used.
 
-The package imports it here and nowhere else, and only where somebody asks for an NPU. torch may have done so before: by
-an entry point of torch_npu's, ``import torch`` imports it too, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
+The package imports torch_npu only when a caller asks for an NPU. torch may have imported it before: ``import torch``
+imports it through an entry point of torch_npu, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
 """
 
 import importlib
@@ -21,12 +21,12 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def is_installed() -> bool:
-    """Whether it is there; not whether it can be used."""
+    """Return whether torch_npu is installed, which does not mean that it can be used."""
     return importlib.util.find_spec(NAME) is not None
 
 
 def version() -> str:
-    """Its version, without importing it; empty if it is not known."""
+    """Return the version of torch_npu, without importing it; empty if it is not known."""
     try:
         return importlib.metadata.version(NAME)
     except importlib.metadata.PackageNotFoundError:
@@ -34,9 +34,9 @@ def version() -> str:
 
 
 def mismatch() -> str:
-    """Which torch it is made for, if not for the one that is here; empty if they belong together.
+    """Return a message if torch_npu is made for another version of torch; empty if the two versions match.
 
-    Every torch_npu is made for one torch, all of whose numbers but the last must be the same.
+    Every torch_npu is made for one version of torch: all numbers of the version but the last must be the same.
     """
     wanted = _wanted_torch()
     if wanted is None or wanted.specifier.contains(torch.__version__, prereleases=True):
@@ -45,10 +45,10 @@ def mismatch() -> str:
 
 
 def load() -> Any:
-    """Imports it.
+    """Import torch_npu and return it.
 
     Raises:
-        ConfigurationError: If it is missing, made for another torch, or cannot be imported.
+        ConfigurationError: If it is missing, made for another version of torch, or cannot be imported.
     """
     ours = torch.__version__.split("+")[0]
     if not is_installed():
@@ -63,7 +63,7 @@ def load() -> Any:
         )
     try:
         return importlib.import_module(NAME)
-    except Exception as error:  # of any class: it depends on what of CANN is missing
+    except Exception as error:  # of any class: it depends on which part of CANN is missing
         raise ConfigurationError(
             f"torch_npu {version()} cannot be imported: {type(error).__name__}: {error}. Is CANN installed, and its"
             " `set_env.sh` sourced?"
@@ -71,10 +71,10 @@ def load() -> Any:
 
 
 def load_with_devices() -> Any:
-    """`load`, where there is an NPU.
+    """Import torch_npu like `load`, and check that there is an NPU.
 
     Raises:
-        ConfigurationError: If there is none, besides what `load` raises.
+        ConfigurationError: If there is no NPU, or if `load` raises it.
     """
     torch_npu = load()
     if torch_npu.npu.is_available():
@@ -87,23 +87,23 @@ def load_with_devices() -> Any:
 
 
 def foundation() -> dict[str, str]:
-    """Versions of what it stands on; empty where it cannot say.
+    """Return the versions of CANN and of the Ascend driver; empty where torch_npu does not report one.
 
     Raises:
-        ConfigurationError: As `load`.
+        ConfigurationError: If `load` raises it.
     """
     torch_npu = load()
     versions = {}
     for name, module in (("CANN", "CANN"), ("Ascend driver", "DRIVER")):
         try:
             versions[name] = str(torch_npu.npu.utils.get_cann_version(module=module))
-        except Exception:  # of any class, as in `load`; older ones do not know all modules
+        except Exception:  # of any class, as in `load`; older versions of torch_npu do not know all modules
             versions[name] = ""
     return versions
 
 
 def _wanted_torch() -> Requirement | None:
-    """What its distribution asks for; None if it does not say, as builds of one's own may not."""
+    """Return the torch that torch_npu's distribution requires; None if it requires none, as in some own builds."""
     try:
         texts = importlib.metadata.requires(NAME) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,20 +1,20 @@
-"""Environment variables of torch_npu with which recovery cannot work: the one table of them."""
+"""The one table of environment variables of torch_npu that prevent recovery."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 _NEEDED = "0"
-_OFF = {"", "0", "n", "no", "f", "false"}  # as torch reads a variable that is on or off
+_OFF = {"", "0", "n", "no", "f", "false"}  # the values that torch reads as "off"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Something that torch_npu can be asked to do, and that must be off.
+    """A feature of torch_npu that a variable turns on, and that must be off.
 
     Attributes:
-        names: The variable; older names of it behind. Versions differ in which they know.
-        why: What happens otherwise, as the end of a sentence.
-        by_default: Whether torch_npu does it unless it is told not to.
+        names: The variable's name, followed by its older names. Which of them are known depends on the version.
+        why: What happens if it is on, as the end of a sentence.
+        by_default: Whether it is on by default.
     """
 
     names: tuple[str, ...]
@@ -50,11 +50,11 @@ NAMES = tuple(name for setting in SETTINGS for name in setting.names)
 
 @dataclass(frozen=True)
 class Harm:
-    """A variable that is set to what defeats recovery.
+    """A variable whose value prevents recovery.
 
     Attributes:
         given: "NAME=value".
-        advice: Why that is bad, and what to set.
+        advice: Why the value is bad, and what to set.
     """
 
     given: str
@@ -62,7 +62,7 @@ class Harm:
 
 
 def harms(environ: Mapping[str, str]) -> Iterator[Harm]:
-    """What ``environ`` sets that defeats recovery."""
+    """Yield the variables of ``environ`` whose values prevent recovery."""
     for setting in SETTINGS:
         for name in setting.names:
             value = environ.get(name, "")
@@ -71,7 +71,7 @@ def harms(environ: Mapping[str, str]) -> Iterator[Harm]:
 
 
 def complete(environ: MutableMapping[str, str]) -> None:
-    """Turns off what torch_npu does by default, where the user has said nothing of it."""
+    """Turn off what is on by default in torch_npu, unless the user has set the variable."""
     for setting in SETTINGS:
         if setting.by_default and not any(name in environ for name in setting.names):
             environ.update(dict.fromkeys(setting.names, _NEEDED))

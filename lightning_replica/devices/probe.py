@@ -1,4 +1,4 @@
-"""Which devices and backends a machine has, for people to read."""
+"""Lists the devices and backends of a machine, for people to read."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ NEEDED = gloo.NAME  # carries the host's tensors
 
 
 def accelerators() -> dict[str, str]:
-    """For every kind that is known, what was found; empty if nothing was."""
+    """Return the names of the devices found, for every known kind; an empty name if none was found."""
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"cuda": ", ".join(cuda), "npu": ", ".join(_npus())}
 
@@ -24,5 +24,5 @@ def _npus() -> list[str]:
 
 
 def backends() -> dict[str, bool]:
-    """For every backend of torch.distributed that is known, whether it is there."""
+    """Return whether each known backend of torch.distributed is available."""
     return {name: dist.is_backend_available(name) for name in (NEEDED, "nccl", "hccl")}

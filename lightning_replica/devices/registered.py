@@ -1,4 +1,4 @@
-"""Errors whose meaning a user has told."""
+"""Errors that the user has registered as faults."""
 
 import re
 from typing import get_args
@@ -11,20 +11,20 @@ _registered: list[tuple[re.Pattern[str], Level]] = []
 
 
 def register_fault(pattern: str, level: Level) -> None:
-    """Says what an exception is about whose message holds ``pattern``: not the user's code, but the machine.
+    """Register exceptions whose message matches ``pattern`` as faults of the machine, not of the user's code.
 
-    Before it, what the package knows of errors itself counts for nothing. Call it in the script, on every rank::
+    A registered pattern takes precedence over the package's own rules. Call this in the script, on every rank::
 
         register_fault("storage .* is not reachable", "retry")
 
     Args:
-        pattern: A regular expression, looked for in the message and in those of the exceptions that it came from.
-        level: "retry": the step is done again. "exhausted": likewise, once unused memory of the device is given back.
+        pattern: A regular expression, searched in the message and in the messages of the exception's causes.
+        level: "retry": the step is done again. "exhausted": the same, after unused memory of the device is freed.
             "memory": the device is asked what was hit. "lost": the rank ends and is replaced. "outside": another rank
-            has failed, and will say how.
+            has failed, and will report its own fault.
 
     Raises:
-        ConfigurationError: If one of them makes no sense.
+        ConfigurationError: If ``pattern`` is no regular expression, or ``level`` is not known.
     """
     if level not in get_args(Level):
         raise ConfigurationError(f"{level=} is not known. Use one of {', '.join(get_args(Level))}.")
@@ -35,7 +35,7 @@ def register_fault(pattern: str, level: Level) -> None:
 
 
 def fault_of(error: BaseException, device: Device) -> DeviceFault | None:
-    """What ``error`` says of ``device``, by the user's word or by its own; None if it says nothing."""
+    """Return the fault that ``error`` reports, by the user's patterns or else by ``device``; None if it is no fault."""
     for each in with_causes(error) if _registered else ():
         for pattern, level in _registered:
             if pattern.search(str(each)):

@@ -1,1 +1,6 @@
-"""How the ranks come to be: the supervisor, the launcher that becomes it, the way in for a replacement."""
+"""How ranks are started, watched and ended.
+
+Read in this order: policy (what the supervisor decides), node (this machine's processes), supervisor (combines both),
+launcher; standby and waiting; beacons, watch, hangs and stacks (which rank hangs?); environment, external (launchers
+other than our supervisor); ending. May import `checkpoint` and below.
+"""

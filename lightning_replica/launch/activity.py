@@ -1,4 +1,4 @@
-"""Whether a process does anything: what it and its children have used of the machine, as the kernel counts it."""
+"""Whether a process is at work: what it and its descendants have used of the machine, as the kernel counts it."""
 
 import contextlib
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Final
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_AT_WORK: Final = 0.02  # of a processor; threads that only look around now and then take less
+_AT_WORK: Final = 0.02  # share of a processor; threads that only poll now and then use less
 _AT_WORK_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process has used so far.
+    """What a process and its descendants have used so far.
 
     Attributes:
         processor_s: Time on a processor.
-        file_bytes: Read and written, through any cache; what sockets carry is not counted.
+        file_bytes: Bytes read and written, also from and to caches; bytes sent over sockets are not counted.
     """
 
     processor_s: float = 0.0
@@ -26,18 +26,18 @@ class Activity:
 
     @classmethod
     def of(cls, process: int) -> "Activity":
-        """Return what ``process`` and its descendants have used; nothing where the kernel does not say."""
+        """Return what ``process`` and its descendants have used; zero where the kernel does not say."""
         tree = [process, *_descendants(process)]
         return cls(sum(map(_processor_s, tree)), sum(map(_file_bytes, tree)))
 
     def is_work_since(self, before: "Activity", seconds: float) -> bool:
-        """Return whether more was used in ``seconds`` than a process uses that only waits."""
+        """Return whether more was used in ``seconds`` than a process that only waits would use."""
         busy = self.processor_s - before.processor_s > _AT_WORK * seconds
         return busy or self.file_bytes - before.file_bytes > _AT_WORK_BYTES
 
 
 def state_of(process: int) -> str:
-    """Return the state of a process, one letter as in /proc; empty if there is none."""
+    """Return the state of a process as one letter, as in /proc; empty if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return ""

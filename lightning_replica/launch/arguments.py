@@ -1,8 +1,8 @@
-"""The arguments of what a launcher launches: ``Trainer.fit`` and its like."""
+"""The arguments of the function that a launcher launches: ``Trainer.fit`` and its like."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 FillIn: TypeAlias = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], inspect.BoundArguments]
-"""Called with the trainer, the function and its arguments; gives the arguments to call it with."""
+"""Takes the trainer, the function and its arguments. Returns the arguments to call the function with."""

@@ -1,12 +1,12 @@
-"""Progress beacons: how the supervisor sees how far every rank is, without a message.
+"""Progress beacons: how the supervisor sees the progress of every rank, without a message.
 
-A small block of memory, mapped by the supervisor and all ranks, has a slot for each rank. The rank writes there
-whenever it passes one of the points of `lightning_replica.points`: where it is, and until when it should have come to
-the next one. That takes about a microsecond, no system call and no message.
+A small block of memory, mapped by the supervisor and all ranks, has a slot for each rank. The rank writes to its slot
+whenever it passes one of the points of `lightning_replica.core.points`: where it is, and by when it should reach the
+next point. That takes about a microsecond, no system call and no message.
 
-The time-out is learnt by the rank: for each place, five times the longest that it has taken there, between the limits
-that the user sets. What it spent waiting for others does not count, and while it waits it says so every 20 ms: a rank
-that waits is never the one that hangs, unless it stops saying so.
+The rank learns its time-outs: for each place, five times the longest time that it has taken there, between the limits
+that the user sets. Time that it spends waiting for others does not count. While it waits, it writes so every 20 ms: a
+waiting rank is never the one that hangs, unless it stops writing.
 """
 
 import math
@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass, fields
 from typing import Final, get_args
 
-from lightning_replica.points import PHASES, Point, Stretch
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.points import PHASES, Point, Stretch
 
 VARIABLE: Final = "LIGHTNING_REPLICA_BEACONS"
 _CELLS = 16  # of 8 bytes: two cache lines, so that ranks do not disturb each other
-_FIRST = 3  # so often a place has to be passed before its time-out is learnt: compilation, first batches
+_FIRST = 3  # a place must be passed this often before its time-out is learnt: compilation, first batches
 _FACTOR = 5.0
 _START: Final = "start"  # of a process, up to its first batch or its first recovery
 _RECOVERY: Final = (_START, *PHASES)
@@ -35,9 +35,9 @@ class HangLimits:
     """How long a rank may go without progress.
 
     Attributes:
-        min_s: The least that a learnt time-out can be.
-        max_s: The most; also what holds where nothing has been learnt yet.
-        recovery_s: Holds in a recovery, and for a new process until it takes part in one.
+        min_s: The shortest possible learnt time-out.
+        max_s: The longest time-out, which also holds where nothing has been learnt yet.
+        recovery_s: The time-out in a recovery, and for a replacement until it takes part in one.
     """
 
     min_s: float = 60.0
@@ -46,31 +46,31 @@ class HangLimits:
 
     @classmethod
     def of(cls, options: RecoveryOptions) -> "HangLimits":
-        """The user's choice. A replacement that hangs is given up before the others give up waiting for it."""
+        """Return the user's limits. A replacement that hangs is given up before other ranks give up waiting for it."""
         least, most = options.hang_min_s, options.hang_max_s
         return cls(least, most, min(most, max(least, 0.8 * options.rendezvous_timeout_s)))
 
     @property
     def off(self) -> bool:
-        """Whether nothing is ever a hang."""
+        """Whether nothing ever counts as a hang."""
         return math.isinf(self.min_s)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a rank has written last. Times are readings of CLOCK_MONOTONIC, which all processes share, in s.
+    """What a rank has last written. Times are readings of CLOCK_MONOTONIC, which all processes share, in s.
 
     Attributes:
-        count: Beacons so far.
+        count: Number of beacons so far.
         place: Where the rank is, an index into `PLACES`.
-        waiting: Whether it waits for others there.
-        since: When it came there, or began to wait.
-        written: When it last wrote.
-        deadline: By when it should have written again.
-        process: Its process id; 0 until it has one.
-        stacks: Its file descriptor that stacks are written to.
-        thread: Identity of its main thread.
-        step: Updates that are applied; -1 before its first batch.
+        waiting: Whether the rank waits for others there.
+        since: When the rank came there, or began to wait.
+        written: When the rank last wrote.
+        deadline: By when the rank should have written again.
+        process: The rank's process id; 0 until the process has written it.
+        stacks: The process's file descriptor that stacks are written to.
+        thread: Identity of the process's main thread.
+        step: Number of applied updates; -1 before the first batch.
     """
 
     count: int = 0
@@ -89,17 +89,17 @@ _COUNT, _PLACE, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREA
 
 
 class Beacons:
-    """The block of slots, as one process has it mapped.
+    """The block of slots, as one process has mapped it.
 
     Args:
-        file: Its descriptor; the mapping outlives it.
+        file: Descriptor of the block; the mapping outlives it.
     """
 
     def __init__(self, file: int) -> None:
         self._cells = memoryview(mmap.mmap(file, 0)).cast("d")
 
     def slot(self, rank: int) -> Slot:
-        """What ``rank`` has written last."""
+        """Return what ``rank`` has last written."""
         c = self._of(rank)
         return Slot(
             int(c[_COUNT]),
@@ -115,7 +115,7 @@ class Beacons:
         )
 
     def reset(self, rank: int, now: float, deadline: float) -> None:
-        """A new process begins as ``rank``; it should have written by ``deadline``."""
+        """Reset the slot of ``rank`` for a new process, which should have written by ``deadline``."""
         cells, fresh = self._of(rank), Slot(since=now, written=now, deadline=deadline)
         for number, field in enumerate(fields(Slot)):
             cells[number] = float(getattr(fresh, field.name))
@@ -125,9 +125,9 @@ class Beacons:
 
 
 def create(world_size: int) -> tuple[Beacons, str] | None:
-    """The supervisor's block, and the path under which its children find it; None where there is no such memory.
+    """Create the supervisor's block, and return it with its path for children; None where there is no such memory.
 
-    Not a file in a directory: nothing is left behind by a supervisor that is killed, and no write waits for a disk.
+    The block is not a file in a directory, so a killed supervisor leaves nothing behind, and no write waits for a disk.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -138,7 +138,7 @@ def create(world_size: int) -> tuple[Beacons, str] | None:
 
 
 def sign_in(path: str, rank: int, stacks: int) -> None:
-    """Write where this process's stacks are found, as soon as it runs; its progress comes later (`Beacon`).
+    """Write where this process's stacks are found, as soon as it runs. `Beacon` writes its progress later.
 
     Raises:
         OSError: If the block cannot be mapped.
@@ -160,12 +160,12 @@ def _map(path: str, rank: int) -> "memoryview[float]":
 
 
 class Learnt:
-    """How long a rank may be at one place.
+    """How long a rank may stay at one place.
 
     Args:
-        least_s: The least.
-        most_s: The most.
-        first_s: Holds until the place has been passed three times.
+        least_s: The shortest time-out.
+        most_s: The longest time-out.
+        first_s: The time-out until the place has been passed three times.
     """
 
     def __init__(self, least_s: float, most_s: float, first_s: float) -> None:
@@ -174,7 +174,7 @@ class Learnt:
         self.limit_s = first_s
 
     def saw(self, busy_s: float, passed: bool) -> None:
-        """The rank was busy at the place for ``busy_s``; ``passed`` if it left it then, else it began to wait."""
+        """Record that the rank was busy here for ``busy_s``, and then left (``passed``) or began to wait."""
         self._passed += passed
         longer = busy_s > self._longest_s
         if longer:
@@ -184,14 +184,14 @@ class Learnt:
 
 
 class Beacon:
-    """A rank's own slot: a `points.Watcher` that writes, and learns the time-outs.
+    """A rank's own slot: a `points.Watcher` that writes to it and learns the time-outs.
 
     Args:
-        path: Where the block is found.
+        path: Path of the block.
         rank: This rank.
         limits: The user's limits.
         stacks: The file descriptor that stacks are written to.
-        replaces: Whether others wait for this process to take a lost rank's place.
+        replaces: Whether other ranks wait for this process to take a lost rank's place.
 
     Raises:
         OSError: If the block cannot be mapped.
@@ -210,7 +210,7 @@ class Beacon:
         _sign(self._cells, stacks)
 
     def begins(self, place: Point | Stretch) -> None:
-        """Writes that this rank is at ``place`` now."""
+        """Write that this rank is at ``place`` now."""
         now, number = time.monotonic(), _NUMBERS[place]
         self._here.saw(0.0 if self._waiting else now - self._since, passed=True)
         self._here = self._learnt[number]
@@ -222,7 +222,7 @@ class Beacon:
         self._cells[_STEP] = step
 
     def waits(self) -> None:
-        """Writes that this rank waits for others, and lives."""
+        """Write that this rank waits for others, and is alive."""
         now = time.monotonic()
         if not self._waiting:
             self._here.saw(now - self._since, passed=False)
@@ -234,7 +234,7 @@ class Beacon:
         self._cells[_WAITING] = 1
 
     def goes_on(self) -> None:
-        """Writes that it goes on."""
+        """Write that this rank has stopped waiting."""
         if self._waiting:
             self._go(time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Who starts the ranks: the supervisor, or somebody else."""
+"""Who starts the ranks: our supervisor, or another launcher."""
 
 import sys
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import Any, cast
 from lightning.pytorch.plugins import ClusterEnvironment
 
 from lightning_replica._compat.lightning import _Launcher
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment, Surroundings, ranks_running
 from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import RankLauncher, supervise
 from lightning_replica.launch.refusal import RefusingLauncher, called_by_tests
-from lightning_replica.recovery.options import RecoveryOptions
 
 
 def launcher_for(
@@ -25,19 +25,21 @@ def launcher_for(
     fill_in: FillIn,
     hand_over: Callable[[], dict[str, str]],
 ) -> _Launcher:
-    """The launcher of this process. The one that the user has started does not come back: it is the supervisor.
+    """Return the launcher of this process, or make this process the supervisor.
+
+    The process that the user has started becomes the supervisor. The function does not return there.
 
     Args:
-        cluster: What Lightning has found.
-        num_processes: Ranks on this node.
-        num_nodes: Nodes.
+        cluster: The cluster environment that Lightning has found.
+        num_processes: Number of ranks on this node.
+        num_nodes: Number of nodes.
         options: What the strategy's arguments say about recovery.
-        options_for: What a trainer's user has chosen about recovery.
-        fill_in: Completes the arguments of what is launched.
-        hand_over: Called before this process becomes the supervisor; gives what the ranks shall find in its store.
+        options_for: Returns what the user of a trainer has chosen about recovery.
+        fill_in: Completes the arguments of the launched function.
+        hand_over: Called before this process becomes the supervisor; returns the notes that ranks find in its store.
 
     Raises:
-        ConfigurationError: In a session without a script.
+        ConfigurationError: In an interactive session, which has no script.
         SystemExit: In the supervisor, once all ranks have ended, with their exit code.
     """
     environment = RankEnvironment.current()
@@ -58,10 +60,10 @@ def launcher_for(
 
 
 def check_devices(num_processes: int) -> None:
-    """Make sure that a trainer asks for the ranks that this script runs with, on every rank alike.
+    """Check that a trainer asks for as many ranks as this script runs with. All ranks come to the same result.
 
     Args:
-        num_processes: What it asks for.
+        num_processes: Number of ranks that the trainer asks for.
 
     Raises:
         ConfigurationError: If the supervisor has started another number of ranks, for the script's first trainer.
@@ -78,12 +80,12 @@ def check_devices(num_processes: int) -> None:
 
 
 def is_rank(cluster: ClusterEnvironment | None) -> bool:
-    """Whether this process is a rank; otherwise it is the one that the user started, and will be the supervisor."""
+    """Return whether this process is a rank; if not, the user has started it, and it becomes the supervisor."""
     return RankEnvironment.current() is not None or started_by_another(cluster)
 
 
 def surroundings(cluster: ClusterEnvironment | None, rank: int, num_nodes: int) -> Surroundings:
-    """How a rank reaches the others; another launcher's store is entered once."""
+    """Return how this rank reaches the other ranks. A process enters the store of another launcher only once."""
     global _entered
     environment = RankEnvironment.current()
     if environment is not None or cluster is None:

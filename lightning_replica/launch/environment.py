@@ -1,4 +1,4 @@
-"""What a rank is told by the supervisor that started it.
+"""What the supervisor passes to a rank that it starts.
 
 | variable | meaning |
 |---|---|
@@ -6,8 +6,8 @@
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
 | LIGHTNING_REPLICA_WORLD_SIZE | number of ranks; Lightning removes WORLD_SIZE after a fit |
-| LIGHTNING_REPLICA_SPOOL | directory for what set-up collectives gave ranks and is large (recovery/journal.py) |
-| LIGHTNING_REPLICA_BEACONS | where the memory is found that it writes its progress to (beacons.py) |
+| LIGHTNING_REPLICA_SPOOL | directory for large results that set-up collectives gave ranks (control/journal.py) |
+| LIGHTNING_REPLICA_BEACONS | where the rank finds the memory that it writes its progress to (beacons.py) |
 
 LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them.
 """
@@ -22,8 +22,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.recovery.journal import SPOOL
 
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
@@ -38,33 +38,33 @@ LOOPBACK = "127.0.0.1"
 
 
 class Surroundings(Protocol):
-    """How a rank reaches the others, whoever started it."""
+    """How a rank reaches the other ranks, under any launcher."""
 
     @property
     def generation(self) -> int:
-        """Generation that the process is born into."""
+        """The generation that the process is born into."""
 
     @property
     def spool(self) -> Path | None:
-        """The directory for what set-up collectives gave and is large; None where nobody will read it."""
+        """The directory for large results of set-up collectives; None if no process will read them."""
 
     @property
     def supervised(self) -> bool:
-        """Whether a supervisor replaces ranks that are lost; else whoever started them ends them all together."""
+        """Whether a supervisor replaces lost ranks. If not, the launcher ends all ranks together."""
 
     def connect(self) -> dist.Store:
-        """A new connection to the store."""
+        """Open a new connection to the store."""
 
     def leave(self, world_size: int, failed: bool) -> None:
-        """The last thing that a rank does."""
+        """Leave the run. This is the last thing that a rank does."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a supervised rank knows of its world.
+    """The surroundings of a rank that a supervisor has started.
 
     Attributes:
-        host: Where the store listens.
+        host: Address at which the store listens.
         port: Its port.
         supervisor: Process id of the supervisor.
         generation: Generation that the process is born into.
@@ -80,10 +80,10 @@ class RankEnvironment:
 
     @classmethod
     def current(cls) -> "RankEnvironment | None":
-        """This process's; None where no supervisor started it.
+        """Return the environment of this process; None if no supervisor started it.
 
         Raises:
-            ConfigurationError: If the variables are not those that a supervisor sets.
+            ConfigurationError: If the variables are not as a supervisor sets them.
         """
         if _STORE not in os.environ:
             return None
@@ -99,14 +99,14 @@ class RankEnvironment:
             ) from error
 
     def connect(self) -> dist.Store:
-        """A new connection to the supervisor's store."""
+        """Open a new connection to the supervisor's store."""
         return connect(self.host, self.port)
 
     def leave(self, world_size: int, failed: bool) -> None:
-        """The supervisor waits for its children."""
+        """Do nothing: the supervisor waits for its children."""
 
     def variables(self, rank: int, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the process of ``rank``."""
+        """Return the complete environment for the process of ``rank``."""
         return {
             **loopback_interface(),
             **inherited,
@@ -124,34 +124,34 @@ class RankEnvironment:
 
 
 def ranks_running() -> str:
-    """Return how many ranks the supervisor has started; empty where there is none."""
+    """Return how many ranks the supervisor has started, as text; empty if there is no supervisor."""
     return os.environ.get(_WORLD_SIZE, "")
 
 
 def loopback_interface() -> dict[str, str]:
-    """The variable that keeps gloo's sockets on this machine; what a user has set goes before it."""
+    """Return the variable that keeps gloo's sockets on this machine. A value that the user has set takes precedence."""
     found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
     return {_GLOO_INTERFACE: found[0]} if found else {}
 
 
 def connect(host: str, port: int) -> dist.TCPStore:
-    """A connection to a store."""
+    """Open a connection to a store."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
-    # Nobody waits for a key here but in slices. What a question waits for is a store whose process is stopped (Ctrl-Z),
-    # and that goes on some day; one that is gone closes the connection.
+    # Ranks wait for a key in slices only. A request takes long only if the process of the store is stopped (Ctrl-Z),
+    # and that process resumes some day. A store that is gone closes the connection.
     store.set_timeout(_FOREVER)
     return store
 
 
 def serve(address: str, port: int = 0) -> dist.TCPStore:
-    """A store that listens on ``address`` only, where torch's own listens on every interface.
+    """Serve a store that listens on ``address`` only. A store that torch itself opens listens on every interface.
 
     Args:
         address: IP address of this machine.
         port: 0 finds a free one.
 
     Raises:
-        OSError: If the address cannot be had.
+        OSError: If it cannot listen at the address and the port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listening:

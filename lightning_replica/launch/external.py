@@ -1,8 +1,8 @@
-"""Ranks that torchrun, SLURM or another launcher has started: it ends and restarts them all together.
+"""Ranks that torchrun, SLURM or another launcher has started. That launcher ends and restarts them all together.
 
-Nobody here replaces a single process then; what needs none (retry, repair) works as under our own supervisor. All that
-ranks tell each other stands in a store under a prefix that names job and attempt, so that nothing of another job, or of
-the same job before its restart, is ever read.
+So nobody replaces a single process. What needs no replacement (retry, repair) works as under our own supervisor. All
+messages of ranks are in a store, under a prefix that names the job and the attempt. So a rank never reads a message of
+another job, or of the same job before its restart.
 """
 
 import json
@@ -19,15 +19,16 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import ClusterEnvironment
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed
+from lightning_replica.control import keys
+from lightning_replica.control.generation import Generations, Store
+from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, connect, loopback_interface, serve
-from lightning_replica.messages import say
-from lightning_replica.recovery.generation import Generations, Store
 
 _LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
 _PATIENCE_S = 2.0
-# What tells one attempt from another, by launcher.
+# The variables that distinguish one attempt from another, by launcher.
 _ATTEMPT = (
     ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -35,10 +36,10 @@ _ATTEMPT = (
 
 
 def started_by_another(cluster: ClusterEnvironment | None) -> bool:
-    """Whether another launcher than our supervisor has started this process; Lightning's detection decides.
+    """Return whether a launcher other than our supervisor has started this process, as Lightning detects it.
 
     Raises:
-        ConfigurationError: If it has not said where the ranks meet.
+        ConfigurationError: If the variables that say where the ranks meet are missing.
     """
     if RankEnvironment.current() is not None or cluster is None or not cluster.creates_processes_externally:
         return False
@@ -53,13 +54,13 @@ def started_by_another(cluster: ClusterEnvironment | None) -> bool:
 
 
 class ExternalLauncher(_Launcher):
-    """Leaves processes to whoever has started them.
+    """Starts no processes, as another launcher has started them.
 
     Args:
-        cluster: What Lightning knows of the launcher.
-        num_processes: Ranks on this node.
-        num_nodes: Nodes.
-        fill_in: Completes the arguments of what is launched.
+        cluster: Lightning's description of that launcher.
+        num_processes: Number of ranks on this node.
+        num_nodes: Number of nodes.
+        fill_in: Completes the arguments of the launched function.
     """
 
     def __init__(self, cluster: ClusterEnvironment, num_processes: int, num_nodes: int, fill_in: FillIn) -> None:
@@ -68,11 +69,11 @@ class ExternalLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """The processes are there."""
+        """Whether this works in a notebook: it does, as the processes exist already."""
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Calls ``function``.
+        """Call ``function`` with completed arguments, and return its result.
 
         Raises:
             ConfigurationError: If the launcher started another number of ranks.
@@ -93,18 +94,18 @@ class ExternalLauncher(_Launcher):
         return function(*bound.args, **bound.kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Called by Lightning's signal handlers: a rank has no children to end."""
+        """Do nothing. Lightning's signal handlers call this, and a rank has no children to end."""
 
 
 @dataclass(frozen=True)
 class ExternalEnvironment:
-    """Where ranks meet that another launcher has started.
+    """The surroundings of a rank that another launcher has started.
 
     Attributes:
-        host: Where the store listens.
+        host: Address at which the store listens.
         port: Its port.
-        attempt: Names job and attempt.
-        served: The store itself, where this rank keeps it.
+        attempt: Name of the job and the attempt.
+        served: The store itself, if this rank serves it.
     """
 
     host: str
@@ -117,10 +118,10 @@ class ExternalEnvironment:
 
     @classmethod
     def enter(cls, cluster: ClusterEnvironment, rank: int, num_nodes: int) -> "ExternalEnvironment":
-        """Finds the store, the launcher's if it has one; else rank 0 serves one.
+        """Find the launcher's store; if it has none, serve a store on rank 0.
 
         Raises:
-            ConfigurationError: If there is no address or port to serve at, or this rank is already in this attempt.
+            ConfigurationError: If rank 0 cannot serve at the address, or this rank is already in this attempt.
         """
         attempt = _attempt(os.environ)
         if num_nodes == 1:
@@ -141,24 +142,24 @@ class ExternalEnvironment:
         return environment
 
     def connect(self) -> dist.Store:
-        """A new connection to the store."""
+        """Open a new connection to the store."""
         return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.host, self.port))
 
     def leave(self, world_size: int, failed: bool) -> None:
-        """The last thing that a rank does: where it serves the store, others may still need it for a moment."""
+        """Leave the run, as the last thing that a rank does. A rank that serves the store waits for the others."""
         store = self.connect()
-        store.add("left", 1)
+        store.add(keys.LEFT, 1)
         deadline = time.monotonic() + (_LEAVE_FAILED_S if failed else _LEAVE_S)
-        while self.served is not None and store.add("left", 0) < world_size and time.monotonic() < deadline:
+        while self.served is not None and store.add(keys.LEFT, 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 class Patience:
-    """Called while a recovery waits for ranks, which nobody replaces.
+    """Limits a recovery's wait for ranks that nobody replaces. The recovery calls it while it waits.
 
     Args:
         rank: This rank.
-        told_to_end: Whether this process has got a SIGTERM, with which the launcher ends what is left of a run.
+        told_to_end: Returns whether this process has got SIGTERM, with which the launcher ends the rest of a run.
     """
 
     def __init__(self, rank: int, told_to_end: Callable[[], bool]) -> None:
@@ -166,10 +167,10 @@ class Patience:
         self._said = False
 
     def __call__(self, waited_s: float, missing: Callable[[], list[int]]) -> None:
-        """Says what is lost, once, and ends when the launcher says so.
+        """Tell the user once which ranks are lost, and fail when the launcher ends the run.
 
         Raises:
-            RecoveryError: If this process has been told to end.
+            RecoveryError: If this process has got SIGTERM while ranks are missing.
         """
         if waited_s < _PATIENCE_S:
             return
@@ -187,16 +188,17 @@ class Patience:
 def roll_call(
     generations: Generations, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int
 ) -> list[dict[str, Any]]:
-    """Leaves ``plain``, and returns what everyone has left who has come: nobody here knows who is gone.
+    """Leave ``plain`` in the store, and return what all ranks that have come have left there.
 
-    Whoever first sees that all are here, or that for some seconds no other has come, decides for all.
+    No process here knows which ranks are gone. The first rank to see that all have come, or that for some seconds no
+    other rank has come, decides for all which ranks take part.
 
     Raises:
         RecoveryError: If this rank came too late.
-        Interrupted: If the world moves on meanwhile.
+        Interrupted: If a new generation begins meanwhile.
     """
     store = generations.store
-    store.set(f"{topic}/{rank}", json.dumps(plain))
+    store.set(keys.share(topic, rank), json.dumps(plain))
     last, here = time.monotonic(), 0
 
     def quiet() -> bool:
@@ -205,18 +207,18 @@ def roll_call(
         if len(present) > here:
             last, here = time.monotonic(), len(present)
         waited_s = time.monotonic() - last
-        return here == world_size or waited_s > _PATIENCE_S or store.check([f"{topic}/ranks"])
+        return here == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
 
     generations.wait_for(quiet, generation, math.inf, "the ranks that are left", given_up=True)
     present = json.dumps(_present(store, topic, world_size))
-    decided: list[int] = json.loads(store.compare_set(f"{topic}/ranks", "", present))
+    decided: list[int] = json.loads(store.compare_set(keys.present(topic), "", present))
     if rank not in decided:
         raise RecoveryError(f"Rank {rank} came too late: ranks {decided} are writing the last checkpoint without it.")
-    return [json.loads(store.get(f"{topic}/{each}")) for each in decided]
+    return [json.loads(store.get(keys.share(topic, each))) for each in decided]
 
 
 def _present(store: Store, topic: str, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if store.check([f"{topic}/{rank}"])]
+    return [rank for rank in range(world_size) if store.check([keys.share(topic, rank)])]
 
 
 def _attempt(environment: Mapping[str, str]) -> str:

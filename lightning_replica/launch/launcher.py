@@ -1,4 +1,4 @@
-"""Turns the process that the user started into the supervisor, and the ones that it starts into ranks."""
+"""Turns the process that the user started into the supervisor, and the processes that it starts into ranks."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,30 +7,31 @@ from typing import Any, NoReturn
 from lightning.pytorch.callbacks import RichProgressBar
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
+from lightning_replica.control.told import Told
+from lightning_replica.core.messages import leave_room, say
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.orphans import die_with
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment
-from lightning_replica.launch.orphans import die_with
+from lightning_replica.launch.node import start_script
 from lightning_replica.launch.rank import enter
 from lightning_replica.launch.standby import Standbys
-from lightning_replica.launch.supervisor import Supervisor, start_script
-from lightning_replica.launch.told import Told
-from lightning_replica.messages import leave_room, say
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.launch.supervisor import Supervisor
 
 
 def supervise(world_size: int, options: RecoveryOptions, notes: Mapping[str, str]) -> NoReturn:
-    """Make this process the supervisor of ``world_size`` ranks, each a re-run of the script, and end with them.
+    """Make this process the supervisor of ``world_size`` ranks, each a re-run of the script, and exit when they end.
 
-    Lightning's own launcher makes the first process rank 0 as well, so that nothing survives the death of rank 0.
+    Lightning's own launcher also makes the first process rank 0, so nothing survives the death of rank 0.
 
     Args:
         world_size: Number of ranks.
-        options: What the strategy's arguments say about recovery; ranks tell what callbacks add to that.
-        notes: What ranks find in the store.
+        options: What the strategy's arguments say about recovery; ranks report what callbacks add to that.
+        notes: Entries that the supervisor puts into the store for the ranks.
 
     Raises:
-        SystemExit: Once all ranks have ended, with their exit code.
+        SystemExit: Once all ranks have ended, with the exit code of the run.
         ConfigurationError: If there is no script to run again.
     """
     standbys = Standbys(rerun_command, options.standby)
@@ -39,13 +40,13 @@ def supervise(world_size: int, options: RecoveryOptions, notes: Mapping[str, str
 
 
 class RankLauncher(_Launcher):
-    """What a rank launches runs in its own process: the supervisor has launched that.
+    """Runs what a rank launches in the rank's own process, which the supervisor has started.
 
     Args:
-        environment: What the supervisor has told this rank.
+        environment: What the supervisor has passed to this rank.
         world_size: Number of ranks.
-        options_for: What a trainer's user has chosen about recovery.
-        fill_in: Completes the arguments of what is launched.
+        options_for: Returns what the user of a trainer has chosen about recovery.
+        fill_in: Completes the arguments of the launched function.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class RankLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Notebooks have no script to run again."""
+        """Whether this works in a notebook: it does not, as a notebook has no script to run again."""
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Calls ``function``.
+        """Call ``function`` with completed arguments, and return its result.
 
         Raises:
             ConfigurationError: If callbacks contradict the strategy.
@@ -78,12 +79,12 @@ class RankLauncher(_Launcher):
         _set_num_threads_if_needed(num_processes=self._world_size)
         try:
             return function(*bound.args, **bound.kwargs)
-        except SystemExit as ends:  # which no hook of the interpreter sees
+        except SystemExit as ends:  # no hook of the interpreter sees a SystemExit
             _leave_word(ends)
             raise
 
     def kill(self, signum: Any) -> None:
-        """Called by Lightning's signal handlers inside a rank: a rank has no children to end."""
+        """Do nothing. Lightning's signal handlers call this inside a rank, which has no children to end."""
 
 
 def _leave_word(ends: SystemExit) -> None:
@@ -93,6 +94,6 @@ def _leave_word(ends: SystemExit) -> None:
 
 
 def _local_root(trainer: Any) -> str:
-    """The trainer's ``default_root_dir``; where that is remote, the working directory."""
+    """Return the trainer's ``default_root_dir``; empty, for the working directory, if that is remote."""
     root = "" if trainer is None else str(trainer.default_root_dir)
     return "" if "://" in root else root

@@ -1,4 +1,4 @@
-"""What a rank does before anything else: it makes sure that the supervisor sees it, and that its errors are read."""
+"""What a rank does first: it makes sure that the supervisor sees it, and that its errors are reported."""
 
 import contextlib
 import os
@@ -8,18 +8,18 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, sign_in
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.last_words import LastWords, show
-from lightning_replica.launch.orphans import die_with
 
 
 class SupervisedRank:
     """This process as a rank that a supervisor has started.
 
     Args:
-        environment: What the supervisor has told it.
+        environment: What the supervisor has passed to it.
 
     Attributes:
         rank: Its rank.
@@ -32,23 +32,23 @@ class SupervisedRank:
         self.replaces = environment.generation > 0
         self._shown: BaseException | None = None
         if VARIABLE in os.environ:
-            with contextlib.suppress(OSError):  # `Beacon` says so
+            with contextlib.suppress(OSError):  # `Beacon` reports it
                 sign_in(os.environ[VARIABLE], self.rank, stacks.answer())
         self._print = sys.excepthook
         sys.excepthook = self._hook
 
     def connect(self) -> dist.Store:
-        """A new connection to the supervisor's store."""
+        """Open a new connection to the supervisor's store."""
         return self._environment.connect()
 
     def show(self, error: BaseException) -> None:
-        """Print an error's traceback, unless it is printed already."""
+        """Print an error's traceback, unless it has been printed already."""
         if error is not self._shown:
             self._shown = error
             show(error, self.rank, self._environment.connect())
 
     def ends(self, error: BaseException) -> None:
-        """Leave word of what this process ends with."""
+        """Write to the store which error this process ends with."""
         LastWords.of(self.rank, error).leave(self._environment.connect(), self._environment.generation)
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -57,21 +57,21 @@ class SupervisedRank:
             words.leave(self._environment.connect(), self._environment.generation)
             if words.own and not isinstance(error, KeyboardInterrupt):
                 self.show(error)
-        except (OSError, dist.DistError):  # the supervisor is gone: nobody will say why
+        except (OSError, dist.DistError):  # the supervisor is gone, so nobody else reports the error
             self._print(kind, error, trace)
 
 
-_entered: dict[int, SupervisedRank] = {}  # by process, as a fork has its parent's memory
+_entered: dict[int, SupervisedRank] = {}  # by process, as a fork inherits its parent's memory
 _at_entry: list[Callable[[SupervisedRank], None]] = []
 
 
 def at_entry(call: Callable[[SupervisedRank], None]) -> None:
-    """Have ``call`` called in a process that becomes a rank, as soon as it does."""
+    """Register ``call``, which a process that becomes a rank calls as soon as it does."""
     _at_entry.append(call)
 
 
 def enter() -> SupervisedRank | None:
-    """Make this process the rank that its environment says it is; None if it is none, or a child of one."""
+    """Make this process the rank that its environment names. Return None if it is no rank, or a child of one."""
     environment = RankEnvironment.current()
     if environment is None or os.getppid() != environment.supervisor:
         return None

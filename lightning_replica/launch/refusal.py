@@ -1,4 +1,4 @@
-"""Where ranks cannot be started by running the script again, though there is one."""
+"""Refuses to start ranks where there is a script, but running it again would not start ranks."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _TESTS = ("_pytest", "unittest")
 def called_by_tests() -> str:
     """Return which test runner has called this; empty if none has.
 
-    The stack says so, not the environment: that is handed on to the scripts that a test starts.
+    The stack shows this. The environment cannot, as the scripts that a test starts inherit it.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -25,10 +25,10 @@ def called_by_tests() -> str:
 
 
 class RefusingLauncher(_Launcher):
-    """Launches nothing in a process that runs tests: every rank would run the whole session.
+    """Refuses to launch in a process that runs tests, where every rank would run the whole session.
 
     Args:
-        runner: Who runs the tests.
+        runner: Name of the test runner.
     """
 
     def __init__(self, runner: str) -> None:
@@ -36,11 +36,11 @@ class RefusingLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """There is nothing to launch."""
+        """Whether this works in a notebook: it does not, as it launches nothing."""
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Refuse.
+        """Refuse to launch.
 
         Raises:
             ConfigurationError: Always.
@@ -53,4 +53,4 @@ class RefusingLauncher(_Launcher):
         )
 
     def kill(self, signum: Any) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""

@@ -1,4 +1,4 @@
-"""Ends of ranks that another process would only repeat: the same rank, the same exit code, the same place."""
+"""Ends of ranks that a replacement would only repeat: the same rank, the same exit code, the same place."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from lightning_replica.launch.beacons import Slot
 
 @dataclass(frozen=True)
 class End:
-    """How and where a rank's process has ended.
+    """How and where a rank's process ended.
 
     Attributes:
         code: Its exit code, -n for signal n.
-        place: Where it was, an index into `beacons.PLACES`.
-        step: Updates that were applied; -1 before its first batch.
+        place: Where the rank was, an index into `beacons.PLACES`.
+        step: Number of applied updates; -1 before the first batch.
     """
 
     code: int
@@ -22,22 +22,23 @@ class End:
 
 
 class Repeats:
-    """Remembers how each rank has ended last.
+    """Remembers how each rank last ended.
 
-    A signal comes from outside, and a device that was lost is another one the next time. But who calls `sys.exit` in a
-    training step, or fails on its way to the first batch, has done it by itself.
+    Deaths by a signal do not count, as signals come from outside. Losses of a device do not count, as the next process
+    may get another device. But a process that calls `sys.exit` in a training step, or fails on its way to the first
+    batch, has caused its own end.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, End] = {}
 
     def again(self, rank: int, code: int, slot: Slot | None) -> bool:
-        """Return whether ``rank`` has ended like this before, and nowhere else in between.
+        """Record the end of ``rank``, and return whether its last end before was the same.
 
         Args:
             rank: The rank.
             code: Its exit code, -n for signal n.
-            slot: What its process has written last; None where that is not known.
+            slot: What its process has last written; None if unknown.
         """
         if code < 0 or code == DEVICE_LOST or slot is None:
             self._last.pop(rank, None)

@@ -1,9 +1,9 @@
-"""Ranks before their first batch: who is stopped, who hangs, and who only takes long.
+"""Ranks before their first batch: which are stopped, which hang, and which only take long.
 
-Nothing can be learnt there of how long anything takes: imports, downloads and the preparation of data may take hours,
-on one rank while all others wait for it. So a rank that is past its time-out is looked at for a while longer. If it,
-or another that may be what it waits for, uses the machine, that is told, with its stack, and nobody is harmed. If not,
-it hangs.
+Before its first batch, a rank cannot learn how long anything takes: imports, downloads and the preparation of data may
+take hours on one rank, while all others wait for it. So a rank that is past its time-out is observed for a while
+longer. If that rank, or another rank that it may wait for, uses the machine, the supervisor tells the user so, with the
+stack, and ends no rank. If not, the rank hangs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,11 +15,11 @@ from lightning_replica.launch.beacons import HangLimits
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a look at the ranks has come to.
+    """The result of a look at the ranks.
 
     Attributes:
         hanging: Ranks that hang.
-        at_work: Ranks that take long and do something; each is told of once in `HangLimits.max_s`.
+        at_work: Ranks that take long but are at work. After such a verdict, no rank is judged for `HangLimits.max_s`.
     """
 
     hanging: tuple[int, ...] = ()
@@ -28,20 +28,20 @@ class Verdict:
 
 @dataclass
 class SetUp:
-    """Looks at ranks before their first batch every now and then.
+    """Judges ranks before their first batch, at each look of the supervisor.
 
     Args:
-        limits: The user's limits.
+        limits: The user's limits for hangs.
     """
 
     limits: HangLimits
-    _stopped: dict[int, float] = field(default_factory=dict)  # since when, by process
+    _stopped: dict[int, float] = field(default_factory=dict)  # when each was first seen stopped, by process
     _probes: dict[int, Activity] = field(default_factory=dict)  # by process
     _probed: float = 0.0
     _told: float = float("-inf")
 
     def stopped(self, processes: Mapping[int, int], now: float) -> tuple[int, ...]:
-        """Return the ranks that a signal has stopped for too long, unless all of them are.
+        """Return the ranks that a signal has stopped for too long, unless all ranks are stopped.
 
         Args:
             processes: Process ids, by rank.
@@ -63,10 +63,10 @@ class SetUp:
         """Judge ranks that have not come to their first batch in time.
 
         Args:
-            suspects: Those whose time is over.
+            suspects: The ranks that are past their time-out.
             busy: Process ids of all ranks that are not known to wait for others, by rank.
             now: The time.
-            measure: Tells what a process has used.
+            measure: Returns what a process has used.
         """
         hanging = tuple(suspects)
         if not hanging or now - self._told < self.limits.max_s:

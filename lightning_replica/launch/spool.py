@@ -1,8 +1,8 @@
-"""The supervisor's directory, for what its ranks leave to each other and is large.
+"""The supervisor's directory for large data that its ranks leave for each other.
 
-It goes when the supervisor ends. A supervisor that is killed leaves it behind, perhaps with gigabytes: the next one
-that starts here removes it. A lock tells which are still in use, as process ids mean nothing to another container that
-shares the place.
+The supervisor removes it when it ends. A supervisor that is killed leaves it behind, perhaps with gigabytes; the next
+supervisor that starts with the same TMPDIR removes it. A lock shows which directories are still in use. Process ids
+cannot show this, as they mean nothing to another container that shares the place.
 """
 
 import fcntl
@@ -13,18 +13,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "lightning_replica_spool-"  # nothing else may begin like this: it would be removed while it is in use
+_PREFIX = "lightning_replica_spool-"  # no other name may begin like this: its directory would be removed while in use
 _YOUNG_S = 60.0  # a directory of this age may be about to be locked
 
 
 class Spool:
-    """A new directory under TMPDIR, in use until it is closed or its process ends.
+    """A new directory under TMPDIR, in use until `close` is called or its process ends.
 
     Attributes:
-        path: Where it is.
+        path: Path of the directory.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If the directory cannot be created.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Spool:
         self._lock = _lock(self.path)
 
     def close(self) -> None:
-        """Remove it, with all that is in it."""
+        """Remove the directory with its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -42,7 +42,7 @@ class Spool:
 
 def _sweep(place: Path) -> None:
     for path in place.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone already
+        with suppress(OSError):  # it belongs to another user, or is gone already
             stat = path.stat()
             if stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _YOUNG_S:
                 _remove(path)
@@ -56,7 +56,7 @@ def _remove(path: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Locks a directory; None if somebody else has, or if this file system has no locks."""
+    """Lock a directory. Return None if another process holds the lock, or if this file system has no locks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""The stacks of ranks, asked for from outside: `faulthandler` writes them, without the GIL and without the rank's help.
+"""The stacks of ranks, requested from outside: `faulthandler` writes them, without the GIL or the rank's help.
 
-The signal is SIGURG. Whoever is not ready for it ignores it, so it harms nobody; batch systems, Lightning and debuggers
-use others (for the same reasons Go's runtime interrupts its threads with it). Each rank writes into an anonymous file
-of its own, which the supervisor reads through /proc.
+The signal is SIGURG. A process that has no handler for it ignores it, so it does no harm; batch systems, Lightning and
+debuggers use other signals. (Go's runtime interrupts its threads with SIGURG for the same reasons.) Each rank writes
+into an anonymous file of its own, which the supervisor reads through /proc.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/_pydevd_bundle/", "/debugpy/")
 
 Finding: TypeAlias = Literal["busy", "silent", "collective", "debugger"]
-"""What a rank without progress is at. "silent": it could not write its stack. "collective": it waits for others in a
-collective of the user's own code."""
+"""What a rank without progress is doing. "silent": it could not write its stack. "collective": it waits for other ranks
+in a collective of the user's own code."""
 
 
-_answers: dict[int, int] = {}  # by process, as a fork has its parent's memory: the file that is written to
+_answers: dict[int, int] = {}  # by process, as a fork inherits its parent's memory: the file that stacks are written to
 
 
 def answer() -> int:
-    """Has this process write its stacks whenever `SIGNAL` comes; returns the descriptor of the file."""
+    """Make this process write its stacks whenever it gets `SIGNAL`, and return the descriptor of the file."""
     if os.getpid() not in _answers:
         file = _answers[os.getpid()] = os.memfd_create("lightning_replica_stacks")
         faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
@@ -55,14 +55,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """What is known of a rank that was asked.
+    """What is known of a rank that was asked for its stack.
 
     Attributes:
-        text: Stacks of all its threads; empty if it did not answer.
-        state: Its state in /proc, one letter; empty if there is none.
+        text: Stacks of all its threads; empty if the rank did not answer.
+        state: State of its process in /proc, as one letter; empty if there is none.
         traced: Whether a debugger is attached.
         frames: The stack of its main thread, innermost first.
-        stopped: Processes of its own that were stopped: it may wait for them, as for a DataLoader's workers.
+        stopped: Stopped processes that the rank has started. It may wait for them, as for a DataLoader's workers.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Stack:
 
     @property
     def finding(self) -> Finding:
-        """What the rank is at."""
+        """What the rank is doing."""
         if self.traced or any(name in frame.file for frame in self.frames for name in _DEBUGGERS):
             return "debugger"
         if not self.frames:
@@ -81,7 +81,7 @@ class Stack:
         return "collective" if _is_collective(self.frames[0]) else "busy"
 
     def describe(self) -> str:
-        """The stack of the main thread, or why there is none."""
+        """Return the stack of the main thread as text, or the reason why there is none."""
         waits = "it may wait for process {}, which it has started: stopped by a signal"
         lines = [f"  ({waits.format(process)})" for process in self.stopped]
         lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames]
@@ -91,19 +91,19 @@ class Stack:
 
 
 def _is_collective(innermost: Frame) -> bool:
-    """Whether a main thread that stands at this frame waits for other ranks.
+    """Return whether a main thread with this innermost frame waits for other ranks.
 
-    ``work.wait()`` of torch leaves no frame of its own; all other waits of Python do, in threading.py and the like.
+    ``work.wait()`` of torch has no frame of its own; all other waits of Python have one, in threading.py and the like.
     """
     if innermost.file.endswith(_COLLECTIVES):
         return True
-    return not innermost.file.endswith("lightning_replica/works.py") and ".wait(" in linecache.getline(
+    return not innermost.file.endswith("lightning_replica/core/works.py") and ".wait(" in linecache.getline(
         innermost.file, innermost.line
     )
 
 
 def parse(text: str, thread: int) -> tuple[Frame, ...]:
-    """The frames of one thread, innermost first, in what `faulthandler` wrote."""
+    """Return the frames of one thread, innermost first, from the text that `faulthandler` wrote."""
     for match in _THREAD.finditer(text):
         if int(match[1], 16) == thread:
             following = _THREAD.search(text, match.end())
@@ -113,12 +113,12 @@ def parse(text: str, thread: int) -> tuple[Frame, ...]:
 
 
 def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: float = PATIENCE_S) -> dict[int, Stack]:
-    """Asks ranks for their stacks.
+    """Ask ranks for their stacks.
 
     Args:
         slots: The slots of the ranks to ask.
         send: Sends `SIGNAL` to a rank.
-        patience_s: How long to wait for an answer; a process that is stopped is not waited for.
+        patience_s: How long to wait for answers, in s; a stopped process is not waited for.
     """
     files = {rank: _open(slot) for rank, slot in slots.items()}
     sizes = {rank: os.fstat(file).st_size if file >= 0 else 0 for rank, file in files.items()}
@@ -133,7 +133,7 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
             time.sleep(0.02)
             for rank in tuple(waiting):
                 text = os.pread(files[rank], 2**20, sizes[rank])
-                # Written at one go, so what has not grown for a while is complete.
+                # `faulthandler` writes without a pause, so a text that has not grown for a while is complete.
                 if (text and text == texts[rank]) or (not text and state_of(slots[rank].process) in tuple("TtZX")):
                     waiting.discard(rank)
                 texts[rank] = text
@@ -145,7 +145,7 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
 
 
 def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path) -> None:
-    """Writes a file for each rank.
+    """Write a file with the stacks of each rank.
 
     Raises:
         OSError: If the directory cannot be written to.

@@ -12,33 +12,33 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
+from lightning_replica.control import keys
+from lightning_replica.control.generation import Store
+from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.activity import state_of
 from lightning_replica.launch.environment import LOOPBACK, connect
-from lightning_replica.launch.orphans import born_mortal
 from lightning_replica.launch.waiting import search_path
-from lightning_replica.recovery.generation import Store
 
 Command: TypeAlias = Callable[[int], tuple[Sequence[str], str | None]]
 """The command line and the working directory of a rank."""
 
-_CALLS, _CALL = "standby/calls", "standby/call/{}"
 # The first entry of `sys.path` is the script's folder from the beginning, as in a rank.
 _SEARCH = "import sys; sys.path[0] = {!r} if sys.path[0] == '' else sys.path[0]"
-_MAX_LOST = 3  # standbys that may die while they wait before no more are started
+_MAX_LOST = 3  # standbys that may die while they wait; if more die, no new ones are started
 
 
 def call(store: Store, modules: Sequence[str]) -> None:
-    """Tells the supervisor that now is a good time to start standbys: ranks are not waiting for a processor.
+    """Tell the supervisor that now is a good time to start standbys, as ranks are not waiting for a processor.
 
     Args:
         store: The supervisor's store.
-        modules: What a standby shall import.
+        modules: Names of the modules that a standby is to import.
     """
-    store.set(_CALL.format(store.add(_CALLS, 1)), json.dumps(list(modules)))
+    store.set(keys.standby_call(store.add(keys.STANDBY_CALLS, 1)), json.dumps(list(modules)))
 
 
 def imported() -> list[str]:
-    """The modules of this process that are installed, not the user's own: of those, one process's are another's."""
+    """Return the names of imported modules that are installed: unlike the user's own, all processes share these."""
     folders = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib")})
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     own = __name__.partition(".")[0]
@@ -50,11 +50,11 @@ def imported() -> list[str]:
 
 
 class Standbys:
-    """Keeps ``count`` processes waiting. All methods but `watch`'s thread belong to the supervisor's main thread.
+    """Keeps ``count`` standbys waiting. All public methods belong to the supervisor's main thread.
 
     Args:
-        command: The command line of a rank.
-        count: How many wait.
+        command: Returns the command line of a rank.
+        count: Number of standbys.
     """
 
     def __init__(self, command: Command, count: int) -> None:
@@ -68,25 +68,25 @@ class Standbys:
         self._thread = threading.Thread(target=self._listen, name="standby-calls", daemon=True)
 
     def watch(self, port: int, changed: Callable[["Standbys"], None]) -> None:
-        """Begins to listen for calls.
+        """Start to listen for calls.
 
         Args:
-            port: Of the supervisor's store.
-            changed: Called, from another thread, when `fill` has something to do.
+            port: Port of the supervisor's store.
+            changed: Called from another thread when `fill` has something to do.
         """
         self._port, self._changed = port, changed
         self.keep(self._count)
 
     def keep(self, count: int) -> None:
-        """Keep ``count`` waiting from the next call on."""
+        """Keep ``count`` standbys waiting from the next call on."""
         self._count = count
         if count and self._port and not self._thread.is_alive():
             self._thread.start()
 
     def fill(self, restarts_left: int) -> None:
-        """Starts what is missing.
+        """Start the standbys that are missing.
 
-        A process dies with the thread that started it, so it has to be the one that lasts.
+        A process dies with the thread that started it, so a thread that lasts has to call this.
         """
         died = [standby for standby in self._waiting if standby.process.poll() is not None]
         self._lost += len(died)
@@ -99,8 +99,8 @@ class Standbys:
             threading.Thread(target=self._wait, args=(standby,), name="standby", daemon=True).start()
 
     def take(self, rank: int, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
-        """Turns a standby into ``rank``; None if there is none."""
-        self._wanted = False  # until the next call: its start would hold up the recovery
+        """Turn a standby into ``rank``, and return its process; None if there is no standby."""
+        self._wanted = False  # until the next call: starting a standby now would delay the recovery
         command, cwd = self._command(rank)
         while self._waiting:
             standby = self._waiting.pop(0)
@@ -109,7 +109,7 @@ class Standbys:
         return None
 
     def end(self) -> None:
-        """Ends all that wait."""
+        """End all standbys."""
         self._over.set()
         if self._thread.is_alive():
             call(connect(LOOPBACK, self._port), [])  # wakes the thread
@@ -122,7 +122,7 @@ class Standbys:
         store = connect(LOOPBACK, self._port)
         number = 1
         while True:
-            modules = json.loads(store.get(_CALL.format(number)))
+            modules = json.loads(store.get(keys.standby_call(number)))
             if self._over.is_set():
                 return
             self._modules, self._wanted = modules, True
@@ -141,10 +141,10 @@ class _Standby:
     def __init__(self, command: Command, modules: Sequence[str]) -> None:
         line, cwd = command(0)
         reader, writer = os.pipe()
-        # It begins with SIGINT blocked, and unblocks once it ignores it: Ctrl-C never finds it unprepared.
+        # The standby starts with SIGINT blocked, and unblocks it once it ignores it: so Ctrl-C never ends it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # Modules in a file: their names are more than a pipe holds, and the supervisor must not wait.
+            # The modules go into a file: their names do not fit into a pipe, and the supervisor must not wait.
             with tempfile.TemporaryFile("w+") as names:
                 json.dump(list(modules), names)
                 names.seek(0)
@@ -162,7 +162,7 @@ class _Standby:
         self._orders = os.fdopen(writer, "w")
 
     def become(self, command: Sequence[str], cwd: str | None, environment: dict[str, str]) -> bool:
-        """Makes it a rank; False if it has died, or does not run."""
+        """Make it a rank. Return False if it has died or is stopped."""
         if self.process.poll() is not None:
             return False
         if state_of(self.process.pid) in tuple("Tt"):
@@ -177,7 +177,7 @@ class _Standby:
         return True
 
     def end(self) -> None:
-        """Ends it."""
+        """Kill it, and wait until it has ended."""
         self.process.kill()
         self.process.wait()
         with suppress(BrokenPipeError):

@@ -1,7 +1,7 @@
-"""A standby: imports what ranks import, waits, and becomes one.
+"""A standby: a process that imports what ranks import, waits, and becomes a rank.
 
-It reads from a file which modules to import, and from a pipe, one JSON object, which command line to be. Until then it
-opens nothing and knows no rank; the script that it runs finds what a new process finds, but for `sys.modules`.
+It reads from a file which modules to import, and from a pipe, as one JSON object, which command line to run. Until then
+it opens nothing and has no rank. The script that it runs finds what a new process finds, except for `sys.modules`.
 """
 
 import gc
@@ -18,27 +18,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_replica.launch.orphans import die_with
+from lightning_replica.core.orphans import die_with
 from lightning_replica.launch.rank import enter
 
 log = logging.getLogger(__name__)
 
 
 def wait(supervisor: int, orders: int, modules: int) -> None:
-    """Waits for its turn, then runs a rank's script to its end; ends if the supervisor does.
+    """Wait for an order, then run a rank's script to its end. End this process if the supervisor ends.
 
     Args:
         supervisor: Process id of the supervisor.
         orders: Descriptor to read the command line from.
         modules: Descriptor to read names of modules from.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for ranks; the supervisor ends who waits
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for ranks; the supervisor ends standbys
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with(supervisor)
     with os.fdopen(modules) as names, _silence():
         warm_up(json.load(names))
     # A full garbage collection in a process that has imported everything takes some tenths of a second, and the first
-    # allocations of the script would start one. What is here now stays.
+    # allocations of the script would start one. The objects that exist now stay, so they are frozen.
     gc.collect()
     gc.freeze()
     with os.fdopen(orders) as pipe:
@@ -49,7 +49,7 @@ def wait(supervisor: int, orders: int, modules: int) -> None:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Imports modules; what cannot be imported here will say so in the script."""
+    """Import modules. A module that cannot be imported here raises its error in the script."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -59,7 +59,7 @@ def warm_up(modules: Sequence[str]) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """What an import says it has said in the ranks. The descriptors are turned, as handlers may keep `sys.stderr`."""
+    """Hide what imports print, as ranks have printed it. Redirect descriptors, as handlers may keep `sys.stderr`."""
     sys.stdout.flush()
     saved = [os.dup(descriptor) for descriptor in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -76,12 +76,12 @@ def _silence() -> Iterator[None]:
 
 
 def become(command: Sequence[str], cwd: str | None, environment: dict[str, str]) -> None:
-    """Runs ``python [-m] script arguments`` as the interpreter would.
+    """Run ``python [-m] script arguments`` as the interpreter would.
 
     Args:
         command: The command line, with the interpreter in front.
         cwd: Working directory; None keeps this one.
-        environment: All of the environment.
+        environment: The complete environment.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -96,14 +96,14 @@ def become(command: Sequence[str], cwd: str | None, environment: dict[str, str])
 
 
 def search_path(command: Sequence[str], cwd: str | None) -> str:
-    """What ``sys.path`` begins with under a command line."""
+    """Return the first entry of ``sys.path`` under a command line."""
     if command[1] == "-m":
         return os.path.abspath(cwd or os.getcwd())
     return os.path.dirname(os.path.realpath(os.path.join(cwd or "", command[1])))
 
 
 def _set_rank(rank: int) -> None:
-    """Lightning reads it from the environment when it is imported."""
+    """Set Lightning's rank, which Lightning reads from the environment only when it is imported."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def _run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 def _run(code: Any, file: str, names: dict[str, Any]) -> None:
-    """In the real `__main__`, so that what is pickled there is found, here and in DataLoader workers."""
+    """Run in the real `__main__`, so that this process and DataLoader workers find what is pickled there."""
     namespace = vars(sys.modules["__main__"])
     begins_with = {"__name__": "__main__", "__doc__": None, "__builtins__": namespace["__builtins__"]}
     if "__annotations__" in namespace:  # up to Python 3.13

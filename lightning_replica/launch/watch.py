@@ -1,4 +1,4 @@
-"""The supervisor's eye on the progress of its ranks: notices a hang, says whose and where, writes the stacks."""
+"""Watches the progress of ranks for the supervisor: finds hangs, says which rank and where, writes the stacks."""
 
 import os
 import time
@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Protocol
 
+from lightning_replica.control.phase import Phase
+from lightning_replica.core.points import PHASES
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import PLACES, VARIABLE, HangLimits, Slot, create
 from lightning_replica.launch.hangs import Judge
 from lightning_replica.launch.set_up import SetUp
 from lightning_replica.launch.stacks import Finding, Stack
-from lightning_replica.points import PHASES
 
 DIRECTORY: Final = "replica_stacks"
-INSTEAD: Final = "LIGHTNING_REPLICA_STACKS"  # environment: where that directory is made, whatever the script says
+INSTEAD: Final = "LIGHTNING_REPLICA_STACKS"  # environment variable: where that directory is, whatever the script says
 _WHERE: Final[dict[str, str]] = {
     "start": "at the start, before its first batch",
     "batch_start": "while loading a batch",
@@ -43,9 +44,6 @@ _WHERE: Final[dict[str, str]] = {
 
 _STOPPED: Final = "a signal has stopped it"
 
-Phase: TypeAlias = Literal["set-up", "fit", "done"]
-"""Where a run is: before its first batch, between that and the end of `fit`, or after it."""
-
 
 class Watched(Protocol):
     """A rank's process."""
@@ -60,12 +58,12 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found.
+    """A hang that a look has found.
 
     Attributes:
         culprits: For each rank that hangs, one line about it.
-        text: What to tell the user.
-        stalled: Whether all ranks wait for each other; if that is not so and nobody hangs, the text is all there is.
+        text: The message for the user.
+        stalled: Whether all ranks wait for each other. If not, and there are no culprits, only the text matters.
     """
 
     culprits: dict[int, str]
@@ -74,23 +72,23 @@ class Hang:
 
 
 class Watch:
-    """Looks at the beacons of all ranks, and at their stacks where there are too few.
+    """Looks at the beacons of all ranks, and at their stacks where beacons say too little.
 
     Args:
         world_size: Number of ranks.
         limits: The user's limits.
-        directory: Where stacks are written to, in a folder of their own; the environment may name another place.
+        directory: Where stacks are written, in a folder of their own; the environment may name another place.
     """
 
     def __init__(self, world_size: int, limits: HangLimits, directory: Path) -> None:
-        self._findings: dict[int, tuple[float, Finding]] = {}  # by rank: when it had written last, what it is at
+        self._findings: dict[int, tuple[float, Finding]] = {}  # by rank: when it had last written, and what it is doing
         created = create(world_size)
         self._beacons = created[0] if created else None
         self._path = created[1] if created else ""
         self.use(limits, directory)
 
     def use(self, limits: HangLimits, directory: Path) -> None:
-        """Go by other limits and write to another directory from now on."""
+        """Use other limits and another directory from now on."""
         self._limits, self._directory = limits, Path(os.environ.get(INSTEAD) or directory)
         self.interval_s = min(max(0.25 * limits.min_s, 0.05), 1.0)
         self._judge = Judge(limits, self.interval_s)
@@ -98,22 +96,22 @@ class Watch:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a rank's environment needs."""
+        """The variables that a rank's environment needs."""
         return {VARIABLE: self._path} if self._path else {}
 
     def born(self, rank: int, replaces: bool) -> None:
-        """A new process begins as ``rank``."""
+        """Reset the beacon of ``rank`` for a new process."""
         if self._beacons is not None:
             now = time.monotonic()
             limit_s = self._limits.recovery_s if replaces else self._limits.max_s
             self._beacons.reset(rank, now, now + limit_s)
 
     def look(self, processes: Mapping[int, Watched], phase: Callable[[], Phase]) -> Hang | None:
-        """Looks once.
+        """Look at all ranks once, and return the hang that was found, if any.
 
         Args:
-            processes: All live ranks.
-            phase: Where the run is; asked only where something looks like a hang.
+            processes: The processes of all live ranks.
+            phase: Returns where the run is; called only if something looks like a hang.
         """
         if self._beacons is None or self._limits.off:
             return None
@@ -145,14 +143,14 @@ class Watch:
             return None
         asked = self._ask(slots, processes)
         if any(self._slot(rank, processes[rank]).written != slots[rank].written for rank in (culprits or findings)):
-            return None  # it goes on after all
+            return None  # it makes progress after all
         if stalled:
             self._judge.retried({rank: self._slot(rank, processes[rank]) for rank in slots}, time.monotonic())
             return self._describe_stall(slots, asked)
         return self._describe(slots, culprits, asked)
 
     def _stopped(self, slots: Mapping[int, Slot], now: float) -> tuple[int, ...]:
-        """Ranks that a signal has stopped, where no time-out says so."""
+        """Return the ranks that a signal has stopped. This does not wait for their time-out."""
         return self._set_up.stopped({rank: slot.process for rank, slot in slots.items()}, now)
 
     def _look_at_set_up(
@@ -177,11 +175,11 @@ class Watch:
         return Hang({}, f"{stack}\nNobody is ended for that; raise hang_max_s to hear of it later.")
 
     def slot(self, rank: int) -> Slot | None:
-        """Return what a rank, or its process that has ended, has written last."""
+        """Return what a rank's process has last written, even if it has ended; None if ranks are not watched."""
         return None if self._beacons is None or self._limits.off else self._beacons.slot(rank)
 
     def where(self, rank: int) -> str:
-        """Return where that was, for the user."""
+        """Return where the rank was then, in words for the user."""
         slot = self.slot(rank)
         return "" if slot is None else _where(slot) + (f" of step {slot.step}" if slot.step >= 0 else "")
 
@@ -189,10 +187,10 @@ class Watch:
         if self._beacons is None:
             raise RuntimeError("there is no block of beacons")
         slot = self._beacons.slot(rank)
-        return slot if slot.process else replace(slot, process=process.pid)  # it imports
+        return slot if slot.process else replace(slot, process=process.pid)  # it still imports
 
     def _find(self, slots: Mapping[int, Slot], processes: Mapping[int, Watched]) -> dict[int, Finding]:
-        """What overdue ranks are at; asked once for each time that they have stopped."""
+        """Return what overdue ranks are doing. A rank is asked once for each time that it has stopped writing."""
         new = {rank: slot for rank, slot in slots.items() if self._findings.get(rank, (None,))[0] != slot.written}
         for rank, stack in (self._ask(new, processes) if new else {}).items():
             self._findings[rank] = (new[rank].written, stack.finding)
@@ -241,7 +239,7 @@ def _where(slot: Slot) -> str:
 
 
 def _at_start(slot: Slot) -> bool:
-    """Whether a rank has not come to its first batch or its first recovery."""
+    """Return whether a rank has not come to its first batch or its first recovery."""
     return not slot.place
 
 

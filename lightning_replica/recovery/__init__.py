@@ -1,5 +1,6 @@
-"""What to do when a rank is lost. Knows neither Lightning nor the optimizer.
+"""Recovery after the loss of a rank. Nothing here depends on Lightning or on the optimizer.
 
-Read in this order: interface (what recovery asks of the rest), planner (what is decided), faults and generation (how
-ranks agree that the world moves on), monitor, mirror, transfer, groups, recovery (the phases, in order).
+Read in this order: interface (what recovery requires of the rest), planner (what is decided), mirror, transfer,
+recovery (the phases, in order), gasp (a run that cannot continue), incident and account (what has happened).
+May import `groups` and below.
 """

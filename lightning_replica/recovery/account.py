@@ -1,7 +1,7 @@
-"""One rank's account of what has happened since the last good step, and the incident that all accounts make.
+"""One rank's account of what has happened since the last good step, and the incident that is made from all accounts.
 
-Every rank leaves its account in the store when its recovery is through, and reads the others' after the next good
-step: by then all have left theirs, so nobody waits for anybody.
+Every rank writes its account to the store when its recovery is complete. It reads the accounts of the other ranks after
+the next good step: by then all ranks have written theirs, so no rank waits for another.
 """
 
 import json
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from lightning_replica.recovery.generation import Generations
+from lightning_replica.control import keys
+from lightning_replica.control.generation import Generations
 from lightning_replica.recovery.incident import Incident, Transferred
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.phases import Phase
@@ -19,7 +20,7 @@ from lightning_replica.recovery.recovery import Outcome
 
 @dataclass
 class _Work:
-    """What this rank was at when a fault came."""
+    """What this rank was doing when a fault came."""
 
     time: str
     since: float
@@ -31,7 +32,7 @@ class _Work:
 
 @dataclass
 class _Open:
-    """What this rank knows of the incident under way."""
+    """What this rank has noted about the incident under way."""
 
     time: str
     since: float
@@ -53,7 +54,7 @@ class Account:
     """Keeps this rank's account.
 
     Args:
-        generations: The log of generations; accounts travel through its store.
+        generations: The log of generations; accounts are exchanged through its store.
         rank: This rank.
         world_size: Number of ranks.
         born: The generation that this process was born into.
@@ -63,25 +64,25 @@ class Account:
         self._generations, self._rank, self._world_size, self._born = generations, rank, world_size, born
         self._work: _Work | None = None
         self._open: _Open | None = None
-        self._told = 0  # incidents so far, as far as this process knows
+        self._told = 0  # number of incidents so far, as far as this process has seen
 
     def fault(self, base: int, step: int, batches: int, seconds: float) -> None:
-        """A fault has stopped this rank.
+        """Note that a fault has stopped this rank.
 
         Args:
             base: The generation that is over.
             step: Updates applied so far.
-            batches: Batches begun since then.
-            seconds: Time since then.
+            batches: Batches begun since the last of these updates.
+            seconds: Seconds spent on these batches.
         """
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._work = _Work(now, time.monotonic(), base, step, batches, seconds)
 
     def went_on(self, outcome: Outcome, epoch: int) -> list[Incident]:
-        """Recovery has come through; training goes on.
+        """Note that recovery is complete and training resumes.
 
         Returns:
-            The incident before, if a good step lies between.
+            The previous incident, in a list, if a good step lies between the two; otherwise an empty list.
         """
         work, self._work = self._work, None
         if work is None:
@@ -99,22 +100,22 @@ class Account:
         account.recovery_s += outcome.timeline.total_s
         _add(account.phases, outcome.timeline.seconds)
         account.moves += outcome.moves
-        if plan.step <= work.step:  # otherwise they have led to a step
+        if plan.step <= work.step:  # otherwise these batches have led to a step
             account.batches += work.batches
             account.seconds += work.seconds
-        self._generations.store.set(self._key(account.generation, self._rank), json.dumps(self._facts(account)))
+        self._generations.store.set(keys.account(account.generation, self._rank), json.dumps(self._facts(account)))
         return done
 
     def good_step(self) -> None:
-        """A step is done on this rank."""
+        """Note that this rank has completed a step."""
         if self._open is not None and self._open.good_s is None:
             self._open.good_s = time.monotonic() - self._open.since
 
     def close(self, step: int | None) -> list[Incident]:
-        """The incident under way, if it is over.
+        """Close the incident under way if it is over. Return it in a list, which is empty if there is none.
 
         Args:
-            step: The step that all ranks have done; None at the end of training.
+            step: The step that all ranks have completed; None at the end of training.
         """
         account = self._open
         if account is None or (step is not None and step <= account.step):
@@ -123,7 +124,7 @@ class Account:
         return [self._close(account, time.monotonic())]
 
     def failed(self, error: str, generation: int, step: int, epoch: int) -> Incident:
-        """The incident under way is the last one."""
+        """Close the incident under way as the last one, because the run has failed, and return it."""
         work, account = self._work, self._open
         self._work = self._open = None
         facts = {} if account is None else self._collect(account.generation)
@@ -134,7 +135,7 @@ class Account:
         account.recovery_s += time.monotonic() - (account.since if work is None else work.since)
         account.step, account.epoch, account.generation = step, epoch, self._generations.newest(generation)
         facts[self._rank] = self._facts(account)
-        teller = int(self._generations.store.compare_set("incident/failed", "", str(self._rank)))
+        teller = int(self._generations.store.compare_set(keys.FAILED, "", str(self._rank)))
         return self._incident(account, facts, teller, error)
 
     def _close(self, account: _Open, now: float) -> Incident:
@@ -185,12 +186,9 @@ class Account:
         }
 
     def _collect(self, generation: int) -> dict[int, dict[str, Any]]:
-        keys = {rank: self._key(generation, rank) for rank in range(self._world_size)}
+        accounts = {rank: keys.account(generation, rank) for rank in range(self._world_size)}
         store = self._generations.store
-        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-
-    def _key(self, generation: int, rank: int) -> str:
-        return f"account/{generation}/{rank}"
+        return {rank: json.loads(store.get(key)) for rank, key in accounts.items() if store.check([key])}
 
 
 def _add(phases: dict[str, float], seconds: dict[Phase, float]) -> None:

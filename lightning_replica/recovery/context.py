@@ -1,30 +1,34 @@
-"""What a hook is told of the recovery under way."""
+"""The description of the recovery under way that each hook is passed."""
 
 from dataclasses import dataclass
 
-from lightning_replica.points import PhaseName
-from lightning_replica.recovery.faults import Fault
+from lightning_replica.control.faults import Fault
+from lightning_replica.core.points import PhaseName
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Move
 
 
 @dataclass(frozen=True)
 class RecoveryContext:
-    """What is known in one phase of a recovery. From "regroup" on it is the same on every rank, but for ``rank``.
+    """What is known in one phase of a recovery.
+
+    From "regroup" on it is the same on every rank, except for ``rank``, ``newborn`` and, where ranks have joined at
+    different times, ``faults``.
 
     Attributes:
         phase: The phase.
         rank: This rank.
         world_size: Number of ranks.
         generation: In "stop" and "clean" the generation that is over, from "regroup" on the new one. On a
-            replacement the one that it was born into, until it has joined the others.
-        newborn: Whether this process is a replacement that has joined in this recovery.
-        faults: What has ended the generations that this recovery leaves behind, oldest first, as far as it is known.
-        step: Updates that are applied once training goes on; None before "repair".
-        kind: Whether training goes on at the start of a batch window or in the tail of a step; None before "repair".
+            replacement the one that it was born into, until it joins the others.
+        newborn: Whether this process is a replacement that joins in this recovery.
+        faults: The faults that ended the generations which this recovery leaves behind, oldest first, as far as they
+            are known.
+        step: Updates that are applied when training resumes; None before "repair".
+        kind: Whether training resumes at the start of a batch window or in the tail of a step; None before "repair".
         replaced: Ranks that are new processes; empty before "regroup".
         forward: Ranks that make a committed update which they have missed; empty before "repair".
-        moves: Shards that are sent, from whom to whom; empty before "repair".
+        moves: Shards that are sent, with source and target; empty before "repair".
     """
 
     phase: PhaseName
@@ -41,5 +45,5 @@ class RecoveryContext:
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Ranks whose process has been there before, as far as it is known: they have state that others can take."""
+        """Ranks whose process existed before this recovery, as far as is known; others can take their state."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.replaced)

@@ -1,8 +1,9 @@
-"""The dying gasp: whoever is left and together holds every shard writes one complete checkpoint.
+"""The dying gasp: the survivors, which together hold every shard, write one complete checkpoint.
 
-It is recovery without anybody to give a shard to. Those who are left report, the commit rule decides the step, those
-who missed the commit roll forward, and then all write, in a process group of their own that no dead rank can hold up.
-Who is lost meanwhile begins a generation; the others start again without it, for as long as every shard has a holder.
+It is a recovery in which no rank is given a shard. The survivors report, the commit rule decides the step, and the
+ranks that missed the commit roll forward. Then they write, in a process group of their own that no dead rank can hold
+up. If another rank is lost meanwhile, a new generation begins. The remaining ranks then start again without the lost
+one, as long as every shard has a holder.
 """
 
 import logging
@@ -11,30 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_replica.control import keys
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.control.monitor import Monitor
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.points import reach
 from lightning_replica.errors import RecoveryError
-from lightning_replica.grid import Grid
-from lightning_replica.points import reach
-from lightning_replica.recovery.faults import Fault
-from lightning_replica.recovery.fitness import begins_again, clean
-from lightning_replica.recovery.generation import Generations
-from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.groups.world import ProcessGroups
+from lightning_replica.recovery.diagnosis import begins_again
+from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.interface import Host, Recoverable
-from lightning_replica.recovery.monitor import Monitor
 from lightning_replica.recovery.planner import Decision, Report, can_send, decide
 
 log = logging.getLogger(__name__)
 
-_DONE = "gasp"
-
 
 @dataclass(frozen=True)
 class GaspPlan(Decision):
-    """What those do who are left.
+    """What the survivors do.
 
     Attributes:
-        ranks: Who takes part, in the order of the group: those who hold the host state.
-        pieces: For each of them, the ranks whose part of the shards it writes.
-        privates: For each of them, the ranks whose private state it gives.
+        ranks: The ranks that take part, in their order in the group: those that hold the host state.
+        pieces: For each of these ranks, the ranks whose part of the shards it writes.
+        privates: For each of these ranks, the ranks whose private state it provides.
     """
 
     ranks: tuple[int, ...]
@@ -43,14 +44,14 @@ class GaspPlan(Decision):
 
 
 def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
-    """Decides the step and who writes what. Pure, the same on every rank.
+    """Decide the step, and who writes what. A pure function: the plan is the same on every rank.
 
     Args:
-        reports: Of the ranks that are left.
+        reports: The reports of the survivors.
         grid: The table of all ranks.
 
     Raises:
-        RecoveryError: If all holders of a shard are lost, or nobody is left who holds the host state.
+        RecoveryError: If all holders of a shard are lost, or none of them holds the host state.
         ProtocolError: If the reports contradict the commit rule.
     """
     left = {report.rank: report for report in reports}
@@ -76,16 +77,16 @@ def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
 
 
 class Gasp:
-    """One rank's part.
+    """One rank's part in a dying gasp.
 
     Args:
         grid: The table of ranks.
         rank: This rank.
-        generations: The log of generations, in a run that has been given up.
+        generations: The log of generations of a run that has been given up.
         groups: This rank's process groups.
         monitor: Watches for the next generation.
-        exchange: Gives what this rank has to say in a generation to all that are left, and what they say.
-        timeout_s: How long ranks wait for each other.
+        exchange: Sends this rank's data in a generation to all survivors, and returns the data of all of them.
+        timeout_s: How many seconds ranks wait for each other.
     """
 
     def __init__(
@@ -105,23 +106,23 @@ class Gasp:
     def run(
         self, state: Recoverable, host: Host, report: Callable[[], Report], write: Callable[[GaspPlan], str]
     ) -> str:
-        """Writes, with all others that are left.
+        """Write the checkpoint together with all other survivors.
 
         Args:
             state: The sharded state.
             host: The rest of the state.
-            report: What this rank has to say of itself.
-            write: Writes the checkpoint in the default group, which is the plan's ``ranks``; says where it is.
+            report: Returns this rank's report.
+            write: Writes the checkpoint in the default group, which has the plan's ``ranks``; returns its path.
 
         Returns:
-            Where the checkpoint is.
+            The path of the checkpoint.
 
         Raises:
-            RecoveryError: If a shard has no holder left that can be trusted, or others do not come.
+            RecoveryError: If a shard has no trusted holder left, or other ranks do not come in time.
             DeviceLostError: If this rank cannot use its device any more.
-            CheckpointError: If it cannot be written.
+            CheckpointError: If the checkpoint cannot be written.
         """
-        self._generations.store.set(_come(self._rank), "")
+        self._generations.store.set(keys.come_to_save(self._rank), "")
         generation = 0
         while True:
             generation = self._generations.newest(generation)
@@ -152,7 +153,7 @@ class Gasp:
         clean(device, state, self._generations)
         self._monitor.moved_to(generation)
         path = self.written(self._generations)
-        if path is not None:  # in an earlier attempt, by ranks that were through with it; others may be waiting here
+        if path is not None:  # ranks completed it in an earlier attempt; others may be waiting here
             self._generations.begin(generation + 1, Fault("end", (), "the last checkpoint is written"))
             return path
         reports = [Report.from_plain(each) for each in self._exchange(generation, report().to_plain())]
@@ -164,23 +165,19 @@ class Gasp:
             host.restore_groups(plan.kind, plan.step)
             state.roll_back(plan.kind)
             reach("gasp_write")
-            self._generations.store.set(_DONE, write(plan))
+            self._generations.store.set(keys.GASP, write(plan))
         self._generations.meet("gasp/done", generation, len(reports), self._timeout_s, given_up=True)
-        return self._generations.store.get(_DONE).decode()
+        return self._generations.store.get(keys.GASP).decode()
 
     @staticmethod
     def has_come(generations: Generations, rank: int) -> bool:
-        """Whether a rank has left its training to write; until then, the others wait for it."""
-        return generations.store.check([_come(rank)])
+        """Return whether a rank has left its training to write; until then, the others wait for it."""
+        return generations.store.check([keys.come_to_save(rank)])
 
     @staticmethod
     def written(generations: Generations) -> str | None:
-        """Where the checkpoint of a run that was given up is; None if there is none yet."""
-        return generations.store.get(_DONE).decode() if generations.store.check([_DONE]) else None
-
-
-def _come(rank: int) -> str:
-    return f"{_DONE}/come/{rank}"
+        """Return the path of the checkpoint of a run that was given up; None if there is none yet."""
+        return generations.store.get(keys.GASP).decode() if generations.store.check([keys.GASP]) else None
 
 
 def _frozen(lists: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:

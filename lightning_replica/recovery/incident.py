@@ -1,13 +1,13 @@
-"""An incident: all that went wrong between two good steps, and what became of it."""
+"""An incident: everything that went wrong between two good steps, and how it ended."""
 
 import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lightning_replica.recovery.faults import Fault, most_telling
+from lightning_replica.control.faults import Fault, most_telling
 from lightning_replica.recovery.interface import Kind
 
-SCHEMA = 1  # of the line that `to_json` gives
+SCHEMA = 1  # version of the line that `to_json` returns
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Transferred:
         source: The rank that sent it.
         target: The rank that took it.
         bytes: Its size on the wire, checksums included.
-        seconds: Time that it took at the target.
+        seconds: Seconds that the transfer took at the target.
         host: Whether the host state came with it.
     """
 
@@ -31,29 +31,29 @@ class Transferred:
 
 @dataclass(frozen=True)
 class Incident:
-    """Everything between one good step and the next, told by one rank.
+    """Everything that happened between one good step and the next, as one rank reports it.
 
-    However many faults there are, and however many recoveries they need: until a step is done, it is one incident.
+    All faults and recoveries until the next completed step belong to one incident.
 
     Attributes:
-        number: 1 for the first of the run.
+        number: Number of the incident in the run; the first is 1.
         time: When the first fault was seen, ISO 8601, UTC.
-        outcome: Whether training went on.
-        error: Why it did not.
-        faults: What has ended each of the generations that are left behind, oldest first.
-        generation: The generation that training goes on in.
-        step: Updates that were applied when it went on.
-        epoch: Epoch that it went on in.
-        kind: Whether it went on at the start of a batch window or in the tail of a step.
+        outcome: Whether training resumed.
+        error: Why it did not; empty if it did.
+        faults: The faults that ended each of the generations that are left behind, oldest first.
+        generation: The generation in which training resumed.
+        step: Updates that were applied when it resumed.
+        epoch: Epoch in which it resumed.
+        kind: Whether it resumed at the start of a batch window or in the tail of a step.
         replaced: Ranks that are new processes.
         forward: Ranks that made a committed update which they had missed.
         moves: Shards that were sent.
-        phases_s: Seconds in each phase, of all recoveries that the incident took.
-        recovery_s: From the fault to the moment in which training goes on, in seconds; of all recoveries.
-        first_good_step_s: From the first fault to the end of the first good step, in seconds; None if there is none.
-        redone_batches: Batches that were begun for nothing.
-        redone_s: Seconds that were spent on them.
-        teller: The rank that tells it; it tells its own times.
+        phases_s: Seconds in each phase, summed over all recoveries of the incident.
+        recovery_s: Seconds from the fault to the moment when training resumed, summed over all recoveries.
+        first_good_step_s: Seconds from the first fault to the end of the first good step; None if there is none.
+        redone_batches: Batches that were begun but led to no step.
+        redone_s: Seconds that were spent on these batches.
+        teller: The rank that reports the incident; it reports its own times.
     """
 
     number: int
@@ -77,16 +77,16 @@ class Incident:
 
     @property
     def fault(self) -> Fault:
-        """The fault that says most."""
+        """The fault that explains the most; see `most_telling`."""
         return most_telling(self.faults)
 
     @property
     def level(self) -> Literal["retry", "repair", "replacement"]:
-        """How far recovery had to go."""
+        """The highest level of recovery that was needed."""
         return "replacement" if self.replaced else "repair" if self.moves else "retry"
 
     def to_json(self) -> str:
-        """As one line of JSON."""
+        """Return the incident as one line of JSON."""
         plain: dict[str, Any] = {
             "schema": SCHEMA,
             "incident": self.number,
@@ -114,9 +114,9 @@ class Incident:
 
 
 def describe(incident: Incident) -> str:
-    """One line for the user: what happened, what was decided, where each shard came from, how long it took."""
+    """Return one line for the user: what happened, what was decided, where each shard came from, how long it took."""
     if incident.outcome == "failed":
-        where = f" at step {incident.step}" if incident.step >= 0 else ""  # a replacement does not know
+        where = f" at step {incident.step}" if incident.step >= 0 else ""  # unknown on a replacement: -1
         return f"recovery failed{where}: {incident.error}"
     who = ", ".join(map(str, incident.replaced))
     ranks = f"rank{'s' * (len(incident.replaced) > 1)} {who}"

@@ -1,11 +1,12 @@
-"""Every rank's private state, kept by its peers: what a replacement needs to draw the same random numbers.
+"""Every rank's private state, kept by its peers: a replacement needs it to draw the same random numbers.
 
 [Note: mirrored when]
-Twice a step, in one all-gather among the R peers: when a batch window begins (awaited only at the next one, so it
-costs no time) and before the commit (awaited before this rank enters it). So whenever a commit has succeeded
-anywhere, every peer holds the private state that the tail of that step begins with. A message that a fault cut
-short is told by its checksum; the planner then goes back to the tail. The message before the commit also carries
-what a rank has found in its shard, so that peers can compare their bits before any of them enters the commit.
+Private states are mirrored twice a step, each time in one all-gather among the R peers: when a batch window begins
+(awaited only when the next mirroring begins, so it costs no time) and before the commit (awaited before this rank
+enters it). So when a commit has succeeded on any rank, every peer holds the private state with which the tail of that
+step begins. A checksum reveals a message that a fault cut short; the planner then goes back to the tail. The message
+before the commit also carries the digest of the rank's shard, so that peers can compare their bits before any of them
+enters the commit.
 """
 
 import struct
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
-from lightning_replica.digests import Digest
+from lightning_replica.core.digests import Digest
+from lightning_replica.core.ranges import ranged
+from lightning_replica.core.works import Work, track
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror
-from lightning_replica.works import Work, track
 
 _HEADER = struct.Struct("<qqqqqq")  # step, length of the payload, CRC-32 of payload and digest, digest
 _NO_DIGEST = (-1, 0, 0)
@@ -38,34 +40,36 @@ class Mirrors:
     def __init__(self, rank: int, wait: Callable[[Work], None]) -> None:
         self._rank, self._wait = rank, wait
         self._capacity = _START_BYTES
-        # Newest last. After a fault the same state is sent again, and the older copy is kept until that is through.
+        # Newest last. After a fault the same state is sent again; the older copy is kept until the newer is complete.
         self._rows: dict[tuple[Kind, int], list[list[Tensor]]] = {}
         self._pending: tuple[Work, Kind, int, bytes, Digest | None] | None = None
 
     def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
-        """Uses ``group``, whose members are ``peers``, from now on. Rows received so far are kept."""
+        """Use ``group``, whose members are ``peers``, from now on. Rows received so far are kept."""
         self._group, self._peers = group, peers
         self._pending = None
-        self._capacity = _START_BYTES  # the same on a replacement as on everyone else
+        self._capacity = _START_BYTES  # the same on a replacement as on every other rank
 
+    @ranged("mirror")
     def begin(self, kind: Kind, step: int, payload: bytes, digest: Digest | None = None) -> None:
-        """Starts to send ``payload`` to the peers and to receive theirs. Collective among peers.
+        """Start to send ``payload`` to the peers and to receive theirs. Collective among peers.
 
         Args:
-            kind: Of the snapshot.
-            step: Of the snapshot.
+            kind: Kind of the snapshot.
+            step: Step of the snapshot.
             payload: This rank's private state.
-            digest: What this rank has found in its shard.
+            digest: Digest of this rank's shard, if one was taken.
         """
         self.settle()
         if len(self._peers) == 1:
             return
-        if kind == "batch":  # the steps before this window are done with on every rank
+        if kind == "batch":  # every rank has completed the steps before this window
             self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= step}
         self._pending = (self._launch(kind, step, payload, digest), kind, step, payload, digest)
 
+    @ranged("mirror_wait")
     def settle(self) -> None:
-        """Waits for what `begin` started; a payload that did not fit is sent again with more room."""
+        """Wait for what `begin` started. If a payload did not fit, send again with more room."""
         if self._pending is None:
             return
         work, kind, step, payload, digest = self._pending
@@ -78,11 +82,11 @@ class Mirrors:
         self._pending = None
 
     def keep(self, kind: Kind, step: int) -> None:
-        """Forgets everything but ``kind`` at ``step``: what the world has just gone back to."""
+        """Drop everything except ``kind`` at ``step``, to which all ranks have just returned."""
         self._rows = {key: rows for key, rows in self._rows.items() if key == (kind, step)}
 
     def held(self) -> tuple[Mirror, ...]:
-        """Which private states of peers are here and whole."""
+        """Return which private states of peers this rank holds whole."""
         return tuple(
             Mirror(peer, kind, step)
             for kind, step in self._rows
@@ -91,25 +95,28 @@ class Mirrors:
         )
 
     def digests(self, step: int) -> dict[int, Digest]:
-        """What this rank and its peers have found in their shards before the commit that leads to ``step``."""
+        """Return the shard digests that this rank and its peers took before the commit that leads to ``step``.
+
+        A peer whose message is not whole is left out.
+        """
         rows = self._rows.get(("tail", step), [[]])[-1]
         read = {peer: _read(row, step) for peer, row in zip(self._peers, rows, strict=False)}
         return {peer: message[1] for peer, message in read.items() if message is not None and message[1] is not None}
 
     def payload(self, mirror: Mirror) -> bytes:
-        """The private state that ``mirror``, one of `held`, stands for."""
+        """Return the private state that ``mirror``, one of `held`, stands for."""
         payload = self._find(mirror)
         if payload is None:
             raise KeyError(f"{mirror} is not whole")
         return payload
 
     def share(self, target: int, kind: Kind, step: int, own: bytes) -> dict[int, bytes]:
-        """What a replacement ``target`` shall hold of its peers: this rank's own state, and those held here."""
+        """Return the peers' states for a replacement ``target``: this rank's own, ``own``, and those held here."""
         found = {peer: self._find(Mirror(peer, kind, step)) for peer in self._peers if peer not in (self._rank, target)}
         return {self._rank: own} | {peer: payload for peer, payload in found.items() if payload is not None}
 
     def adopt(self, kind: Kind, step: int, payloads: dict[int, bytes]) -> None:
-        """Holds what a peer has shared: a second fault may come before all have mirrored their states again."""
+        """Store what a peer has shared: a second fault may come before all ranks have mirrored their states again."""
         rows = [torch.zeros(_HEADER.size, dtype=torch.uint8) for _ in self._peers]
         for peer, payload in payloads.items():
             rows[self._peers.index(peer)] = torch.frombuffer(bytearray(_pack(step, payload, None)), dtype=torch.uint8)
@@ -126,7 +133,7 @@ class Mirrors:
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = list(torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8).unbind())
         self._rows.setdefault((kind, step), []).append(rows)
-        # Not through `dist.all_gather`, whose checks take as long as the call itself.
+        # `dist.all_gather` is not used: its checks take as long as the call itself.
         return track(self._group.allgather([rows], [message]))
 
 
@@ -136,7 +143,7 @@ def _pack(step: int, payload: bytes, digest: Digest | None) -> bytes:
 
 
 def _read(row: Tensor, step: int) -> tuple[bytes, Digest | None] | None:
-    """The payload and digest of a message of ``step``, or None if it is not whole."""
+    """Return the payload and digest of a message of ``step``, or None if it is not whole."""
     data = row.numpy().tobytes()
     sent, length, crc, *found = _HEADER.unpack_from(data)
     payload = data[_HEADER.size : _HEADER.size + length]

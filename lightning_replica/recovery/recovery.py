@@ -1,4 +1,4 @@
-"""Recovery of one rank: from a fault to the point where training goes on."""
+"""Recovery of one rank: from a fault to the point where training resumes."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -7,34 +7,35 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_replica.control.faults import Detected, Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.control.monitor import Monitor
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.works import Work
 from lightning_replica.errors import HookError, RecoveryError, TransferError
-from lightning_replica.grid import Grid
+from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.recovery.context import RecoveryContext
-from lightning_replica.recovery.faults import Detected, Fault
-from lightning_replica.recovery.fitness import begins_again, clean
-from lightning_replica.recovery.generation import Generations
-from lightning_replica.recovery.groups import ProcessGroups
+from lightning_replica.recovery.diagnosis import begins_again
+from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.incident import Transferred
 from lightning_replica.recovery.interface import Host, Recoverable
 from lightning_replica.recovery.mirror import Mirrors
-from lightning_replica.recovery.monitor import Monitor
-from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
 from lightning_replica.recovery.settings import check_settings
 from lightning_replica.recovery.transfer import Channel, Tag
-from lightning_replica.works import Work
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a recovery came to.
+    """The result of a recovery.
 
     Attributes:
-        plan: What was decided.
-        generation: The generation that training goes on in.
+        plan: The plan that was carried out.
+        generation: The generation in which training resumes.
         timeline: How long each phase took on this rank.
         moves: Shards that this rank has taken.
     """
@@ -46,7 +47,7 @@ class Outcome:
 
 
 class Recovery:
-    """Takes one rank through the phases, as often as it takes.
+    """Takes one rank through the phases of a recovery, again and again until one attempt succeeds.
 
     Args:
         grid: The table of ranks.
@@ -55,13 +56,14 @@ class Recovery:
         groups: This rank's process groups.
         monitor: Watches for the next generation.
         mirrors: Private states of the peers.
-        connect: Makes the groups inside the default one and gives them to whoever uses them.
+        connect: Makes the groups inside the default one and gives them to the code that uses them.
         wait: Waits for a collective; raises if a peer is gone or the world moves on.
-        options: When to give up.
+        options: The limits after which recovery is given up.
         hook: Called at the end of each phase; raises `HookError` for a fault of its own.
 
     Attributes:
-        planned_step: Where the newest plan leads to; -1 before the first. All that a replacement knows of the step.
+        planned_step: The step that the newest plan leads to; -1 before the first. A replacement has no other
+            information about the step.
     """
 
     def __init__(
@@ -80,24 +82,28 @@ class Recovery:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
         self._monitor, self._mirrors, self._connect, self._wait = monitor, mirrors, connect, wait
         self._options, self._hook = options, hook
-        self.generation = 0
         self._newborn = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
-        self._tries = (0, 0)  # at which step, how many
-        self._links: tuple[bool, ...] = ()  # of the device, that could go on
-        self._resumed = -1  # the step at which they last did
-        self._raised = self._device_said = ""  # this rank's own errors, until a plan has been made of them
+        self._tries = (0, 0)  # the step, and the number of recoveries at it
+        self._links: tuple[bool, ...] = ()  # for every group, whether the device has connections that could resume
+        self._resumed = -1  # the step at which they last resumed
+        self._raised = self._device_said = ""  # this rank's own errors, until a plan accounts for them
         self._because: Detected = "device error"
-        self._doubts: list[int] = []  # whose data has arrived damaged in this recovery, as often as it has
+        self._doubts: list[int] = []  # the source of each damaged transfer in this recovery
         self._job = generations.job()
         # Of the recovery under way:
-        self._joining, self._left = False, 0  # `_left`: the generation in which this rank has trained last
+        self._joining, self._left = False, 0  # `_left`: the generation in which this rank last trained
         self._hook_failures, self._hook_said = 0, ""
         self._moves: list[Transferred] = []
         self.planned_step = -1
 
+    @property
+    def generation(self) -> int:
+        """The generation that this rank is in."""
+        return self._generations.current
+
     def committed(self, step: int, vector: tuple[float, ...]) -> None:
-        """Remembers the newest commit that this rank saw succeed: the one that leads to ``step``."""
+        """Remember the newest commit that this rank saw succeed: the one that leads to ``step``."""
         self._committed = (step, vector)
 
     def recover(
@@ -109,19 +115,20 @@ class Recovery:
         device_said: str = "",
         because: Detected = "device error",
     ) -> Outcome:
-        """Brings this rank, with all others, to one step.
+        """Bring this rank, together with all others, to one step.
 
         Args:
             state: The sharded state. On a replacement its contents do not matter.
             host: The rest of the state.
             newborn: Whether this rank is a replacement.
-            raised: The exception of this rank's own that made it stop; empty if it was stopped by others.
-            device_said: The error of its device that made it stop; empty if there was none.
-            because: What such an error is noted as: a DataLoader's worker is no more the training's doing.
+            raised: The rank's own exception that stopped it; empty if other ranks stopped it.
+            device_said: The error of its device, or the death of a DataLoader's worker, that stopped it; empty if there
+                was none. Neither counts as an exception of user code.
+            because: How ``device_said`` is recorded as a fault: "device error" or "worker death".
 
         Raises:
-            RecoveryError: If the run cannot go on.
-            DeviceLostError: If this process cannot; the others can do without it.
+            RecoveryError: If the run cannot continue.
+            DeviceLostError: If this process cannot continue; the other ranks can recover without it.
         """
         timeline, self._left = Timeline(), self.generation - newborn
         self._newborn = self._joining = newborn
@@ -134,13 +141,13 @@ class Recovery:
                 self._left = self.generation
                 return Outcome(plan, self.generation, timeline, tuple(self._moves))
             except HookError as error:
-                # Whatever the phase, the others must come back to the start too.
+                # In every phase, the other ranks must return to the start too.
                 self._hook_failures, self._hook_said, fault = self._hook_failures + 1, str(error), None
                 self._generations.begin_next(self.generation, self._fault(state, str(error)))
             except RecoveryError as final:
                 raise RecoveryError(f"{final}{self._standing(state)}") from None
             except Exception as error:
-                # In the middle of a recovery: the next generation begins. Or it is a bug, or final.
+                # An error in the middle of a recovery: the next generation begins, unless it is a bug or final.
                 device_says = begins_again(error, self._groups.device)
                 if device_says:
                     self._device_said, self._because = device_says, "device error"
@@ -152,7 +159,7 @@ class Recovery:
                     ) from error
 
     def _standing(self, state: Recoverable) -> str:
-        """Say which shards the ranks that ended the run held, and who still holds them."""
+        """Return sentences that name the shards of the ranks that ended the run, and who still holds these shards."""
         newest = self._generations.newest(self.generation)
         end = self._generations.fault(newest) if newest else None
         ranks = end.ranks if end is not None and end.detected == "end" else ()
@@ -172,7 +179,7 @@ class Recovery:
         return Fault("peer gone", (), f"rank {self._rank}: {seen}")
 
     def _attempt(self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline) -> Plan:
-        if state.corrupted:  # first of all: should this rank be lost, the others must know
+        if state.corrupted:  # first of all: the others must learn of it even if this rank is lost
             self._generations.taint(self.generation + 1)
         timeline.enter(Phase.STOP)
         if fault is not None:
@@ -186,14 +193,15 @@ class Recovery:
         self._links = clean(device, state, self._generations)
         self._call_hook(Phase.CLEAN)
         timeline.enter(Phase.REGROUP)
-        self.generation = self._generations.newest(self.generation)
+        self._generations.move_on()
         self._monitor.moved_to(self.generation)
         reports = self._exchange_reports(self.report(state, host))
         replaced = tuple(report.rank for report in reports if report.joining)
         check_settings(reports, host.settings_advice)
         plan = make_plan(reports, self._grid, self._options.max_tries)
         self.planned_step = plan.step
-        # Dealt with; should another rank raise from here on, not "every rank" has in one attempt.
+        # The plan accounts for these errors. If another rank raises from here on, that does not count as "every rank
+        # raised".
         self._raised = self._device_said = ""
         if plan.resume:
             self._resumed = plan.step
@@ -215,7 +223,7 @@ class Recovery:
         host.restore(plan.kind, plan.step)
         self._call_hook(Phase.ROLLBACK, replaced, plan)
         timeline.enter(Phase.RESUME)
-        # A replacement holds no private state of its peers yet: give it theirs, and them its own.
+        # A replacement does not hold the newest private states of all its peers yet: send it theirs, and them its own.
         self._mirrors.keep(plan.kind, plan.step)
         self._mirrors.begin(plan.kind, plan.step, host.private(plan.kind, plan.step))
         self._mirrors.settle()
@@ -243,7 +251,7 @@ class Recovery:
         self._hook(context)
 
     def report(self, state: Recoverable, host: Host) -> Report:
-        """What this rank has to say of itself."""
+        """Return this rank's report."""
         if self._newborn:
             said = replace(Report.of_nothing(self._rank), hook=self._hook_said, hook_failures=self._hook_failures)
             return replace(said, doubts=tuple(self._doubts), groups=self._groups.held())
@@ -314,7 +322,7 @@ class Recovery:
             )
 
     def _doubt(self, source: int, error: TransferError) -> None:
-        """Another peer is asked next time, if there is one; but not for ever."""
+        """Note that data of ``source`` was damaged: the next plan prefers another peer. Give up after ``max_tries``."""
         self._doubts.append(source)
         if len(self._doubts) >= self._options.max_tries:
             raise RecoveryError(
@@ -345,7 +353,7 @@ class Recovery:
         state.import_shard(channel.receive_plain(), channel.receive)
         if state.step != plan.step:
             raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")
-        self._newborn = False  # it has all that its peers have; should another be lost now, it can give
+        self._newborn = False  # it has all that its peers have; if another rank is lost now, it can send
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)

@@ -1,4 +1,4 @@
-"""What ranks train with, and where they do not agree on it: then they make different updates of the same shard."""
+"""The settings that ranks train with. If they differ, ranks make different updates of the same shard."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ from lightning_replica.recovery.planner import Report
 
 
 def check_settings(reports: Sequence[Report], advice: str) -> None:
-    """Make sure that a shard which was found to be wrong is not so because ranks have updated it differently.
+    """Make sure that a wrong shard is not the result of ranks that updated it with different settings.
 
-    Settings are compared only where a shard is wrong, and only between ranks that told those of the same step.
+    Settings are compared only if a shard is wrong, and only between ranks that report those of the same step.
 
     Args:
-        reports: One of every rank.
-        advice: What to do where settings differ.
+        reports: One report of every rank.
+        advice: What the user can do if settings differ.
 
     Raises:
-        RecoveryError: If they differ.
+        RecoveryError: If the settings differ.
     """
     wrong = [report for report in reports if report.corrupted and report.settings]
     if not wrong:

@@ -1,11 +1,12 @@
 """Sending a shard from one rank to another: large chunks, several under way, checksummed, received in place, no pickle.
 
 [Note: a message]
-Header, chunks, seals, answer; then the chunks that the answer asks for, their seals, an answer, and so on. The header
-says which job, generation and step the message belongs to and how long it is; a receiver that expects something else
-refuses it before anything is written. The seals are the checksums of the chunks, which both ends compute while the
-next chunks travel; they begin with the header, so that a chunk of another message has another checksum. The answer
-names the chunks that arrived damaged. What lies on a device travels through buffers of the host, chunk by chunk.
+A message consists of header, chunks, seals and answer; then follow the chunks that the answer asks for, their seals, an
+answer, and so on. The header says which job, generation and step the message belongs to, and how long it is. A receiver
+that expects something else refuses the message before anything is written. The seals are the checksums of the chunks.
+Both ends compute them while the next chunks travel. Each checksum covers the header first, so that a chunk of another
+message has another checksum. The answer names the chunks that arrived damaged. Data that lies on a device travels
+through buffers of the host, chunk by chunk.
 """
 
 import logging
@@ -20,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica import plain
 from lightning_replica._compat.torch import as_bytes
+from lightning_replica.core import plain
+from lightning_replica.core.works import Work, track
 from lightning_replica.devices.host import transfer_buffer
 from lightning_replica.errors import RecoveryError, TransferError
-from lightning_replica.recovery.groups import ProcessGroups
-from lightning_replica.works import Work, track
+from lightning_replica.groups.world import ProcessGroups
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 * 2**20
 AHEAD = 3  # chunks under way at a time
 TRIES = 3  # how often a chunk is sent before its source is given up
-VERSION = 1  # of the messages
+VERSION = 1  # of the message format
 
 _Chunk = tuple[int, Tensor]
 
@@ -43,9 +44,9 @@ class Tag:
 
     Attributes:
         job: The run, as a number that no other run has.
-        generation: The generation whose plan sends it.
+        generation: The generation whose plan sends the message.
         step: The step that the plan brings all ranks to.
-        version: Of the format.
+        version: Version of the message format.
     """
 
     job: int
@@ -55,20 +56,21 @@ class Tag:
 
 
 class Channel:
-    """A one-way line between two ranks. Both ends make the same calls, in the same order.
+    """A one-way connection between two ranks. Both ends make matching calls, in the same order.
 
-    Messages are broadcasts in a group of two, not gloo's send and receive: those cannot be waited for in slices, and
-    one that meets a connection which is just being closed may never return.
+    Messages are broadcasts in a group of two. gloo's send and receive are not used: a rank cannot wait for them in
+    slices, and a call that meets a connection which is just being closed may never return.
 
     Args:
         source: The rank that sends.
         target: The rank that receives.
-        groups: Own the group of two while it lasts, so that it is aborted with all others.
+        groups: This rank's process groups. They own the group of two while it exists, so that it is aborted with all
+            others.
         wait: Waits for a collective; raises if the other end is gone or the world moves on.
-        tag: What all messages belong to.
+        tag: What all messages of this channel belong to.
 
     Attributes:
-        bytes_moved: So far, with headers and checksums.
+        bytes_moved: Bytes moved so far, with headers and checksums.
     """
 
     def __init__(self, source: int, target: int, groups: ProcessGroups, wait: Callable[[Work], None], tag: Tag) -> None:
@@ -81,21 +83,21 @@ class Channel:
 
     @property
     def seconds(self) -> float:
-        """Since the channel was opened."""
+        """Seconds since the channel was opened."""
         return time.monotonic() - self._began
 
     def __enter__(self) -> "Channel":
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        if failed is None:  # otherwise all groups are closed in a moment
+        if failed is None:  # otherwise all groups are about to be closed
             self._groups.remove(self._group)
 
     def send(self, tensor: Tensor) -> None:
-        """Sends a contiguous tensor.
+        """Send a contiguous tensor.
 
         Raises:
-            TransferError: If it does not arrive whole.
+            TransferError: If the tensor does not arrive whole.
         """
         flat = _flat(tensor)
         header = self._header(flat.numel())
@@ -111,15 +113,15 @@ class Channel:
             raise self._damaged(wanted)
 
     def receive(self, tensor: Tensor) -> None:
-        """Fills a contiguous tensor in place.
+        """Fill a contiguous tensor in place.
 
         Raises:
-            TransferError: If something else comes, or a chunk keeps arriving damaged.
+            TransferError: If another message arrives, or a chunk keeps arriving damaged.
         """
         self._receive(lambda length: _flat(tensor) if length == tensor.nbytes else None, tensor.nbytes)
 
     def send_plain(self, value: Any) -> None:
-        """Sends plain data, bytes and small tensors."""
+        """Send plain data, bytes and small tensors."""
         try:
             data = plain.pack(value)
         except plain.NotPlainError as error:
@@ -127,7 +129,7 @@ class Channel:
         self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def receive_plain(self) -> Any:
-        """Receives what `send_plain` sent."""
+        """Receive and return what `send_plain` sent."""
         return plain.unpack(as_bytes(self._receive(lambda length: torch.empty(length, dtype=torch.uint8))).tobytes())
 
     def _receive(self, place: Callable[[int], Tensor | None], expected: int | None = None) -> Tensor:
@@ -162,7 +164,7 @@ class Channel:
         return torch.tensor([*astuple(self._tag), self._messages, length])
 
     def _check(self, came: Tensor, expected: Tensor, place: Callable[[int], Tensor | None]) -> Tensor:
-        """Where the message goes, if it is the one that is due."""
+        """Return the memory for the message if it is the expected one; otherwise raise a `TransferError`."""
         names = [*(field.name for field in fields(Tag)), "message"]
         differences = [
             f"{name} {int(got)}, not {int(due)}"
@@ -177,7 +179,7 @@ class Channel:
         return flat
 
     def _under_way(self, chunks: Sequence[_Chunk], sending: bool) -> Iterator[_Chunk]:
-        """Moves ``chunks``, several at a time, and yields each, in the host's memory, when it can be looked at."""
+        """Move ``chunks``, several at a time, and yield each, in the host's memory, when it can be read."""
         works: deque[tuple[Work, _Chunk, Tensor]] = deque()
         for place, (number, data) in enumerate(chunks):
             held = self._held(place, data)
@@ -200,7 +202,7 @@ class Channel:
             yield number, held
 
     def _held(self, place: int, data: Tensor) -> Tensor:
-        """Where a chunk lies while it travels; `AHEAD` buffers are enough, as one is free before the next begins."""
+        """Return a chunk's memory while it travels. `AHEAD` buffers suffice: one is free before the next is needed."""
         if self._groups.device.is_host:
             return data
         if not self._buffers:

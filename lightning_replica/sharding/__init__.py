@@ -1,4 +1,5 @@
-"""What a rank owns: which part of the flat state, where it lies, how it is reduced, updated and gathered.
+"""The engine: what a rank owns, how it is reduced, updated and gathered. Other packages use `engine` only.
 
-Read bottom-up: layout, buffers, collectives, reducer, optimizer, state.
+Read the modules bottom-up: layout, buffers, collectives, reducer, optimizer, guard, state.
+May import `recovery.interface`, `groups` and below.
 """

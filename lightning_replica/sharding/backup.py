@@ -1,7 +1,7 @@
 """A copy of the shard, for batches that make more than one update.
 
-Under manual optimization a batch may step several times, and can only be done again from its start. So the first update
-of a batch window keeps a copy of the shard until the window is committed.
+Under manual optimization a batch may make several updates, but it can only be done again from its start. So the first
+update of a batch window keeps a copy of the shard until the window is committed.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from lightning_replica.sharding.optimizer import ShardedOptimizer
 
 
 class Backup:
-    """What an undo needs: the shard as it was, and the gradients that the window began with.
+    """Copies that undo a window: the shard and the gradients that the window began with.
 
     Args:
-        optimizers: The optimizers, before the window changes anything.
-        fence: Held while a copy is made.
+        optimizers: The optimizers, which the window has not changed yet.
+        fence: A context that is held while a copy is made.
 
     Attributes:
-        whole: Whether the shard's copy is complete.
+        whole: Whether the copy of the shard is complete.
     """
 
     def __init__(self, optimizers: Sequence[ShardedOptimizer], fence: AbstractContextManager[None]) -> None:
@@ -35,7 +35,7 @@ class Backup:
         self.whole = False
 
     def keep_gradients(self) -> None:
-        """Call before gradients change: the first time, copies gradients that the window found."""
+        """Copy the gradients that the window began with, on the first call. Call before gradients change."""
         if self._gradients_are_kept:
             return
         with self._fence:
@@ -45,7 +45,7 @@ class Backup:
         self._gradients_are_kept = True
 
     def keep_shard(self) -> None:
-        """Call before an update: copies the shard, the first time."""
+        """Copy the shard, on the first call. Call before an update."""
         if self.whole:
             return
         with self._fence:
@@ -56,7 +56,7 @@ class Backup:
         self.whole = True
 
     def restore(self) -> None:
-        """Puts everything back. Gradients that the window zeroed first need no copy: it will do so again."""
+        """Restore everything. Gradients that the window zeroed first have no copy: the window will zero them again."""
         if self.whole:
             for optimizer, values, (tensors, scalars) in zip(self._optimizers, self._values, self._states, strict=True):
                 for buffers, value in zip(optimizer.buffers, values, strict=True):
@@ -69,5 +69,5 @@ class Backup:
             if id(buffers) in self._grads:
                 buffers.grads.copy_(self._grads[id(buffers)])
             elif self._gradients_are_kept:
-                buffers.grads.zero_()  # room that no gradient fills is counted too, and may hold anything now
+                buffers.grads.zero_()  # the commit also counts elements without gradient, which may hold anything now
             buffers.show(present)

@@ -5,37 +5,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import same_bits
-from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Partition, Range, plan_layout
 from lightning_replica.sharding.shared import Block
 
 _MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_ALIGN_BYTES = 64  # what torch gives a tensor on CPU; see [Note: alignment] in layout.py
+_ALIGN_BYTES = 64  # the alignment that torch gives a tensor on CPU; see [Note: alignment] in layout.py
 
 
 class Buffers:
-    """Flat storage of those parameters of one optimizer that share a dtype.
+    """Flat storage of those parameters of one optimizer that share a dtype and a device.
 
-    Every parameter's ``.data`` becomes a view into ``params``; a gradient, once there is one, a view into ``grads``.
-    Values and memory format are kept. The shard's own values live in ``main``, apart from ``params``: a gather may
-    fail half-way and overwrite any part of ``params``, and user code may write there; neither touches ``main``.
+    Every parameter's ``.data`` becomes a view into ``params``; a gradient, once it exists, a view into ``grads``.
+    Values and memory format are kept. The shard's own values are in ``main``, apart from ``params``: a gather may
+    fail half-way and overwrite any part of ``params``, and user code may write there; neither changes ``main``.
 
     Args:
         grid: The table of ranks.
         rank: This rank.
-        parameters: What to store, of one dtype and device, in registration order.
-        order: Position of each parameter among all that the module has; decides who is reduced first.
+        parameters: The parameters to store, of one dtype and device, in registration order.
+        order: Position of each parameter among all parameters of the module; decides which is reduced first.
         bucket_bytes: Size at which a bucket is closed.
         partition: How buckets are cut.
-        shared: Whether other ranks of this machine shall be able to map the memory of ``block``.
+        shared: Whether other ranks of this machine must be able to map the memory of ``block``.
 
     Attributes:
-        params: (world_numel,) parameter dtype. What forward reads.
-        grads: (world_numel,) parameter dtype. What backward accumulates into; after a reduction, the averaged
-            gradient in the pieces of the own shard, and after `Reducer.gather_gradients` everywhere.
-        main: (local_numel,) parameter dtype, 32 bits where that has 16. The shard's values, which the optimizer
-            updates.
+        params: (world_numel,) in the parameters' dtype. Forward reads these values.
+        grads: (world_numel,) in the parameters' dtype. Backward accumulates here. After a reduction, the pieces of the
+            own shard hold the averaged gradient, and after `Reducer.gather_gradients` all pieces do.
+        main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
+            optimizer updates.
         block: The memory of ``grads`` and ``main``, which ranks of the same machine may read.
         used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
@@ -76,12 +76,12 @@ class Buffers:
 
     # Gradients
 
-    @torch.no_grad()  # under `backward(create_graph=True)`, gradients have a graph of their own: the buffer must not
+    @torch.no_grad()  # under `backward(create_graph=True)` gradients have a graph; the buffer must not have one
     def attach(self, index: int) -> None:
-        """Moves a parameter's gradient into ``grads``, if it is not there yet.
+        """Move a parameter's gradient into ``grads``, if it is not there yet.
 
-        ``None`` is what ``zero_grad`` leaves, so that the first gradient is written and not added. Users get an alias
-        of the view: ``parameter.grad.data = x`` would otherwise turn the view itself away from ``grads``.
+        ``zero_grad`` leaves ``None``, so that the first gradient is written and not added. Users get an alias of the
+        view: otherwise ``parameter.grad.data = x`` would make the view itself point to other memory than ``grads``.
         """
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is None:
@@ -92,7 +92,7 @@ class Buffers:
             parameter.grad = view.detach()
 
     def complete(self, bucket: Bucket) -> None:
-        """Makes all of a bucket's gradients ready to be sent; a gradient that is missing counts as zero."""
+        """Make all of a bucket's gradients ready to be sent; a missing gradient counts as zero."""
         for index in bucket.parameters:
             if self.parameters[index].grad is None:
                 self._grad_views[index].zero_()
@@ -100,27 +100,27 @@ class Buffers:
                 self.attach(index)
 
     def present(self) -> list[bool]:
-        """For every parameter, whether it has a gradient on this rank."""
+        """Return for every parameter whether it has a gradient on this rank."""
         return [parameter.grad is not None for parameter in self.parameters]
 
     def show(self, used: Sequence[bool]) -> None:
-        """Gives every parameter that ``used`` names its view as gradient, the others None."""
+        """Give every parameter that ``used`` marks its view as gradient, and the others None."""
         for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
             parameter.grad = view.detach() if there else None
 
     def drop_gradients(self) -> None:
-        """Leaves every parameter without gradient."""
+        """Remove the gradient of every parameter."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def own_gradients(self) -> list[Tensor]:
-        """The averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""
+        """Return the averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""
         return [_part(self.grads, bucket.pieces[self.rank]) for bucket in self.layout.buckets]
 
     # Values
 
     def reclaim(self) -> None:
-        """Moves weights that user code gave memory of their own (``p.data = x``) back into ``params``."""
+        """Move weights that user code has moved to other memory (``p.data = x``) back into ``params``."""
         for parameter, gradient, where in zip(self.parameters, self._grad_views, self.layout.world, strict=True):
             view = self.params.as_strided(gradient.shape, gradient.stride(), where.start)
             if parameter.data_ptr() != view.data_ptr():
@@ -128,7 +128,7 @@ class Buffers:
                 parameter.data = view
 
     def main_from_params(self) -> None:
-        """Takes the shard's values from the parameters, where they differ: 32 bits stay if 16 of them agree."""
+        """Take the shard's values from the parameters, but keep 32-bit values that round to the 16-bit parameters."""
         for world, local in self._shard_ranges():
             main, params = _part(self.main, local), _part(self.params, world)
             if main.dtype == params.dtype:
@@ -137,42 +137,42 @@ class Buffers:
                 torch.where(params == main.to(params.dtype), main, params.to(main.dtype), out=main)
 
     def is_params(self) -> bool:
-        """Whether the shard's values are what the parameters say: false if user code has written to them."""
+        """Return whether the parameters hold the shard's values; False if user code has written to them."""
         return all(
             same_bits(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
             for world, local in self._shard_ranges()
         )
 
     def params_from_main(self) -> None:
-        """Puts the shard's values into the parameters, before they are gathered."""
+        """Copy the shard's values into the parameters, before they are gathered."""
         for world, local in self._shard_ranges():
             _part(self.params, world).copy_(_part(self.main, local))
 
     def piece_of(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
-        """A piece in a flat tensor laid out as ``main`` is; whole parameters keep their shape."""
+        """Return a piece of a flat tensor laid out as ``main`` is; whole parameters keep their shape."""
         return self._shape(piece, flat, piece.local)
 
     def world_piece(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
-        """A piece in a flat tensor laid out as ``params`` is; whole parameters keep their shape."""
+        """Return a piece of a flat tensor laid out as ``params`` is; whole parameters keep their shape."""
         return self._shape(piece, flat, piece.world)
 
     def gradient_of(self, piece: ParameterPiece) -> Tensor:
-        """The averaged gradient of a piece, in the dtype of ``main``: a view where that is the parameters' dtype."""
+        """Return the averaged gradient of a piece, in the dtype of ``main``; a view if parameters have that dtype."""
         return self.world_piece(piece, self.grads).to(self.main.dtype)
 
     def split(self, piece: ParameterPiece, whole: Tensor) -> Tensor:
-        """The part of ``whole``, a tensor in the shape of the piece's parameter, that belongs to the piece."""
+        """Return the part of ``whole``, a tensor in the shape of the piece's parameter, that belongs to the piece."""
         parameter = self.parameters[piece.parameter]
         flat = torch.empty(parameter.numel(), dtype=whole.dtype, device=parameter.device)
         _view_like(parameter, flat, Range(0, flat.numel())).copy_(whole)
         return self._shape(piece, flat, piece.param).clone()
 
     def whole(self, index: int, flat: Tensor) -> Tensor:
-        """Parameter ``index`` in a flat tensor laid out as ``params`` is."""
+        """Return parameter ``index`` in a flat tensor laid out as ``params`` is."""
         return _view_like(self.parameters[index], flat, self.layout.world[index])
 
     def release(self) -> None:
-        """Gives every parameter memory of its own again."""
+        """Give every parameter memory of its own again."""
         for parameter in self.parameters:
             parameter.grad = None
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
@@ -192,7 +192,7 @@ def _part(flat: Tensor, where: Range) -> Tensor:
 
 
 def _view_like(parameter: Tensor, flat: Tensor, where: Range) -> Tensor:
-    """A view into ``flat`` with the parameter's shape, and with its strides if its elements leave no holes."""
+    """Return a view into ``flat`` with the parameter's shape, and with its strides if its elements leave no holes."""
     if _is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + where.start)
     return _part(flat, where).view(parameter.shape)

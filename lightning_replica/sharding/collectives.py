@@ -1,86 +1,32 @@
-"""The collectives that a step is made of.
+"""The collectives of a step.
 
-Which primitive serves which backend is chosen here and nowhere else. On gloo (benchmarks/step_time.py shows the
-whole step): all_to_all_single for the exchange of pieces and in-place broadcasts for everything that is given to
-others come within noise of hand-made isend / irecv, and unlike those they can be waited for in slices: an expired
-wait on a gloo point-to-point work closes every connection of the group, an expired wait on a collective leaves
-it valid (tests/sharding/test_collectives.py).
+The primitive for each backend is chosen here and nowhere else. On gloo (benchmarks/step_time.py measures the whole
+step), ranks exchange pieces with all_to_all_single, and give pieces to others with in-place broadcasts. Both are as
+fast as hand-made isend / irecv, within noise. Unlike those, they can be waited for in slices: an expired wait on a gloo
+point-to-point work closes every connection of the group, an expired wait on a collective leaves it valid
+(tests/sharding/test_collectives.py).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica.errors import CollectiveError
-from lightning_replica.grid import Grid
+from lightning_replica.core.works import Check, Ordered, Work, track, wait
+from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.layout import Bucket
-from lightning_replica.works import Check, Ordered, Work, track, wait
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of one rank in one generation.
-
-    Reductions have a group of their own beside the default one, so that what a LightningModule sends on the
-    default group during backward can never fall between two buckets.
-
-    Attributes:
-        grid: The table of ranks.
-        rank: This rank.
-        world: All N ranks; carries reductions and the commit.
-        replica: The S ranks of this replica; carries the parameter gather.
-        peers: The R holders of this rank's shard; carries reduced pieces and mirrors.
-        on_host: Whether gradients and parameters lie in the host's memory. Otherwise collectives on them are put in
-            order on the device (`works.Ordered`); those that are the host's own are waited for all the same.
-    """
-
-    grid: Grid
-    rank: int
-    world: dist.ProcessGroup
-    replica: dist.ProcessGroup
-    peers: dist.ProcessGroup
-    on_host: bool = True
-
-    @property
-    def shard(self) -> int:
-        """This rank's shard."""
-        return self.grid.shard_of(self.rank)
-
-    @property
-    def replica_index(self) -> int:
-        """This rank's replica."""
-        return self.grid.replica_of(self.rank)
-
-    def all(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every group."""
-        return (self.world, self.replica, self.peers)
-
-
-def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True) -> Groups:
-    """Makes the groups inside the initialised default group. Collective: every rank calls it."""
-
-    def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        if group is None or isinstance(group, int):
-            raise CollectiveError(f"rank {rank} is not in the process group of {ranks=}")
-        found: dist.ProcessGroup = group
-        return found
-
-    everyone = dist.new_group(list(range(grid.world_size)), timeout=timeout)
-    return Groups(grid, rank, everyone, new(grid.replica_ranks(rank)), new(grid.peers(rank)), on_host)
 
 
 def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> Work:
-    """Sends every rank its piece of this rank's bucket; afterwards row j of ``received`` is rank j's part of ours.
+    """Begin to send every rank its piece of this rank's bucket.
+
+    When the work has ended, row j of ``received`` holds rank j's gradients for this rank's piece.
 
     Args:
         bucket: The bucket.
         grads: (world_numel,) gradients.
-        received: (N * piece_numel,) gets this rank's piece from everyone, in order of rank.
+        received: (N * piece_numel,) receives this rank's piece from every rank, in order of rank.
         groups: The process groups.
     """
     part = grads[bucket.world.start : bucket.world.stop]
@@ -92,7 +38,10 @@ def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) ->
 
 
 def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) -> None:
-    """Averages the rows of ``received`` into this rank's piece of ``grads``; added up in order of rank, in 32 bits."""
+    """Average the rows of ``received`` into this rank's piece of ``grads``.
+
+    Rows are added up in order of rank, in 32 bits if they have 16.
+    """
     piece = bucket.pieces[groups.rank]
     own = grads[piece.start : piece.stop]
     rows = received[: groups.grid.world_size * piece.numel].view(groups.grid.world_size, piece.numel)
@@ -104,12 +53,12 @@ def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) 
 
 
 def share_with_peers(bucket: Bucket, grads: Tensor, groups: Groups) -> list[Work]:
-    """Gives this rank's averaged piece to its peers and gets theirs, in place."""
+    """Begin to send this rank's averaged piece to its peers and to receive theirs, in place."""
     return _broadcast_pieces(bucket, grads, groups.grid.peers(groups.rank), lambda rank: rank, groups.peers, groups)
 
 
 def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
-    """Fills the bucket's part of ``flat`` from the shards of this replica, in place.
+    """Begin to fill the bucket's part of ``flat`` from the shards of this replica, in place.
 
     Args:
         bucket: The bucket.
@@ -128,20 +77,8 @@ def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
 
 
 def all_reduce(vector: Tensor, groups: Groups, check: Check) -> None:
-    """Adds up ``vector`` over the world, in place; every rank gets the same bits."""
+    """Add up ``vector`` over the world, in place; every rank gets the same bits."""
     wait(dist.all_reduce(vector, group=groups.world, async_op=True), check)
-
-
-def all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:
-    """Every rank's payload, by rank of the group. Collective over ``group``."""
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    wait(dist.all_gather(sizes, torch.tensor([len(payload)]), group=group, async_op=True), check)
-    longest = max(int(size) for size in sizes)
-    message = torch.zeros(longest, dtype=torch.uint8)
-    message[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = [torch.empty_like(message) for _ in sizes]
-    wait(dist.all_gather(rows, message, group=group, async_op=True), check)
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _broadcast_pieces(
@@ -164,5 +101,5 @@ def _broadcast_pieces(
 
 
 def _begun(work: "dist.Work | None", groups: Groups) -> Work:
-    """A collective on gradients or parameters."""
+    """Track a collective on gradients or parameters that has begun."""
     return track(work) if groups.on_host or work is None else Ordered(work)

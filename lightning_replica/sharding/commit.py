@@ -1,4 +1,4 @@
-"""What ranks agree on in a step, and how far one of them is in it."""
+"""What ranks agree on in a step, and how far a rank has come in the step."""
 
 import enum
 import math
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class StepPhase(enum.Enum):
-    """How far this rank is in step t -> t+1. Each phase leads to the next; a fault leads to IDLE."""
+    """How far this rank is in step t -> t+1. Each phase leads to the next; recovery leads back to IDLE."""
 
-    IDLE = enum.auto()  # nothing that lasts has changed
+    IDLE = enum.auto()  # nothing durable has changed
     ENTERED = enum.auto()  # the shard's gradient is complete, the commit has begun
     COMMITTED = enum.auto()  # the commit vector is known: the step can no longer be undone
-    UPDATING = enum.auto()  # the shard is changing: torn, if a fault comes now
+    UPDATING = enum.auto()  # the shard is changing: a fault leaves it torn
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Commit:
     """What the world agreed on in the commit of one step.
 
     Attributes:
-        grad_norm_sq: Squared 2-norm of the averaged gradient of all parameters, each element counted once; still
-            multiplied by the loss scale.
-        non_finite: Ranks whose gradient holds an infinity or a NaN. Counted only under a loss scaler.
-        stop: Ranks that were asked to stop (SIGTERM).
-        save: Ranks that were asked to save (SIGUSR2).
-        used: Which parameters any rank has a gradient for, as `usage.pack` packs it.
+        grad_norm_sq: Squared 2-norm of the averaged gradient of all parameters, each element counted once. The
+            gradient is still multiplied by the loss scale.
+        non_finite: Number of ranks whose gradient holds an infinity or a NaN. Counted only under a loss scaler.
+        stop: Number of ranks that were asked to stop (SIGTERM).
+        save: Number of ranks that were asked to save (SIGUSR2).
+        used: Which parameters have a gradient on any rank, as the sum of what `usage.pack` returns on each rank.
     """
 
     grad_norm_sq: float
@@ -39,18 +39,18 @@ class Commit:
 
     @property
     def vector(self) -> tuple[float, ...]:
-        """The plain numbers, as they travel."""
+        """The plain numbers, as they are sent."""
         return (self.grad_norm_sq, self.non_finite, self.stop, self.save, *self.used)
 
     @classmethod
     def of(cls, vector: Sequence[float]) -> "Commit":
-        """The inverse of `vector`."""
+        """Return the commit whose `vector` has these numbers."""
         return cls(vector[0], vector[1], vector[2], vector[3], tuple(vector[4:]))
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the update shall do to the gradient first.
+    """How the gradient is scaled and clipped before the update.
 
     Attributes:
         scale: Loss scale to divide by; None if the loss is not scaled.
@@ -63,10 +63,10 @@ class Request:
     clip_value: float | None = None
 
     def prepare(self, gradients: Sequence[Tensor], grad_norm_sq: float) -> None:
-        """Scales and clips in place, as ``GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_`` do.
+        """Scale and clip in place, as ``GradScaler.unscale_`` and ``torch.nn.utils.clip_grad_norm_`` do.
 
         Args:
-            gradients: What the update is made of.
+            gradients: The gradients that the update uses.
             grad_norm_sq: See `Commit`.
         """
         inverse = 1.0 / (self.scale or 1.0)
@@ -83,19 +83,19 @@ class Request:
 
 
 def clip_coefficient(limit: float, norm: float) -> float:
-    """What ``torch.nn.utils.clip_grad_norm_`` multiplies a gradient of 2-norm ``norm`` by."""
+    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies a gradient of 2-norm ``norm``."""
     return min(1.0, limit / (norm + 1e-6))
 
 
 def part_of_commit(own: Sequence[Tensor], request: Request, used: tuple[float, ...], stop: bool, save: bool) -> Commit:
-    """What one rank adds.
+    """Return what one rank contributes to the commit.
 
     Args:
-        own: Its pieces of the averaged gradient.
-        request: What the update does to the gradient.
+        own: The rank's own pieces of the averaged gradient.
+        request: How the gradient is scaled and clipped before the update.
         used: See `Commit`.
-        stop: Whether it was asked to stop.
-        save: Whether it was asked to save.
+        stop: Whether the rank was asked to stop.
+        save: Whether the rank was asked to save.
     """
     norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
     non_finite = request.scale is not None and not all(bool(torch.isfinite(part).all()) for part in own)

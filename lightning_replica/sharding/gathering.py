@@ -1,23 +1,23 @@
-"""The parameter gather: every rank gets all parameters from the shards of its replica."""
+"""The parameter gather: every rank receives all parameters from the shards of its replica."""
 
 from collections.abc import Sequence
 
-from lightning_replica.points import reach
+from lightning_replica.core.points import reach
+from lightning_replica.core.works import Check, wait
+from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.shared import SharedMemory
-from lightning_replica.works import Check, wait
 
 
 def gather_parameters(active: Sequence[Buffers], groups: Groups, check: Check, memory: SharedMemory | None) -> None:
-    """Fills ``params`` of every buffer from ``main`` of all shards. Collective.
+    """Fill ``params`` of every buffer from ``main`` of all shards. Collective.
 
     Args:
         active: The buffers.
         groups: The process groups.
         check: Raises when waiting has become pointless.
-        memory: Set where all ranks can read each other's memory.
+        memory: The shared memory, if all ranks can read each other's memory.
     """
     if memory is not None:
         _read(active, memory)

@@ -1,66 +1,62 @@
-"""Finds bits of the shard that changed although nobody changed them.
+"""Detection of bits of the shard that changed although no code changed them.
 
 [Note: wrong bits]
-A rank remembers a digest of its shard after every update and takes it again twice before the next: at the commit, where
-it travels to the peers with the mirrored state, and right before the update changes anything. So what happens to
-the memory of a rank names that rank, whatever its peers say; what an update computed wrongly is told by the peers'
-digests, which must be equal, as they are made from the same bits.
+A rank takes a digest of its shard after every update, and again twice before the next update: at the commit, where the
+digest is sent to the peers with the mirrored state, and right before the update changes anything. So if the memory of
+a rank changes, that rank finds it by itself, whatever its peers say. If an update computes wrong bits, the peers'
+digests differ; they must be equal, because they are made from the same bits.
 
-What changes the shard lawfully is no reason for an alarm: torch counts writes (`data_version`), and what was written to
-since, or replaced, counts as new. Writes that torch does not count (``tensor.data``, numpy) happen in the user's hooks,
-on all peers alike; they are in agreement at the commit (`digests.suspects`), and from then on this rank no longer
-takes a change in hooks for a fault. Between the commit's digest and the update there is no code of the user's.
+Lawful changes of the shard raise no alarm: torch counts writes (`data_version`), and a tensor that was written to or
+replaced since then counts as new. Writes that torch does not count (``tensor.data``, numpy) happen in the user's hooks,
+on all peers alike. The peers then agree at the commit (`digests.suspects`), and from then on this rank no longer takes
+a change in hooks for a fault. No user code runs between the commit's digest and the update.
 
 [Note: the digest]
-The sum of all 64-bit words modulo 2^64: a single flipped bit always changes it, and on a CPU it runs at the speed of
-the memory, ten times as fast as a CRC-32 (37 against 3 GB/s). Tensors are read in logical order, for a tensor that was
-received may have other strides than the one that was sent. One number for each tensor, so that the report can say
-which; folded into one by an odd factor, which loses no change of a single one.
+The digest is the sum of all 64-bit words modulo 2^64: a single flipped bit always changes it, and on a CPU it runs at
+the speed of the memory, ten times as fast as a CRC-32 (37 against 3 GB/s). Tensors are read in logical order, because a
+received tensor may have other strides than the one that was sent. Each tensor has a number of its own, so that the
+report can name the tensor. An odd factor folds the numbers into one; no change of a single number is lost in this.
 
-"sampled" reads one of `PARTS` equal ranges of all words, another one each step. The step number says which, so that
-peers always read the same.
+"sampled" reads one of `PARTS` equal ranges of all words, another one in each step. The step number decides which, so
+that peers always read the same.
 """
 
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_replica._compat.torch import write_count
-from lightning_replica.digests import Digest, GuardMode, all_changed_alike, suspects
+from lightning_replica.core.digests import Digest, GuardMode, all_changed_alike, suspects
 from lightning_replica.errors import CorruptedShardError
-from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
+from lightning_replica.sharding.listing import Listing, Listings, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
-
-if TYPE_CHECKING:
-    from lightning_replica.sharding.state import ShardedState
 
 log = logging.getLogger(__name__)
 
 
 PARTS = 64
-"""Steps after which "sampled" has read everything."""
+"""The number of steps after which "sampled" has read everything."""
 
 _WORD = 8
-_CHUNK_WORDS = 2**17  # of a tensor that must be copied to be read in logical order
+_CHUNK_WORDS = 2**17  # read at a time from a tensor that must be copied to be read in logical order
 _FACTOR = 0x9E3779B97F4A7C15  # any odd number
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Region:
-    """Some words of one tensor of the shard.
+    """A range of words in one tensor of the shard.
 
     Attributes:
         name: "main", or the kind of optimizer state ("exp_avg").
-        tensor: The tensor; it may be gone by now.
-        writes: How often it had been written to.
+        tensor: Reference to the tensor, which may be gone by now.
+        writes: How often the tensor had been written to when the region was listed.
         start: The first word.
-        stop: One past the last.
+        stop: One past the last word.
     """
 
     name: str
@@ -70,25 +66,25 @@ class Region:
     stop: int
 
     def untouched(self) -> bool:
-        """Whether the tensor is still there and torch knows of no write to it since."""
+        """Return whether the tensor still exists and torch has counted no write to it since."""
         tensor = self.tensor()
         return tensor is not None and write_count(tensor) == self.writes
 
     def digest(self) -> int:
-        """Of the words, as they are now."""
+        """Return the digest of the words as they are now; 0 if the tensor is gone."""
         tensor = self.tensor()
         return 0 if tensor is None else digest(tensor, self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Digests that were taken, and of what.
+    """Digests that were taken, and the regions that they were taken of.
 
     Attributes:
-        step: Of the shard.
-        words: In the whole shard.
-        regions: What was read.
-        values: Digest of every region.
+        step: The step of the shard.
+        words: Number of words in the whole shard.
+        regions: The regions that were read.
+        values: The digest of every region.
     """
 
     step: int
@@ -98,26 +94,26 @@ class _Memory:
 
     @classmethod
     def of(cls, step: int, words: int, regions: Iterable[Region]) -> "_Memory":
-        """Reads ``regions``."""
+        """Take the digests of ``regions``."""
         regions = tuple(regions)
         return cls(step, words, regions, tuple(region.digest() for region in regions))
 
     @property
     def names(self) -> str:
-        """What was read."""
+        """The names of what was read."""
         return ", ".join(dict.fromkeys(region.name for region in self.regions))
 
     def untouched(self) -> bool:
-        """Whether torch knows of no write since."""
+        """Return whether torch has counted no write to the regions since."""
         return all(region.untouched() for region in self.regions)
 
     def again(self) -> "_Memory":
-        """The same, as it is now."""
+        """Take the digests of the same regions again."""
         return self.of(self.step, self.words, self.regions)
 
 
 class Guard:
-    """Watches over the shard of one rank. See [Note: wrong bits].
+    """Checks the shard of one rank for wrong bits. See [Note: wrong bits].
 
     Args:
         mode: "full" reads the whole shard, "sampled" a part of it that changes with the step, "off" nothing.
@@ -136,35 +132,35 @@ class Guard:
 
     @property
     def found(self) -> str:
-        """What is wrong with this rank's shard; empty if nothing is known to be.
+        """What is wrong with this rank's shard; empty if nothing is known to be wrong.
 
-        A change at rest that the peers have not judged yet counts: if a fault comes first, it may be because of it.
+        A change at rest counts even before it is compared with the peers: it may be the cause of a fault.
         """
         if self._changed and not self._found and self._memory is not None:
             return self._text(self._memory.step, _at_rest(self._changed))
         return self._found
 
     def renew(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """The shard has just been updated: from now on its bits shall not change."""
+        """Take the digest of a shard that was just updated. From now on its bits must not change."""
         self._memory = self._read(step, optimizers)
 
     def reset(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """The shard has come from a peer: whatever was wrong with it is over."""
+        """Take the digest of a shard that came from a peer, and clear what was wrong before."""
         self.renew(step, optimizers)
         self._changed, self._found = (), ""
 
     def keep(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """Takes what was lawfully written to the shard since for what it is now."""
+        """Take the digest again if the shard was lawfully written to, or has reached another step."""
         if self._memory is None or self._memory.step != step:
             self.renew(step, optimizers)
         elif not self._memory.untouched():
             self.look(step, optimizers)
 
     def look(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> Digest | None:
-        """Takes the digest again, after hooks of the user's.
+        """Take the digest again, after the user's hooks.
 
         Returns:
-            What to tell the peers; None if nothing is watched.
+            The digest to send to the peers; None if nothing is checked.
         """
         before, now = self._memory, self._read(step, optimizers)
         if now is None:
@@ -175,10 +171,10 @@ class Guard:
         return Digest(now.words, _fold(now.values), bool(self._changed))
 
     def hear(self, step: int, digests: Mapping[int, Digest]) -> None:
-        """Compares what all peers have told, this rank among them.
+        """Compare the digests of all peers, this rank's own included.
 
         Raises:
-            CorruptedShardError: If this rank's shard is wrong, or nobody can tell whose is.
+            CorruptedShardError: If this rank's shard is wrong, or the digests do not show whose is.
         """
         wrong = suspects(digests)
         if self._rank in wrong:
@@ -189,13 +185,13 @@ class Guard:
         self._changed = ()
 
     def check(self, after_hooks: bool = False) -> None:
-        """Takes the digest again, where this rank has to decide on its own.
+        """Take the digest again, where this rank decides without its peers.
 
         Args:
-            after_hooks: Whether code of the user's may have run since the last digest.
+            after_hooks: Whether user code may have run since the last digest.
 
         Raises:
-            CorruptedShardError: If it is another one.
+            CorruptedShardError: If the digest has changed.
         """
         before = self._memory
         if before is None or (after_hooks and self._excused):
@@ -224,7 +220,7 @@ class Guard:
         return f"Shard {self._shard} of rank {self._rank} is corrupted at step {step}: {how}"
 
     def _read(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> _Memory | None:
-        """Digests of the part of the shard whose turn it is."""
+        """Take the digests of the part of the shard that is due at ``step``."""
         if not self._parts:
             return None
         listing = self._listings.of(optimizers)
@@ -233,7 +229,7 @@ class Guard:
 
 
 def regions(listing: Listing, start: int, stop: int) -> list[Region]:
-    """The words ``start`` to ``stop`` of all tensors in a row."""
+    """Return the regions that hold the words ``start`` to ``stop`` of all tensors in a row."""
     return [
         Region(name, weakref.ref(tensor), write_count(tensor), low, high)
         for name, tensor, low, high in listing.parts(start, stop)
@@ -242,12 +238,14 @@ def regions(listing: Listing, start: int, stop: int) -> list[Region]:
 
 @torch.no_grad()
 def digest(tensor: Tensor, start: int, stop: int) -> int:
-    """The sum of some of a tensor's words in logical order, modulo 2^64; missing bytes of the last one are zero.
+    """Return the sum, modulo 2^64, of some of a tensor's words in logical order.
+
+    Missing bytes of the last word count as zero.
 
     Args:
         tensor: Any strided tensor.
         start: The first word.
-        stop: One past the last.
+        stop: One past the last word.
     """
     if tensor.is_contiguous():
         return _sum(tensor.view(-1), start, stop) & _MASK
@@ -268,7 +266,7 @@ def _sum(flat: Tensor, start: int, stop: int) -> int:
     total = 0
     if start < whole:
         words = data[start * _WORD : whole * _WORD]
-        if words.storage_offset() % _WORD:  # a view into the middle of some word
+        if words.storage_offset() % _WORD:  # the view begins in the middle of a word
             words = words.clone()
         total = int(words.view(torch.int64).sum())
     if stop > max(start, whole):
@@ -282,7 +280,7 @@ def _at_rest(changed: Sequence[str]) -> str:
 
 
 def _differences(before: _Memory, now: _Memory) -> tuple[str, ...]:
-    """What has changed although torch knows of no write in between; what was written to lawfully is left out."""
+    """Return what has changed although torch has counted no write in between; lawful writes are left out."""
     fresh = {(id(r.tensor()), r.start, r.stop): value for r, value in zip(now.regions, now.values, strict=True)}
     found = []
     for region, old in zip(before.regions, before.values, strict=True):
@@ -299,32 +297,3 @@ def _fold(values: Sequence[int]) -> int:
     for value in values:
         folded = (folded * _FACTOR + value) & _MASK
     return folded - 2**64 if folded >= 2**63 else folded
-
-
-def flip_bit(state: "ShardedState", seed: int) -> str:
-    """Flips one bit somewhere in a shard, behind torch's back, as a cosmic ray would. For tests of recovery.
-
-    Args:
-        state: Whose shard; not empty.
-        seed: Says which bit.
-
-    Returns:
-        What was done.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [(name, tensor) for name, tensor in shard_tensors(state.optimizers) if tensor.numel()]
-    name, tensor = tensors[int(torch.randint(len(tensors), (), generator=generator))]
-    index = int(torch.randint(tensor.numel(), (), generator=generator))
-    bit = int(torch.randint(8 * tensor.element_size(), (), generator=generator))
-    element = tensor.data.as_strided((1,), (1,), _offset(tensor, index))
-    element.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-    return f"bit {bit} of element {index} of {name}"
-
-
-def _offset(tensor: Tensor, index: int) -> int:
-    """Where element ``index`` in logical order lies in the storage."""
-    offset = int(tensor.storage_offset())
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        index, place = divmod(index, size)
-        offset += place * stride
-    return offset

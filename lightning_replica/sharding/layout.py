@@ -1,29 +1,29 @@
-"""Where every element of every parameter lies, and who owns it. Pure: integers in, integers out.
+"""Where every element of every parameter lies, and which rank owns it. Pure functions of integers.
 
 [Note: pieces]
 Parameters are laid one after the other into a flat *world* buffer, last registered first (the order in which
-backward finishes their gradients), and the buffer is cut into buckets. A bucket is padded so that it falls into N
-aligned *pieces*, one a rank, in the order of ranks. A piece is summed by its rank alone, so the order of
-summation depends on neither R nor S, and the peers of a shard have the same bits by construction, not by luck.
-A shard is the pieces of its R peers. Its *local* buffer holds them bucket by bucket, in order of replica:
+backward finishes their gradients), and the buffer is cut into buckets. A bucket is padded so that it divides into N
+aligned *pieces*, one per rank, in the order of ranks. Only the rank of a piece sums it, so the order of summation
+depends on neither R nor S, and the peers of a shard have the same bits by construction.
+A shard consists of the pieces of its R peers. Its *local* buffer holds them bucket by bucket, in order of replica:
 
     bucket 0 of the world buffer, N=4, R=2, S=2         local buffer of shard 0        of shard 1
     | piece 0 | piece 1 | piece 2 | piece 3 |           | piece 0 | piece 2 | ...      | piece 1 | piece 3 | ...
        shard 0   shard 1   shard 0   shard 1
        replica 0           replica 1
 
-For one replica index the S pieces of all shards are neighbours, so a gather is R all-gathers over contiguous
+For one replica index the S pieces of all shards are adjacent, so a gather is R all-gathers over contiguous
 memory, and a reduce-scatter over all N ranks needs no copy either.
 
 [Note: partitions]
 "element" cuts a bucket into N equal pieces, wherever the cuts fall. "parameter" gives every parameter whole to one
-rank, balanced by size over all buckets; within a bucket parameters then lie in order of their owners, and pieces have
-as many elements as that takes, possibly none.
+rank, balanced by size over all buckets. Within a bucket, parameters then lie in order of their owners, and a piece has
+as many elements as its parameters need, possibly none.
 
 [Note: alignment]
 A parameter begins at a multiple of 64 bytes, as in memory of its own. Matrix products of BLAS libraries sum in another
-order where their operands are not aligned, so a packed buffer would end an ulp off DDP, in some steps, with some
-shapes (tests/data/test_as_ddp.py); and on GPUs, unaligned weights are kept from the fastest kernels.
+order where their operands are not aligned. So with a packed buffer, some steps with some shapes would end an ulp off
+DDP (tests/state/data/test_as_ddp.py). On GPUs, the fastest kernels do not take unaligned weights.
 """
 
 import heapq
@@ -32,15 +32,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
+from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.grid import Grid
 
 Partition: TypeAlias = Literal["element", "parameter"]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Elements ``start`` up to, not including, ``stop`` of a flat buffer."""
+    """The elements from ``start`` up to, but not including, ``stop`` of a flat buffer."""
 
     start: int
     stop: int
@@ -51,23 +51,23 @@ class Range:
         return self.stop - self.start
 
     def shift(self, offset: int) -> "Range":
-        """The same range, ``offset`` elements further on."""
+        """Return the same range, ``offset`` elements further on."""
         return Range(self.start + offset, self.stop + offset)
 
     def overlap(self, other: "Range") -> "Range":
-        """The elements in both; empty (``numel == 0``) if there are none."""
+        """Return the elements in both ranges; an empty range (``numel == 0``) if there are none."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of parameters that is reduced and gathered as one.
+    """A run of parameters that are reduced and gathered together.
 
     Attributes:
         index: Position among the buckets of its layout.
-        pieces: World range of each rank's piece, in order of rank, padding included; together, the bucket.
-        locals: Where each rank's piece lies in the local buffer of its shard.
+        pieces: World range of each rank's piece, in order of rank, padding included; together they are the bucket.
+        locals: Range of each rank's piece in the local buffer of its shard.
         parameters: Indices of the parameters inside, in order of their world range.
     """
 
@@ -96,7 +96,7 @@ class ParameterPiece:
         world: Range in the world buffer.
         local: Range in the shard's local buffer.
         param: Range in the flattened parameter itself.
-        rank: Whose piece it lies in. Over all ranks, every element of every parameter lies in one piece.
+        rank: The rank whose piece it lies in. Over all ranks, every element of every parameter lies in one piece.
     """
 
     parameter: int
@@ -113,7 +113,7 @@ class Layout:
     Attributes:
         grid: The table of ranks.
         world: World range of every parameter, in registration order.
-        buckets: In launch order; they tile the world buffer.
+        buckets: The buckets in launch order; they tile the world buffer.
         world_numel: Elements of the world buffer, padding included.
         local_numels: Elements of each shard's local buffer.
     """
@@ -125,7 +125,7 @@ class Layout:
     local_numels: tuple[int, ...]
 
     def pieces(self, shard: int) -> tuple[ParameterPiece, ...]:
-        """Every part of every parameter that ``shard`` owns, in order of the local buffer. No padding."""
+        """Return every part of every parameter that ``shard`` owns, in order of the local buffer, without padding."""
         found = []
         for bucket in self.buckets:
             for rank in self.grid.peers(shard):
@@ -142,9 +142,9 @@ class Layout:
 def plan_layout(
     grid: Grid, numels: Sequence[int], bucket_numel: int, partition: Partition = "element", align: int = 16
 ) -> Layout:
-    """Lays out parameters of ``numels`` elements, given in registration order.
+    """Lay out parameters of ``numels`` elements, given in registration order.
 
-    A parameter is never cut by a bucket's end: a bucket closes once it holds ``bucket_numel`` elements or more.
+    The end of a bucket never cuts a parameter: a bucket closes once it holds ``bucket_numel`` elements or more.
 
     Args:
         grid: The table of ranks.
@@ -191,13 +191,13 @@ def plan_layout(
 
 
 def balance(numels: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Gives every parameter to a rank: the largest first, each to the rank that has least.
+    """Assign every parameter to a rank: the largest first, each to the rank that has least.
 
     The fullest rank has at most 4/3 of what the best possible assignment gives it (Graham 1969, longest processing
     time first), or one parameter that is larger than that.
 
     Returns:
-        The owner of each parameter.
+        The rank that owns each parameter.
     """
     owners = [0] * len(numels)
     loads = [(0, rank) for rank in range(ranks)]
@@ -209,7 +209,7 @@ def balance(numels: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def _fill(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
-    """The parameters of each bucket: last registered first, closed at ``bucket_numel`` elements."""
+    """Return the parameters of each bucket: last registered first, closed at ``bucket_numel`` elements."""
     filled: list[list[int]] = [[]]
     size = 0
     for index in reversed(range(len(numels))):
@@ -222,7 +222,7 @@ def _fill(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
 
 
 def _lay(members: Sequence[int], numels: Sequence[int], start: int, align: int, world: dict[int, Range]) -> int:
-    """Lays ``members`` one after the other from ``start``; returns how many elements that takes, padding included."""
+    """Lay ``members`` one after the other from ``start``; return how many elements they take, padding included."""
     end = start
     for index in members:
         world[index] = Range(end, end + numels[index])

@@ -1,4 +1,4 @@
-"""What a shard consists of, tensor by tensor."""
+"""The tensors that a shard consists of."""
 
 import weakref
 from bisect import bisect_right
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 
 _WORD = 8
-_PLAIN = (Tensor, nn.Parameter)  # what subclasses of tensors hold, nobody knows
+_PLAIN = (Tensor, nn.Parameter)  # it is not known what subclasses of tensors hold
 
 
 def shard_tensors(optimizers: Iterable[ShardedOptimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the shard with its kind: values, then the state of each piece, in the same order on all peers."""
+    """Yield every tensor of the shard with its kind: values, then state by piece; peers have the same order."""
     for optimizer in optimizers:
         for buffers in optimizer.buffers:
             yield "main", buffers.main
@@ -28,14 +28,15 @@ def shard_tensors(optimizers: Iterable[ShardedOptimizer]) -> Iterator[tuple[str,
 
 
 def words_of(tensor: Tensor) -> int:
-    """64-bit words that a tensor fills, the last one perhaps not to its end."""
+    """Return the number of 64-bit words that a tensor fills; the last one may be filled in part only."""
     return -(-tensor.nbytes // _WORD)
 
 
 class Listing:
-    """All tensors of a shard in a row, as words; made once, it can be read from any word on.
+    """All tensors of a shard in a row, as 64-bit words.
 
-    It holds no tensor: what an optimizer replaces is gone at once.
+    A listing is made once and can be read from any word on. It keeps no tensor alive: a tensor that an optimizer
+    replaces is freed at once.
 
     Args:
         tensors: As `shard_tensors` gives them.
@@ -47,11 +48,11 @@ class Listing:
 
     @property
     def words(self) -> int:
-        """Of all tensors."""
+        """The number of words of all tensors."""
         return self._ends[-1] if self._ends else 0
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[str, Tensor, int, int]]:
-        """What lies in the words ``start`` to ``stop``: name, tensor, and which of the tensor's own words."""
+        """Yield what lies in the words ``start`` to ``stop``: name, tensor, and start and stop in the tensor."""
         for place in range(bisect_right(self._ends, start), len(self._entries)):
             name, ref, words = self._entries[place]
             first = self._ends[place] - words
@@ -63,15 +64,15 @@ class Listing:
 
 
 class Listings:
-    """Lists the shard anew only when it consists of other tensors than before."""
+    """Lists the shard again only when it consists of other tensors than before."""
 
     def __init__(self) -> None:
         self._listing = Listing(())
-        self._listed: list[int] | None = None  # identities; None as soon as a tensor is gone and its may be given anew
+        self._listed: list[int] | None = None  # identities; None once a tensor is gone, as its identity may be reused
         self._seen: list[weakref.ref[Tensor]] = []
 
     def of(self, optimizers: Sequence[ShardedOptimizer]) -> Listing:
-        """The listing of ``optimizers``."""
+        """Return the listing of ``optimizers``."""
         present = _present(optimizers)
         identities = list(map(id, present))
         if identities != self._listed:
@@ -84,7 +85,7 @@ class Listings:
 
 
 def _present(optimizers: Iterable[ShardedOptimizer]) -> list[Tensor]:
-    """At least what `shard_tensors` yields, in any order, and in a tenth of the time."""
+    """Return at least the tensors that `shard_tensors` yields, in any order, in a tenth of the time."""
     found: list[Tensor] = []
     for optimizer in optimizers:
         found += [buffers.main for buffers in optimizer.buffers]

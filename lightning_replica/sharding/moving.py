@@ -1,8 +1,8 @@
-"""How a shard moves to another rank: a description in plain data, then few large flat tensors.
+"""How a shard is sent to another rank: a description in plain data, then a few large flat tensors.
 
 The order of the tensors follows from the description: the values of each flat buffer, each kind of optimizer state
-of each optimizer, and, where a batch may begin with gradients, those. Large ones are sent from where they lie and
-received in place; small ones travel together, as one flat tensor a kind.
+of each optimizer, and the gradients, where a batch may begin with some. Large tensors are sent from where they lie and
+received in place; small ones are sent together, as one flat tensor per kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ _LARGE_BYTES = 2**20
 
 
 def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -> tuple[dict[str, Any], list[Tensor]]:
-    """Describes and lists the shard.
+    """Describe and list the shard.
 
     Returns:
-        Plain data, and flat tensors: the values of each buffer, then the optimizer state.
+        Plain data, and flat tensors: for each optimizer, the values of each buffer, its state, and gradients, if asked.
     """
     manifest: dict[str, Any] = {"layouts": [], "tensors": [], "scalars": [], "gradients": []}
     flat: list[Tensor] = []
@@ -44,7 +44,7 @@ def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -
 def import_shard(
     optimizers: Sequence[ShardedOptimizer], manifest: dict[str, Any], receive: Callable[[Tensor], None]
 ) -> None:
-    """Fills the shard with what ``receive`` brings; buffers must already be laid out as ``manifest`` says."""
+    """Fill the shard with what ``receive`` brings; buffers must already be laid out as ``manifest`` says."""
     gradients = iter(manifest["gradients"])
     for optimizer, described, scalars in zip(optimizers, manifest["tensors"], manifest["scalars"], strict=True):
         shapes = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in described.items()}
@@ -65,7 +65,7 @@ def import_shard(
 
 
 def _messages(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
-    """Groups ``{"<piece>/<key>": tensor}``: a large one by itself, all others by key and dtype."""
+    """Group ``{"<piece>/<key>": tensor}``: a large one by itself, all others by key and dtype."""
     together: dict[tuple[Any, ...], list[Tensor]] = {}
     for name, tensor in tensors.items():
         alone = tensor.nbytes >= _LARGE_BYTES
@@ -74,5 +74,5 @@ def _messages(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """All of them in one; a single contiguous one in its own memory."""
+    """Join all tensors into one flat tensor; a single contiguous one stays in its own memory."""
     return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])

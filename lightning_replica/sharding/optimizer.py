@@ -1,4 +1,4 @@
-"""The user's own optimizer, at work on the pieces of a shard."""
+"""The user's own optimizer, applied to the pieces of a shard."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.grid import Grid
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import ParameterPiece, Partition
 
@@ -32,15 +32,15 @@ _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it treats all parameters as one vector and evaluates the closure several times a step",
     torch.optim.SparseAdam: "it needs sparse gradients, and gradients live in flat, dense buffers",
 }
-# Entries that are one number whatever the parameter's shape: only the name tells, for a parameter of shape ().
+# State entries that are one number for every parameter. For a parameter of shape (), only the name shows this.
 _NUMBERS = ("step", "mu", "mu_product", "eta")
 
 
 def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
-    """Refuses an optimizer that would train something else on the pieces of ``partition``.
+    """Raise an error for an optimizer that would train differently on the pieces of ``partition``.
 
     Raises:
-        ConfigurationError: If it cannot be sharded at all, or not in this partition.
+        ConfigurationError: If the optimizer cannot be sharded at all, or not in this partition.
     """
     name = type(optimizer).__name__
     for refused, reason in _REFUSED.items():
@@ -58,10 +58,10 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
 
 
 def check_disjoint(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses a parameter that two optimizers hold.
+    """Raise an error if two optimizers hold the same parameter.
 
     Raises:
-        ConfigurationError: If there is one.
+        ConfigurationError: If there is such a parameter.
     """
     holder: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
@@ -76,11 +76,11 @@ def check_disjoint(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _has_run() -> None:
-    """Stands for the closure, which has run before the gradients were reduced."""
+    """Take the place of the closure, which has run before the gradients were reduced."""
 
 
 def _asks_for_closure(optimizer: Optimizer) -> bool:
-    """Whether a step cannot be made without one, as Lightning never does."""
+    """Return whether ``step`` requires a closure; Lightning always passes one."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -88,15 +88,61 @@ def _asks_for_closure(optimizer: Optimizer) -> bool:
 class Piece:
     """A part of a parameter, as the optimizer sees it.
 
+    Args:
+        optimizer: The optimizer.
+        buffers: The buffers that hold it.
+        where: Its ranges in the buffers and in the parameter.
+
     Attributes:
-        buffers: Where it lies.
-        where: Its ranges.
-        parameter: What stands in the optimizer's param group during an update: a view into ``buffers.main``.
+        buffers: The buffers that hold it.
+        where: Its ranges in the buffers and in the parameter.
+        parameter: The parameter in the optimizer's param group during an update: a view into ``buffers.main``.
     """
 
-    def __init__(self, buffers: Buffers, where: ParameterPiece) -> None:
-        self.buffers, self.where = buffers, where
+    def __init__(self, optimizer: Optimizer, buffers: Buffers, where: ParameterPiece) -> None:
+        self._optimizer, self.buffers, self.where = optimizer, buffers, where
         self.parameter = nn.Parameter(buffers.piece_of(where, buffers.main))
+
+    @property
+    def order(self) -> int:
+        """Position of the parameter among all parameters of the module."""
+        return self.buffers.order[self.where.parameter]
+
+    @property
+    def rank(self) -> int:
+        """The rank whose piece it is."""
+        return self.where.rank
+
+    @property
+    def start(self) -> int:
+        """Its first element in the flattened parameter."""
+        return self.where.param.start
+
+    @property
+    def value(self) -> Tensor:
+        """Its values in ``buffers.params``, of shape (numel,)."""
+        return self.buffers.params[self.where.world.start : self.where.world.stop]
+
+    @property
+    def main(self) -> Tensor | None:
+        """Its values in ``buffers.main``, of shape (numel,); None where these have the dtype of ``buffers.params``."""
+        if self.buffers.main.dtype == self.buffers.params.dtype:
+            return None
+        return self.buffers.main[self.where.local.start : self.where.local.stop]
+
+    @property
+    def state(self) -> Mapping[str, Any] | None:
+        """Its optimizer state; None if there is none yet."""
+        found: Mapping[str, Any] | None = self._optimizer.state.get(self.parameter)
+        return found
+
+    def is_like(self, key: str) -> bool:
+        """Return whether an entry of its state has one element for each element of the piece."""
+        return self.state is not None and is_like(key, self.state[key], self.parameter)
+
+    def split(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, a tensor in the shape of the parameter, that belongs to the piece."""
+        return self.buffers.split(self.where, whole)
 
     @property
     def whole(self) -> nn.Parameter:
@@ -104,10 +150,10 @@ class Piece:
         return self.buffers.parameters[self.where.parameter]
 
     def cut(self, key: str, value: Any) -> Any:
-        """The piece's own part of an entry in the state of the whole parameter.
+        """Return the piece's own part of an entry in the state of the whole parameter.
 
-        In the piece's dtype, as ``Optimizer.load_state_dict`` would have it. What is not cut is copied: a step counter
-        that two pieces share would count twice.
+        The part has the piece's dtype, as after ``Optimizer.load_state_dict``. An entry that is not cut is copied: a
+        step counter that two pieces share would count twice.
         """
         if not is_like(key, value, self.whole):
             return deepcopy(value)
@@ -121,10 +167,10 @@ class Piece:
 
 
 class ShardedOptimizer:
-    """Has an optimizer update the pieces of this rank's shard in place of whole parameters.
+    """Makes an optimizer update the pieces of this rank's shard instead of whole parameters.
 
-    The object stays the user's: schedulers, hooks and ``param_groups[i]["lr"]`` work as before, and its param groups
-    hold the module's parameters; pieces take their place only while an update runs (`swapped`). Following
+    The optimizer stays the user's object: schedulers, hooks and ``param_groups[i]["lr"]`` work as before. Its param
+    groups hold the module's parameters; pieces replace them only while an update runs (`swapped`). This follows
     Megatron-core's distributed optimizer (seeds 002 and 004), but with the user's optimizer instead of a wrapper.
 
     Args:
@@ -134,7 +180,7 @@ class ShardedOptimizer:
         rank: This rank.
         bucket_bytes: Size at which a bucket is closed.
         partition: How buckets are cut.
-        shared_memory: Whether other ranks of this machine shall be able to map the buffers.
+        shared_memory: Whether other ranks of this machine must be able to map the buffers.
     """
 
     def __init__(
@@ -160,13 +206,13 @@ class ShardedOptimizer:
         self.follow_groups()
 
     def follow_groups(self) -> tuple[list[Buffers], list[Buffers]]:
-        """Lays out parameters that the param groups hold and no buffer does; drops buffers that no group knows.
+        """Lay out parameters that are in a param group but in no buffer; drop buffers that no param group uses.
 
-        Parameters join when they are trained for the first time: `add_param_group`, or unfrozen. They get buffers of
+        Parameters join when they are first trained: after `add_param_group`, or once unfrozen. They get buffers of
         their own, so that no state has to move between ranks.
 
         Returns:
-            The buffers that are new, and those that are gone.
+            The new buffers, and the dropped ones.
         """
         listed = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         known = {id(p) for buffers in self.buffers for p in buffers.parameters}
@@ -177,7 +223,7 @@ class ShardedOptimizer:
         return self._replace(gone, self._lay_out(sorted(missing, key=lambda p: self._order.get(id(p), -1)))), gone
 
     def follow_layout(self, layout: Sequence[Sequence[int]]) -> tuple[list[Buffers], list[Buffers]]:
-        """Like `follow_groups`, for a replacement: the buffers that a peer has, parameter by parameter.
+        """Do what `follow_groups` does, but lay out the buffers that a peer has. For replacements.
 
         Args:
             layout: For every buffer of the peer, the positions of its parameters in the module.
@@ -194,9 +240,9 @@ class ShardedOptimizer:
             if piece.buffers in gone:
                 self.optimizer.state.pop(piece.parameter, None)
         kept = [piece for piece in self.pieces if piece.buffers not in gone]
-        self.pieces = kept + [Piece(buffers, where) for buffers in new for where in buffers.pieces]
+        self.pieces = kept + [Piece(self.optimizer, buffers, where) for buffers in new for where in buffers.pieces]
         for parameter in (p for buffers in new for p in buffers.parameters):
-            if parameter in self.optimizer.state:  # some optimizers make theirs at construction (Adagrad)
+            if parameter in self.optimizer.state:  # some optimizers make their state at construction (Adagrad)
                 self.put_state(parameter, self.optimizer.state.pop(parameter))
         return new
 
@@ -222,7 +268,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Pieces in place of whole parameters in the param groups. A group that owns nothing here is empty."""
+        """Put pieces in place of whole parameters in the param groups. A group without pieces on this rank is empty."""
         own: dict[int, list[nn.Parameter]] = {}
         for piece in self.pieces:
             own.setdefault(id(piece.whole), []).append(piece.parameter)
@@ -236,11 +282,44 @@ class ShardedOptimizer:
                 group["params"] = params
 
     def position(self, parameter: nn.Parameter) -> int:
-        """The position of one of the module's parameters, in registration order."""
+        """Return the position of one of the module's parameters, in registration order."""
         return self._order[id(parameter)]
 
+    def wholes(self) -> dict[int, Tensor]:
+        """Return all parameters by position, as whole views into ``params``."""
+        return {
+            order: buffers.whole(index, buffers.params)
+            for buffers in self.buffers
+            for index, order in enumerate(buffers.order)
+        }
+
+    def main_dtypes(self) -> dict[int, torch.dtype]:
+        """Return the dtype of main parameters by position, where it is not the parameter's."""
+        wide = [buffers for buffers in self.buffers if buffers.main.dtype != buffers.params.dtype]
+        return {order: buffers.main.dtype for buffers in wide for order in buffers.order}
+
+    def forget_main(self) -> None:
+        """Make every main parameter differ from its parameter."""
+        for buffers in self.buffers:
+            buffers.main.fill_(torch.nan)  # NaN equals nothing, so `main_from_params` keeps none of it
+
+    def main_from_params(self) -> None:
+        """Take the shard's values from the parameters, where they differ."""
+        for buffers in self.buffers:
+            buffers.main_from_params()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the whole gradient by ``factor``."""
+        for buffers in self.buffers:
+            buffers.grads.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        """Remove the gradient of every parameter."""
+        for buffers in self.buffers:
+            buffers.drop_gradients()
+
     def update(self, prepare: Callable[[list[Tensor]], None]) -> None:
-        """Makes one optimizer step on the shard; parameters that no rank has a gradient for are left out.
+        """Make one optimizer step on the shard; parameters without a gradient on any rank are left out.
 
         Args:
             prepare: Called with the gradients, in 32 bits where parameters have 16, to scale or clip them in place.
@@ -249,18 +328,18 @@ class ShardedOptimizer:
             piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
         prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
         with self.swapped():
-            self.optimizer.step(*self._step_takes)  # which schedulers have wrapped since
+            self.optimizer.step(*self._step_takes)  # schedulers have wrapped this method since
         for piece in self.pieces:
             piece.parameter.grad = None
 
     # State, piece by piece
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything the update depends on besides the shard's values.
+        """Return the optimizer state of all pieces: what the update depends on besides the shard's values.
 
         Returns:
             ``{"<piece>/<key>": tensor}`` with every tensor as the optimizer holds it, so that writing into one writes
-            into the optimizer, and plain scalars likewise named.
+            into the optimizer, and plain scalars, named in the same way.
         """
         tensors: dict[str, Tensor] = {}
         scalars: dict[str, Any] = {}
@@ -272,7 +351,7 @@ class ShardedOptimizer:
     def prepare_state(
         self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], scalars: Mapping[str, Any]
     ) -> None:
-        """Makes the optimizer's state as a peer describes it, tensors uninitialised, ready to be received."""
+        """Make the optimizer's state as a peer describes it; its tensors are uninitialised, to be received into."""
         for piece in self.pieces:
             self.optimizer.state.pop(piece.parameter, None)
         for name, (dtype, shape) in shapes.items():
@@ -283,10 +362,10 @@ class ShardedOptimizer:
             self.optimizer.state[parameter][key] = value
 
     def load_state(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Gives the optimizer state and hyperparameters by its own ``load_state_dict``: its casts and hooks apply.
+        """Load state and hyperparameters through the optimizer's own ``load_state_dict``: its casts and hooks apply.
 
         Args:
-            state: By number of the piece; that of pieces which no param group holds any more is left out.
+            state: State by number of the piece; that of pieces which no param group holds any more is left out.
             groups: Hyperparameters of every param group.
         """
         numbers = {id(piece.parameter): number for number, piece in enumerate(self.pieces)}
@@ -300,13 +379,13 @@ class ShardedOptimizer:
             self.optimizer.load_state_dict({"state": kept, "param_groups": numbered})
 
     def put_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Cuts the state of a whole parameter into that of the pieces which this rank holds."""
+        """Cut the state of a whole parameter into the state of the pieces that this rank holds."""
         for piece in self.pieces:
             if piece.whole is parameter:
                 self.optimizer.state[piece.parameter] = {key: piece.cut(key, value) for key, value in state.items()}
 
     def close(self) -> None:
-        """Gives the optimizer its own ``zero_grad`` back."""
+        """Restore the optimizer's own ``zero_grad``."""
         self.optimizer.zero_grad = self._user_zero_grad  # type: ignore[method-assign]
 
     def _owner(self, name: str) -> tuple[nn.Parameter, str]:
@@ -322,8 +401,33 @@ class ShardedOptimizer:
                     parameter.grad = parameter.grad.detach().zero_()
 
 
+def shard_optimizers(
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[nn.Parameter],
+    grid: Grid,
+    rank: int,
+    bucket_bytes: int,
+    partition: Partition,
+    shared_memory: bool,
+) -> list[ShardedOptimizer]:
+    """Shard all optimizers of a fit. The arguments are those of `ShardedOptimizer`.
+
+    Raises:
+        ConfigurationError: If there is nothing to train, or two optimizers hold one parameter.
+    """
+    check_disjoint(optimizers)
+    plan = (grid, rank, bucket_bytes, partition, shared_memory)
+    sharded = [ShardedOptimizer(optimizer, parameters, *plan) for optimizer in optimizers]
+    if not any(each.buffers for each in sharded):
+        raise ConfigurationError(
+            "There is no parameter to train: no optimizer holds one with requires_grad=True."
+            " Check `configure_optimizers` and what was frozen."
+        )
+    return sharded
+
+
 def is_like(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of an optimizer's state has one element for every element of the parameter."""
+    """Return whether an entry of an optimizer's state has one element for every element of the parameter."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return False
     return value.ndim > 0 or key not in _NUMBERS

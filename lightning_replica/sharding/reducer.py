@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_replica.core.points import reach
+from lightning_replica.core.works import Check, Ordered, Work, wait
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.points import reach
+from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.collectives import Groups
 from lightning_replica.sharding.layout import Bucket
 from lightning_replica.sharding.shared import SharedMemory
-from lightning_replica.works import Check, Ordered, Work, wait
 
-# Exchanges under way at a time; each has a receive buffer of a bucket's size.
+# Number of exchanges under way at a time; each has a receive buffer of a bucket's size.
 _IN_FLIGHT = 4
 
 
 @dataclass
 class _Job:
-    """One bucket on its way."""
+    """One bucket whose reduction is not finished."""
 
     buffers: Buffers
     bucket: Bucket
@@ -36,16 +36,16 @@ class _Job:
 class Reducer:
     """Averages gradients over the world, bucket by bucket, as backward produces them.
 
-    Two stages a bucket: its pieces are exchanged and each rank adds up its own, then the average goes to the peers.
-    Each stage is launched strictly in the same order on every rank, so that collectives of one group meet. The
-    order is that of registration, backwards, over all buffers of all optimizers that take part.
+    A bucket has two stages: ranks exchange its pieces and each adds up its own, then each sends the average to its
+    peers. Every rank launches each stage strictly in the same order, so that collectives of one group match. The
+    order is the reverse of registration, over all buffers of all optimizers that take part.
 
-    Over shared memory nothing is sent, so nothing can leave early: both stages are done in `finish`.
+    Over shared memory nothing is sent, so nothing can be sent early: both stages are done in `finish`.
 
     Attributes:
-        memory: Set where all ranks can read each other's memory; collectives only say when, then.
-        private: Ids of buffers with gradients that other ranks do not know of.
-        pool: Room for what other ranks send, for want of being allocated in each step.
+        memory: The shared memory, if all ranks can read each other's memory; collectives then only signal when.
+        private: Ids of buffers with gradients that have not been reduced.
+        pool: Buffers for what other ranks send, kept so that steps need not allocate them.
     """
 
     def __init__(self) -> None:
@@ -56,35 +56,35 @@ class Reducer:
         self.reset()
 
     def add(self, buffers: Buffers) -> None:
-        """Watches the gradients of ``buffers``, also of parameters that are frozen for now."""
+        """Watch the gradients of ``buffers``, also those of parameters that are frozen for now."""
         self._hooks[id(buffers)] = handles = []
         for index, parameter in enumerate(buffers.parameters):
             trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # a hook can be had in no other way; the parameter may be trained again
+            parameter.requires_grad_(True)  # torch takes the hook only then; the parameter may be trained again
             handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, buffers, index)))
             parameter.requires_grad_(trained)
 
     def remove(self, buffers: Buffers) -> None:
-        """Takes the hooks off the parameters again."""
+        """Remove the hooks from the parameters of ``buffers``."""
         self.private.discard(id(buffers))
         for handle in self._hooks.pop(id(buffers)):
             handle.remove()
 
     def connect(self, groups: Groups, check: Check) -> None:
-        """Uses ``groups`` from now on; whatever was under way on others is forgotten."""
+        """Use ``groups`` from now on, and forget what was under way on other groups."""
         self._groups, self._check = groups, check
         self.memory = None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the step's launches; an exchange that never ended may still write into its buffer, so that goes."""
+        """Forget the step's launches, with the receive buffers that an unfinished exchange may still write into."""
         self._jobs: list[_Job] = []
         self._job_of: dict[tuple[int, int], _Job] = {}
         self._launched = self._shared = 0
         self._active = False
 
     def begin(self, active: Sequence[Buffers]) -> None:
-        """The next backward pass is the last of its window for ``active``: their buckets leave as they fill."""
+        """Prepare for the last backward pass of a window, which sends the buckets of ``active`` as they fill."""
         self.reset()
         jobs = [
             _Job(buffers, bucket, len(bucket.parameters)) for buffers in active for bucket in buffers.layout.buckets
@@ -95,14 +95,14 @@ class Reducer:
         self._active = True
 
     def finish(self, active: Sequence[Buffers]) -> None:
-        """Waits until the shard's pieces of ``grads`` hold the averaged gradient.
+        """Wait until the shard's pieces of ``grads`` hold the averaged gradient.
 
         Buckets that backward did not complete (unused parameters) are launched as they are.
 
         Raises:
             CollectiveError: If a peer is gone.
         """
-        if not self._active:  # no backward announced itself: reduce what there is
+        if not self._active:  # `begin` was not called before backward: reduce what there is
             self.begin(active)
         if self.memory is not None:
             self._read(self.memory)
@@ -118,7 +118,7 @@ class Reducer:
         self.reset()
 
     def gather_gradients(self, active: Sequence[Buffers]) -> None:
-        """After `finish`: makes all of ``grads`` the averaged gradient, as under DDP."""
+        """Make all of ``grads`` the averaged gradient, as under DDP. Called after `finish`."""
         if self.memory is not None:
             self.memory.fence()
             grid, holders = self._groups.grid, self._groups.grid.replica_ranks(self._groups.rank)
@@ -138,7 +138,7 @@ class Reducer:
             wait(work, self._check)
 
     def _on_gradient(self, buffers: Buffers, index: int, _: Tensor) -> None:
-        """Called by autograd once a parameter has its whole gradient."""
+        """Launch what can be launched, now that a parameter has its complete gradient. Called by autograd."""
         job = self._job_of.get((id(buffers), index))
         buffers.attach(index)
         if job is None:
@@ -156,7 +156,7 @@ class Reducer:
             self._share()
 
     def _read(self, memory: SharedMemory) -> None:
-        """The reduction over shared memory."""
+        """Reduce over shared memory."""
         for job in self._jobs:
             job.buffers.complete(job.bucket)
         memory.fence()
@@ -193,7 +193,7 @@ class Reducer:
             reach("reduction")
 
     def _receive_buffer(self, job: _Job) -> Tensor:
-        """Room for a bucket, and for the largest of its flat buffer, so that `_IN_FLIGHT` of them serve all."""
+        """Return a buffer for any bucket of the job's flat buffer, so that `_IN_FLIGHT` of them serve all buckets."""
         grads = job.buffers.grads
         largest = self._groups.grid.world_size * job.buffers.largest_piece
         for place, free in enumerate(self.pool):
@@ -203,5 +203,5 @@ class Reducer:
 
 
 def _is_done(work: Work) -> bool:
-    """Whether what follows ``work`` can be launched without waiting for it."""
+    """Return whether what follows ``work`` can be launched without waiting for it."""
     return work is None or isinstance(work, Ordered) or work.is_completed()

@@ -1,12 +1,12 @@
-"""Ranks of one machine read each other's memory: the bytes of a step without sockets.
+"""Shared memory: ranks of one machine read each other's memory, and a step sends no bytes through sockets.
 
-A rank writes its gradients and its shard's values into memory that all others have mapped, says "ready" in a collective
-of one number (`SharedMemory.fence`), and whoever needs a piece reads it where it lies. The collectives keep what they
-are for: they say when, and they fail when a rank is gone.
+A rank writes its gradients and its shard's values into memory that all others have mapped, and signals "ready" in a
+collective of one number (`SharedMemory.fence`). A rank that needs a piece then reads it where it lies. Collectives keep
+two purposes: they signal when memory can be read, and they fail when a rank is gone.
 
 [Note: fences]
-A rank writes only to its own memory. What others read there, it may write to again only after a fence that every
-reader has entered when done:
+A rank writes only to its own memory. It may overwrite what others read there only after a fence that every reader
+enters once it has finished reading:
 
 | memory | others read it | fence before the next write |
 |---|---|---|
@@ -14,8 +14,8 @@ reader has entered when done:
 | ``grads``, whole | after `Reducer.finish` | the agreement on who has a gradient (`ShardedState._expose`) |
 | ``main`` | in the parameter gather | `SharedMemory.release`, waited for before the next update |
 
-After a fault all live ranks meet in REGROUP before anyone writes, and each has left its step by then. A dead rank's
-memory stays mapped in its readers: they read what it said was ready, or nothing.
+After a fault all live ranks meet in REGROUP before any rank writes, and by then each has left its step. A dead rank's
+memory stays mapped in the ranks that read it: they read what it had signalled as ready, or nothing.
 """
 
 import mmap
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica.sharding.collectives import Groups
+from lightning_replica.core.works import Check, Work, track, wait
+from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.layout import Bucket, Layout, Range
-from lightning_replica.works import Check, Work, track, wait
 
 _ALIGN = 4096
 _CHUNK = 2**18  # elements that are summed at a time: they stay in the cache
@@ -39,12 +39,12 @@ class Block:
     """Two flat tensors that other processes of this machine can map, if the platform has such memory.
 
     Args:
-        grads_numel: Elements of ``grads``.
-        main_numel: Elements of ``main``.
-        dtype: Of ``grads``.
-        main_dtype: Of ``main``.
-        device: Of both.
-        shared: Whether others shall be able to map them; only the host's memory can be.
+        grads_numel: Number of elements of ``grads``.
+        main_numel: Number of elements of ``main``.
+        dtype: Dtype of ``grads``.
+        main_dtype: Dtype of ``main``.
+        device: Device of both.
+        shared: Whether other processes must be able to map the tensors, which then lie in the host's memory.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Block:
     ) -> None:
         self._file = -1
         if shared and hasattr(os, "memfd_create"):
-            # Unlike /dev/shm it has no size limit of its own, and nothing is left behind by a process that is killed.
+            # Unlike /dev/shm, a memfd has no size limit of its own, and a killed process leaves nothing behind.
             self._file = os.memfd_create("lightning_replica")
             os.ftruncate(self._file, _offset(grads_numel, dtype) + main_numel * main_dtype.itemsize + _ALIGN)
             self.grads, self.main = _views(self._file, grads_numel, main_numel, dtype, main_dtype)
@@ -68,7 +68,7 @@ class Block:
 
     @property
     def file(self) -> int:
-        """The descriptor under which others of this machine find the memory; -1 if they cannot."""
+        """The file descriptor under which other processes of this machine find the memory; -1 if they cannot."""
         return self._file
 
     def __del__(self) -> None:
@@ -77,13 +77,13 @@ class Block:
 
 
 class Windows:
-    """What a rank sees of all ranks' memory for one flat buffer.
+    """One rank's views of all ranks' memory for one flat buffer.
 
     Args:
         own: This rank's block.
-        paths: For every rank, where its block is found.
+        paths: The path of every rank's block.
         rank: This rank.
-        layout: The plan of the buffer.
+        layout: The layout of the buffer.
 
     Raises:
         OSError: If another rank's memory cannot be mapped.
@@ -107,12 +107,12 @@ class Windows:
 
 
 class SharedMemory:
-    """The step's data movement over shared memory; the counterpart of `collectives`' exchange, share and gather.
+    """Moves a step's data over shared memory; the counterpart of `collectives`' exchange, share and gather.
 
     Args:
         groups: The process groups.
         check: Raises when waiting has become pointless.
-        windows: For every buffer, by the id of its block.
+        windows: The windows of every buffer, by the id of its block.
     """
 
     def __init__(self, groups: Groups, check: Check, windows: dict[int, Windows]) -> None:
@@ -120,20 +120,23 @@ class SharedMemory:
         self._released: Work = None
 
     def fence(self) -> None:
-        """Waits until every rank has come here: what each wrote before can be read by all after."""
+        """Wait until every rank has called this. Then all ranks can read what each rank wrote before the call."""
         wait(self._launch(), self._check)
 
     def release(self) -> None:
-        """Tells the others that this rank has read what it needs; does not wait."""
+        """Signal to the other ranks that this rank has read what it needs; do not wait."""
         self._released = self._launch()
 
     def reclaim(self) -> None:
-        """Waits until all others have read what they need of this rank's ``main``."""
+        """Wait until all other ranks have read what they need of this rank's ``main``."""
         work, self._released = self._released, None
         wait(work, self._check)
 
     def average(self, block: Block, bucket: Bucket) -> None:
-        """Averages all ranks' gradients into the own piece; added up in order of rank, in 32 bits if they have 16."""
+        """Average all ranks' gradients into the own piece.
+
+        Gradients are added up in order of rank, in 32 bits if they have 16.
+        """
         rows = self._windows[id(block)].grads
         piece = bucket.pieces[self._groups.rank]
         wide = torch.float32 if block.grads.dtype in (torch.float16, torch.bfloat16) else block.grads.dtype
@@ -146,13 +149,13 @@ class SharedMemory:
             torch.div(part, len(rows), out=block.grads[start:stop])
 
     def take_averages(self, block: Block, bucket: Bucket, pieces: Sequence[int], source: Callable[[int], int]) -> None:
-        """Copies pieces of ``grads`` from the ranks that have them.
+        """Copy pieces of ``grads`` from the ranks that have them.
 
         Args:
             block: This rank's memory.
             bucket: The bucket.
-            pieces: Which pieces.
-            source: For a piece, the rank to copy it from.
+            pieces: The pieces to copy.
+            source: Returns the rank to copy a piece from.
         """
         rows = self._windows[id(block)].grads
         for piece in pieces:
@@ -160,7 +163,7 @@ class SharedMemory:
                 _copy(block.grads, bucket.pieces[piece], rows[source(piece)], bucket.pieces[piece])
 
     def gather(self, block: Block, bucket: Bucket, params: Tensor) -> None:
-        """Fills the bucket's parameters from the values of the shards of this replica."""
+        """Fill the bucket's parameters from the values of the shards of this replica."""
         grid, rows = self._groups.grid, self._windows[id(block)].main
         holders = grid.replica_ranks(self._groups.rank)
         for piece in range(grid.world_size):
@@ -171,10 +174,10 @@ class SharedMemory:
 
 
 def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]) -> SharedMemory | None:
-    """Maps all ranks' blocks. Collective: every rank has laid out the same buffers.
+    """Map all ranks' blocks. Collective: every rank has laid out the same buffers.
 
     Returns:
-        None on every rank if there is a rank that cannot map the memory of another.
+        The shared memory; None on every rank if some rank cannot map the memory of another.
     """
     own = torch.tensor([_machine(), os.getpid(), *(block.file for block, _ in blocks)])
     table = [torch.empty_like(own) for _ in range(groups.grid.world_size)]
@@ -195,7 +198,7 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]
 
 
 def _machine() -> int:
-    """A number that ranks share if they run under one kernel and see the same processes."""
+    """Return a number that ranks have in common if they run under one kernel and see the same processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return -1
@@ -214,7 +217,7 @@ def _views(
 
 
 def _offset(grads_numel: int, dtype: torch.dtype) -> int:
-    """Where ``main`` begins."""
+    """Return the byte at which ``main`` begins."""
     return -(-grads_numel * dtype.itemsize // _ALIGN) * _ALIGN
 
 

@@ -1,7 +1,7 @@
-"""Which parameters have a gradient, counted over ranks inside the commit vector. Pure.
+"""Which parameters have a gradient, counted over ranks inside the commit vector. Pure functions.
 
-A parameter without gradient on any rank is left out of the update, as under DDP; one that some rank has a gradient
-for is updated on all. Counts of up to N ranks are packed into the 53 bits that a float64 adds up exactly.
+A parameter without a gradient on any rank is left out of the update, as under DDP. A parameter with a gradient on some
+rank is updated on all. Counts of up to N ranks are packed into the 53 bits that a float64 adds up exactly.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ _EXACT_BITS = 53
 
 
 def pack(present: Sequence[bool], world_size: int) -> list[float]:
-    """Packs one rank's flags so that the packed numbers of all ranks can be added up.
+    """Pack one rank's flags so that the packed numbers of all ranks can be added up.
 
     Args:
-        present: For every parameter, whether this rank has a gradient.
+        present: For every parameter, whether this rank has a gradient for it.
         world_size: Number of ranks, N; a count takes ``N.bit_length()`` bits.
     """
     bits = world_size.bit_length()
@@ -25,7 +25,7 @@ def pack(present: Sequence[bool], world_size: int) -> list[float]:
 
 
 def unpack(total: Sequence[float], number: int, world_size: int) -> list[bool]:
-    """For every one of ``number`` parameters, whether any rank has a gradient; ``total`` is the sum over ranks."""
+    """Return whether any rank has a gradient, for each of ``number`` parameters; ``total`` is the sum over ranks."""
     bits = world_size.bit_length()
     per_number = _EXACT_BITS // bits
     mask = (1 << bits) - 1

@@ -10,9 +10,9 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_replica import ConfigurationError, ReplicaZeroStrategy
-from tests.strategy.scenarios import Net, Overflows
 from tests.support import world
 from tests.support.job import Case
+from tests.trainer.scenarios import Net, Overflows
 
 DISABLED = "GradScaler is enabled, but CUDA is not available"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Lightning's guess is right")

@@ -15,7 +15,7 @@ from lightning_replica import (
     ReplicaZeroStrategy,
     StepRollback,
 )
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.core.options import RecoveryOptions
 from tests.callbacks.test_off import Plain
 
 

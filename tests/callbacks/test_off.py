@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_replica import ReplicaZeroStrategy
-from lightning_replica.host import LightningHost
 from lightning_replica.recovery.mirror import Mirrors
+from lightning_replica.state.host import LightningHost
 from tests.callbacks.training import Hooked, train
 from tests.support import job, world
 from tests.support.job import Case, Fault

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoint.sharded import beside_trained, load_sharded, save_sharded
-from lightning_replica.grid import Grid
-from lightning_replica.sharding.collectives import make_groups
+from lightning_replica.core.grid import Grid
+from lightning_replica.groups.membership import make_groups
 from lightning_replica.sharding.optimizer import is_like
-from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import open_world
+from tests.support.sharded import apply, new_state
 
 PLAIN = {"epoch": 3, "callbacks": {"best": torch.tensor(0.5), "names": ["a", "b"]}}
 
@@ -85,7 +85,7 @@ class Run:
         self.net = (net or Net()).to(self.case.dtype)
         self.names = [name for name, _ in self.net.named_parameters()]
         optimizers = self.case.optimizers(self.net)
-        self.state = ShardedState(grid, rank, list(self.net.parameters()), optimizers, 400, partition)  # type: ignore[arg-type]
+        self.state = new_state(grid, rank, self.net.parameters(), optimizers, bucket_bytes=400, partition=partition)
         if fresh:  # whatever is not loaded shows
             for tensor in [*self.net.parameters(), *self.net.buffers()]:
                 tensor.detach().fill_(7)
@@ -101,10 +101,7 @@ class Run:
                 sharded.optimizer.zero_grad()
             self.state.before_backward(reduce=True)
             self.net(torch.randn(6, 3, 4, 4, dtype=self.case.dtype)).square().mean().backward()
-            self.state.reduce()
-            self.state.commit()
-            self.state.update()
-            self.state.gather()
+            apply(self.state)
             for sharded in self.state.optimizers:  # as a scheduler would
                 sharded.optimizer.param_groups[-1]["lr"] *= 0.5
             for buffer in self.net.buffers():  # as DDP does

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Given, Location
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
 from tests.checkpoint.job import Run
 
 

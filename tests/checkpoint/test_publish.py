@@ -10,8 +10,8 @@ import pytest
 
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest
+from lightning_replica.core.points import listen
 from lightning_replica.errors import CheckpointError
-from lightning_replica.points import listen
 
 
 def write(path: Path, content: bytes = b"some content") -> Path:

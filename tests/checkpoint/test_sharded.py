@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.sharded import beside_trained, read_plain
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
 from tests.checkpoint.job import CASES, Net, Run, World, assemble, load_all, save_all
 from tests.support.ranks import run_ranks
 

@@ -18,8 +18,8 @@ from lightning_replica.checkpoint.chunks import Chunk, read_chunks
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import locate
 from lightning_replica.checkpoint.sharded import save_sharded
+from lightning_replica.core.points import listen
 from lightning_replica.errors import CheckpointError
-from lightning_replica.points import listen
 from tests.checkpoint.disk import die_before
 from tests.checkpoint.job import Run, World
 from tests.support.ranks import run_ranks

@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_replica.callbacks.fingerprint import digest
-from lightning_replica.checkpoints import OWN_KEY
+from lightning_replica.chaos.fingerprint import digest
 from lightning_replica.cli.main import main
+from lightning_replica.trainer.saving.checkpoints import OWN_KEY
 from tests.cli.test_inspect import lines
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_replica import ConfigurationError
 from lightning_replica.cli.losses import Holders, by_node, by_rank
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
 
 
 @st.composite

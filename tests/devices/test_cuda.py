@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_replica import works
 from lightning_replica._compat.torch import backend_of
+from lightning_replica.core import works
+from lightning_replica.core.grid import Grid
 from lightning_replica.devices import device_for
 from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.host import HOST, rng_state
 from lightning_replica.errors import CollectiveError
-from lightning_replica.grid import Grid
-from lightning_replica.recovery.groups import ProcessGroups
-from lightning_replica.sharding.collectives import make_groups
+from lightning_replica.groups.membership import make_groups
+from lightning_replica.groups.world import ProcessGroups
 from tests.support import world
 from tests.support.job import Case, Fault
 from tests.support.ranks import run_ranks

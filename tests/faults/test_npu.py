@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_replica import register_fault
-from lightning_replica.digests import GuardMode
+from lightning_replica.core.digests import GuardMode
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
 from tests.support.job import Case, Fault

@@ -1,4 +1,4 @@
-"""Whatever trains, a fault in it leaves no trace: every scenario of tests/strategy, killed or made to raise."""
+"""Whatever trains, a fault in it leaves no trace: every scenario of tests/trainer, killed or made to raise."""
 
 import os
 import zlib
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
-from lightning_replica.points import listen
-from tests.strategy.both import different
-from tests.strategy.scenarios import SCENARIOS, fit
+from lightning_replica.core.points import listen
 from tests.support import job, world
 from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
+from tests.trainer.both import different
+from tests.trainer.scenarios import SCENARIOS, fit
 
 # Its search for a learning rate is a fit inside the fit, from which a replacement would have to find its way.
 NOT_YET = {"found_rate"}

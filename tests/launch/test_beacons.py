@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_replica import points
+from lightning_replica.core import points
+from lightning_replica.core.works import wait
 from lightning_replica.launch import beacons, stacks
 from lightning_replica.launch.beacons import PLACES, Beacon, Beacons, HangLimits, Learnt, Slot
-from lightning_replica.works import wait
 from tests.support.forked import _context
 
 LIMITS = HangLimits(1.0, 100.0, 30.0)

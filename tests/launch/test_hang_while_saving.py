@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.export import read_whole
-from lightning_replica.points import listen
+from lightning_replica.core.points import listen
 from tests.support import job, world
 from tests.support.bits import same
 from tests.support.job import Case

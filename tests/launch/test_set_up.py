@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch import environment
 from lightning_replica.launch.activity import Activity
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import LOOPBACK, connect, serve
+from lightning_replica.launch.node import Process, start_script
 from lightning_replica.launch.set_up import SetUp
-from lightning_replica.launch.supervisor import Process, Supervisor, start_script
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.launch.supervisor import Supervisor
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
 from tests.support.job import Case, Fault

@@ -1,7 +1,7 @@
 from typing import get_args
 
+from lightning_replica.core.points import Point, Stretch
 from lightning_replica.launch import watch
-from lightning_replica.points import Point, Stretch
 
 
 def test_there_are_words_for_every_place() -> None:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ProtocolError, RecoveryError
-from lightning_replica.grid import Grid
 from lightning_replica.recovery.gasp import make_gasp_plan
 from lightning_replica.recovery.planner import Plan, make_plan
 from tests.recovery.world import (

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_replica.digests import Digest
+from lightning_replica.core.digests import Digest
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
 from tests.support.ranks import open_world, run_ranks

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_replica.points import listen
+from lightning_replica.core.points import listen
 from lightning_replica.recovery.phases import Phase, Timeline
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ProtocolError, RecoveryError
-from lightning_replica.grid import Grid
 from lightning_replica.recovery.planner import Mirror, Move, Report, make_plan
 
 GRID = Grid(4, 2)

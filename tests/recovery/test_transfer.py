@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_replica import works
+from lightning_replica.control.generation import Generations
+from lightning_replica.control.monitor import Monitor
+from lightning_replica.core import works
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError, RecoveryError, TransferError
-from lightning_replica.grid import Grid
+from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.recovery import transfer
-from lightning_replica.recovery.generation import Generations
-from lightning_replica.recovery.groups import ProcessGroups
 from lightning_replica.recovery.mirror import Mirrors
-from lightning_replica.recovery.monitor import Monitor
-from lightning_replica.recovery.options import RecoveryOptions
 from lightning_replica.recovery.planner import Move, Plan
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.recovery.transfer import Channel, Tag

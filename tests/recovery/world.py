@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
 from lightning_replica.recovery.planner import Mirror, Plan, Report
 
 # Recovery. REGROUP is over: all ranks have the plan.

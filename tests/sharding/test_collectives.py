@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_replica import works
+from lightning_replica.core import works
 from lightning_replica.devices.gloo import abort_group, is_collective_failure
 from lightning_replica.errors import CollectiveError, Interrupted
 from tests.support.ranks import open_world, run_ranks

@@ -13,11 +13,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW
 
-from lightning_replica.sharding.collectives import Groups
-from lightning_replica.sharding.commit import Request, StepPhase
+from lightning_replica.groups.membership import Groups
+from lightning_replica.sharding.commit import StepPhase
+from lightning_replica.sharding.engine import Request
 from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import run_ranks
-from tests.support.sharded import Case, apply, exact_gradients, exact_share, feed, make_state, run_cases, same_bits
+from tests.support.sharded import (
+    Case,
+    apply,
+    commit,
+    exact_gradients,
+    exact_share,
+    feed,
+    make_state,
+    run_cases,
+    same_bits,
+)
 
 
 class Net(nn.Module):
@@ -166,9 +177,7 @@ class Gan:
         self.state.after_backward(reduce=True)
 
     def step(self, number: int) -> None:
-        sharded = self.state.optimizers[number]
-        self.state.reduce([sharded])
-        self.state.step_one(sharded)
+        self.state.step_one(self.optimizers[number], Request())
 
     def batch(self, index: int, until: int) -> None:
         """The first ``until`` of `ACTIONS`."""
@@ -177,7 +186,7 @@ class Gan:
             action(self, 10 * index)
 
     def close(self) -> None:
-        self.state.commit()
+        commit(self.state)
         self.state.update()
 
     def everything(self) -> list[Any]:
@@ -299,8 +308,7 @@ def frozen_state_outlives_an_undo(groups: Groups) -> None:
         state.before_backward(reduce=True)
         feed(parameters, [torch.ones_like(p) for p in parameters])
         state.after_backward(reduce=True)
-        state.reduce()
-        state.step_one(state.optimizers[0])
+        state.step_one(optimizer, Request())
 
     batch()
     state.roll_back("batch")
@@ -323,10 +331,8 @@ def an_infinity_in_one_rank_s_piece(groups: Groups) -> None:
         gradient[3] = math.inf if infinite else 1.0
         feed(parameters, [gradient])
         state.after_backward(reduce=True)
-        state.request = Request(scale=scale)
-        state.reduce()
-        commit = state.step_one(state.optimizers[0])
-        assert (commit.non_finite > 0) == infinite
+        agreed = state.step_one(optimizer, Request(scale=scale))
+        assert (agreed.non_finite > 0) == infinite
         assert torch.equal(parameters[0].detach(), torch.full((640,), 1.0 if infinite else 0.75))
 
 

@@ -1,7 +1,6 @@
 """The digest finds every flipped bit, its parts cover everything, and what is lawful is no alarm."""
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_replica.digests import Digest
+from lightning_replica.chaos import flip
+from lightning_replica.core.digests import Digest
+from lightning_replica.core.grid import Grid
 from lightning_replica.errors import CorruptedShardError
-from lightning_replica.grid import Grid
-from lightning_replica.sharding import guard as guards
 from lightning_replica.sharding.guard import PARTS, Guard, digest, regions
 from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
@@ -118,7 +117,7 @@ def test_a_flip_is_found_at_once_or_in_its_turn(seed: int) -> None:
 
 
 def flip_bit(optimizers: list[ShardedOptimizer], seed: int) -> str:
-    return guards.flip_bit(SimpleNamespace(optimizers=optimizers), seed)  # type: ignore[arg-type]
+    return flip.flip_bit(list(shard_tensors(optimizers)), seed)
 
 
 def touch(optimizers: list[ShardedOptimizer]) -> None:

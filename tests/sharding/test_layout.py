@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.grid import Grid
 from lightning_replica.sharding.layout import Layout, Partition, balance, plan_layout
 
 

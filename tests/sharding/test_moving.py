@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
-from tests.support.sharded import digest
+from tests.support.sharded import digest, new_state
 
 
 def possible() -> list[tuple[str, dict[str, Any]]]:
@@ -25,7 +25,9 @@ def possible() -> list[tuple[str, dict[str, Any]]]:
 def make(rank: int, name: str, kwargs: dict[str, Any]) -> ShardedState:
     parameters = make_parameters(name)
     partition = "element" if issubclass(getattr(torch.optim, name), ELEMENT_WISE) else "parameter"
-    return ShardedState(Grid(4, 2), rank, parameters, [build(name, kwargs, parameters)], 2000, partition)
+    return new_state(
+        Grid(4, 2), rank, parameters, [build(name, kwargs, parameters)], bucket_bytes=2000, partition=partition
+    )
 
 
 def update(state: ShardedState, seed: int) -> None:
@@ -93,7 +95,7 @@ def test_every_optimizer_can_be_taken_back() -> None:
 def test_a_parameter_that_was_frozen_again_moves_too() -> None:
     def build_one(rank: int) -> tuple[ShardedState, list[nn.Parameter]]:
         parameters = [nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(40), requires_grad=False)]
-        return ShardedState(Grid(2, 2), rank, parameters, [AdamW(parameters)], 1000), parameters
+        return new_state(Grid(2, 2), rank, parameters, [AdamW(parameters)]), parameters
 
     (source, theirs), (target, ours) = build_one(0), build_one(1)
     theirs[1].requires_grad_(True)
@@ -111,7 +113,7 @@ def test_a_parameter_that_was_frozen_again_moves_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_user_code_wrote_are_taken_where_they_differ(dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(torch.ones(40, dtype=dtype))]
-    state = ShardedState(Grid(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], 1000, shared_memory=False)
+    state = new_state(Grid(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], shared_memory=False)
     buffers = state.buffers[0]
     update(state, 1)
     buffers.params_from_main()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, lr_scheduler, swa_utils
 
-from lightning_replica.grid import Grid
-from lightning_replica.sharding.collectives import Groups, make_groups
+from lightning_replica.core.grid import Grid
+from lightning_replica.groups.membership import Groups, make_groups
 from tests.support.ranks import run_ranks
 from tests.support.sharded import Case, Twin, exact_share, make_state, run_cases, same_bits, train_step
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_replica.grid import Grid
-from lightning_replica.sharding.collectives import Groups, make_groups
+from lightning_replica.core.grid import Grid
+from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.sharding.commit import Request
 from tests.support.ranks import open_world, run_ranks
-from tests.support.sharded import digest, make_state
+from tests.support.sharded import apply, digest, make_state
 
 
 def model(dtype: torch.dtype) -> nn.Module:
@@ -35,11 +35,7 @@ def train(groups: Groups, dtype: torch.dtype, partition: str, request: Request) 
         optimizer.zero_grad()
         state.before_backward(reduce=True)
         net(x).square().mean().backward()
-        state.request = request
-        state.reduce()
-        state.commit()
-        state.update()
-        state.gather()
+        apply(state, request)
         everyone = [0] * groups.grid.world_size
         dist.all_gather_object(everyone, digest(state))
         digests.append(everyone)

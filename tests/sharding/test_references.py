@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_replica.grid import Grid
-from lightning_replica.sharding.collectives import Groups, make_groups
+from lightning_replica.core.grid import Grid
+from lightning_replica.groups.membership import Groups, make_groups
 from tests.support.ranks import run_ranks
 from tests.support.sharded import Case, apply, make_state, run_cases, same_bits
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_replica.checkpoint.full import gather_optimizer
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.works import Ordered, all_ended
 from lightning_replica.devices.gloo import abort_group
 from lightning_replica.errors import ConfigurationError, Interrupted
-from lightning_replica.grid import Grid
-from lightning_replica.sharding.collectives import make_groups
+from lightning_replica.groups.membership import make_groups
 from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.optimizer import check_optimizer
-from lightning_replica.sharding.state import ShardedState
-from lightning_replica.works import Ordered, all_ended
 from tests.support.ranks import open_world, run_ranks
+from tests.support.sharded import apply, commit, new_state
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -67,7 +67,7 @@ def train(
     their_optimizer, our_optimizer = optimizer(theirs, name), optimizer(ours, name)
     ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
     grid = Grid(world_size, replicas)
-    state = ShardedState(grid, rank, list(ours.parameters()), [our_optimizer], 1000, shared_memory=shared)
+    state = new_state(grid, rank, ours.parameters(), [our_optimizer], shared_memory=shared)
     state.connect(make_groups(grid, rank, timedelta(seconds=60), on_host), lambda: None)
     torch.manual_seed(rank)
     for _ in range(4):
@@ -81,11 +81,11 @@ def train(
             ours(x).square().mean().backward()
             with ddp.no_sync() if not last else torch.enable_grad():
                 ddp(x).square().mean().backward()
-        state.request = Request(**{f"clip_{kind}": limit for kind, limit in clip.items()})
+        request = Request(**{f"clip_{kind}": limit for kind, limit in clip.items()})
         state.reduce()
-        commit = state.commit()
+        agreed = commit(state, request)
         norm = torch.stack([p.grad.norm() for p in theirs.parameters() if p.grad is not None]).norm()
-        torch.testing.assert_close(torch.tensor(commit.grad_norm_sq).sqrt().float(), norm.float())
+        torch.testing.assert_close(torch.tensor(agreed.grad_norm_sq).sqrt().float(), norm.float())
         if "norm" in clip:
             torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip["norm"])
         if "value" in clip:
@@ -133,7 +133,7 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
     open_world(rank, store, 2)
     net = model()
     grid = Grid(2, 2)
-    state = ShardedState(grid, rank, list(net.parameters()), [optimizer(net, "AdamW")], 1000)
+    state = new_state(grid, rank, net.parameters(), [optimizer(net, "AdamW")])
     state.connect(make_groups(grid, rank, timedelta(seconds=60)), lambda: None)
 
     def step() -> None:
@@ -141,10 +141,7 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
         state.optimizers[0].optimizer.zero_grad()
         state.before_backward(reduce=True)
         net(torch.randn(8, 33)).square().mean().backward()
-        state.reduce()
-        state.commit()
-        state.update()
-        state.gather()
+        apply(state)
 
     step()
     step()
@@ -188,7 +185,7 @@ def test_a_parameter_in_two_optimizers() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizers = [torch.optim.SGD([parameter]), torch.optim.Adam([parameter])]
     with pytest.raises(ConfigurationError, match=r"Optimizers 0 and 1 hold the same parameter of shape \(3,\)"):
-        ShardedState(Grid(2, 2), 0, [parameter], optimizers, 1000)
+        new_state(Grid(2, 2), 0, [parameter], optimizers)
 
 
 def without_end(rank: int, store: Any) -> Any:
@@ -199,13 +196,14 @@ def without_end(rank: int, store: Any) -> Any:
         store.wait(["asked"])
         return True
     net = model().to(torch.bfloat16)  # a checkpoint has its main parameters
-    state = ShardedState(Grid(2, 2), rank, list(net.parameters()), [optimizer(net, "AdamW")], 1000, shared_memory=False)
+    adam = optimizer(net, "AdamW")
+    state = new_state(Grid(2, 2), rank, net.parameters(), [adam], shared_memory=False)
 
     def check() -> None:
         raise Interrupted("the world moves on")
 
     state.connect(make_groups(state.grid, rank, timedelta(seconds=60), on_host=False), check)
-    for ask in (state.commit, lambda: gather_optimizer(state.optimizers[0], state._groups, check)):
+    for ask in (partial(commit, state), partial(state.gather_optimizer, adam)):
         Ordered(dist.all_reduce(torch.ones(1), async_op=True))
         with pytest.raises(Interrupted):
             ask()
@@ -223,12 +221,12 @@ def test_no_commit_and_no_checkpoint_before_the_device_has_come_to_an_end() -> N
 def test_a_parameter_that_is_not_the_modules() -> None:
     parameter = nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigurationError, match=r"SGD holds a parameter of shape \(3,\) that is not one of the"):
-        ShardedState(Grid(2, 2), 0, [], [torch.optim.SGD([parameter])], 1000)
+        new_state(Grid(2, 2), 0, [], [torch.optim.SGD([parameter])])
 
 
 def test_gradients_live_in_the_flat_buffer_and_none_stays_none() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
-    state = ShardedState(Grid(2, 2), 0, parameters, [torch.optim.SGD(parameters)], 1000)
+    state = new_state(Grid(2, 2), 0, parameters, [torch.optim.SGD(parameters)])
     buffers = state.buffers[0]
     buffers.grads.fill_(7.0)
     parameters[1].grad = torch.tensor([3.0, 4.0])
@@ -245,7 +243,7 @@ def test_memory_format_is_kept() -> None:
     image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     turned = nn.Parameter(torch.randn(3, 5).t())
     values = [image.detach().clone(), turned.detach().clone()]
-    ShardedState(Grid(2, 1), 1, [image, turned], [torch.optim.SGD([image, turned])], 1000)
+    new_state(Grid(2, 1), 1, [image, turned], [torch.optim.SGD([image, turned])])
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert turned.stride() == (1, 5)
     assert all(torch.equal(a, b) for a, b in zip((image, turned), values, strict=True))

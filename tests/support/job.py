@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.callbacks import DyingGaspCheckpoint
+from lightning_replica.chaos.flip import flip_bit
+from lightning_replica.core.points import listen
 from lightning_replica.launch.beacons import HangLimits
-from lightning_replica.points import listen
-from lightning_replica.sharding.guard import flip_bit
 from lightning_replica.sharding.state import ShardedState
-from lightning_replica.strategy import ReplicaZeroStrategy as Strategy
+from lightning_replica.trainer.strategy import ReplicaZeroStrategy as Strategy
 from tests.support import simulated_npu
 from tests.support.accelerators import accelerator
 
@@ -73,7 +73,7 @@ class Fault:
             marker.touch()
             if self.kind == "flip":
                 assert state is not None
-                marker.write_text(flip_bit(state, zlib.crc32(f"{self.rank}{point}{step}".encode())))
+                marker.write_text(flip_bit(state.shard(), zlib.crc32(f"{self.rank}{point}{step}".encode())))
                 return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica._compat.torch import as_bytes
-from lightning_replica.grid import Grid
+from lightning_replica.core.grid import Grid
+from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.sharding import moving
-from lightning_replica.sharding.collectives import Groups, make_groups
+from lightning_replica.sharding.engine import Commit, EngineSettings, Request
 from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import open_world
 
@@ -36,20 +37,32 @@ def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups
     return make_groups(Grid(world_size, replicas), rank, timedelta(seconds=60))
 
 
+def new_state(
+    grid: Grid, rank: int, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], **options: Any
+) -> ShardedState:
+    """A state that is not connected yet; buckets of 1000 bytes unless ``options`` say otherwise."""
+    settings = EngineSettings(**{"bucket_bytes": 1000, **options})
+    return ShardedState(grid, rank, list(parameters), list(optimizers), settings)
+
+
 def make_state(groups: Groups, parameters: Iterable[nn.Parameter], *optimizers: Optimizer, **options: Any) -> Any:
-    """A connected state; buckets of 1000 bytes unless ``options`` say otherwise."""
-    options = {"bucket_bytes": 1000, "guard": "full", **options}
-    state = ShardedState(groups.grid, groups.rank, list(parameters), list(optimizers), **options)
+    """A connected state, all of which is watched."""
+    state = new_state(groups.grid, groups.rank, parameters, optimizers, **{"guard": "full", **options})
     state.connect(groups, lambda: None)
     return state
 
 
-def apply(state: ShardedState) -> None:
+def apply(state: ShardedState, request: Request = Request()) -> None:  # noqa: B008
     """From the gradients of one backward pass to the gathered parameters."""
     state.reduce()
-    state.commit()
+    commit(state, request)
     state.update()
     state.gather()
+
+
+def commit(state: ShardedState, request: Request = Request()) -> Commit:  # noqa: B008
+    """Asks a rank for its part, and commits."""
+    return state.commit(state.part_of_commit(request))
 
 
 def train_step(state: ShardedState, backward: Callable[[], None], zero: bool = True) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.launch.supervisor import Process, Supervisor
-from lightning_replica.recovery.options import RecoveryOptions
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.launch.node import Process
+from lightning_replica.launch.supervisor import Supervisor
 from tests.support import job
 from tests.support.forked import ForkedProcess
 

@@ -1,0 +1,124 @@
+"""How `lightning-replica chaos` takes part in a script that was not written for it: as the trainer's extension.
+
+LIGHTNING_REPLICA_CHAOS names a file of JSON, an `Experiment`. Without the variable, this module has no effect.
+"""
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_replica._compat.lightning import leave_config_unsaved
+from lightning_replica.chaos.fault_injector import FaultInjector
+from lightning_replica.chaos.fingerprint import Fingerprint
+from lightning_replica.chaos.places import PlaceCallback
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.recovery.incident import Incident
+from lightning_replica.report.log import IncidentLog
+
+if TYPE_CHECKING:
+    from lightning_replica.chaos.places import Place
+
+VARIABLE = "LIGHTNING_REPLICA_CHAOS"
+PLACES, STRUCK, INCIDENTS = "places{}.json", "struck.jsonl", "incidents.jsonl"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of the script.
+
+    Attributes:
+        folder: Where everything about the run is written; an absolute path.
+        faults: The faults that strike, as text of `InjectedFault`.
+        spaced: Whether a fault strikes only after ranks have recovered from the one before it.
+        every_n_steps: Steps between fingerprints.
+        options: Options of recovery that replace the script's own.
+        hurt: Whether any fault strikes, injected or from outside.
+    """
+
+    folder: str
+    faults: list[str] = field(default_factory=list)
+    spaced: bool = True
+    every_n_steps: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    hurt: bool = False
+
+    @classmethod
+    def current(cls) -> "Experiment | None":
+        """Return the experiment that this process is part of; None if there is none.
+
+        Raises:
+            ConfigurationError: If the variable names something that is not an experiment.
+        """
+        path = os.environ.get(VARIABLE)
+        if not path:
+            return None
+        try:
+            return cls(**json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"{VARIABLE}={path} is no experiment of `lightning-replica chaos` ({error}). Unset it to train."
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Write the file that `current` reads."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def callbacks(self) -> list[pl.Callback]:
+        """Return the callbacks that take part in the script's training."""
+        folder = Path(self.folder)
+        injector = FaultInjector(self.faults, spaced=self.spaced, record=folder / STRUCK)
+        return [
+            Fingerprint(folder, self.every_n_steps),
+            *([injector, _Incidents(folder)] if self.hurt else [_Map(folder)]),
+        ]
+
+
+def overridden(options: RecoveryOptions) -> RecoveryOptions:
+    """Return the script's options, except for those that an experiment sets."""
+    experiment = Experiment.current()
+    return options if experiment is None else replace(options, **experiment.options)
+
+
+def enter(trainer: pl.Trainer) -> None:
+    """Add the experiment's callbacks to a trainer, before those that save checkpoints, which come last."""
+    experiment = Experiment.current()
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if experiment is None or any(isinstance(callback, Fingerprint) for callback in callbacks):
+        return
+    leave_config_unsaved(trainer)
+    place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
+    callbacks[place:place] = experiment.callbacks()
+
+
+class _Incidents(pl.Callback):
+    """Writes the incidents that the faults cause to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / INCIDENTS
+        self._log: IncidentLog | None = None
+
+    def on_incident(self, trainer: pl.Trainer, pl_module: pl.LightningModule, incident: Incident) -> None:
+        self._log = self._log or IncidentLog(self._path, trainer.global_rank)
+        self._log.add(incident)
+
+
+class _Map(PlaceCallback):
+    """Writes the last step at which this rank comes to each place to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._last: dict[str, int] = defaultdict(int)
+
+    def reach(self, trainer: pl.Trainer, place: "Place") -> None:
+        self._last[place] = trainer.strategy.state.step  # type: ignore[attr-defined]
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        (self._folder / PLACES.format(trainer.global_rank)).write_text(json.dumps(self._last))

@@ -1,0 +1,111 @@
+"""Compares what all ranks must have in common, before any rank waits for another in a collective."""
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_replica.control.generation import Generations
+from lightning_replica.core.grid import Grid
+from lightning_replica.errors import ConfigurationError
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that determine what a step computes and what ranks send each other."""
+    return {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "lightning": metadata.version("lightning"),
+    }
+
+
+def node() -> str:
+    """Return this machine's name."""
+    return socket.gethostname()
+
+
+def describe_model(module: nn.Module) -> dict[str, str]:
+    """Return a description of each parameter, by name: its shape, its dtype, and "frozen" if it is not trained."""
+    return {
+        name: f"{tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}{'' if p.requires_grad else ' frozen'}"
+        for name, p in module.named_parameters()
+    }
+
+
+def compare(
+    generations: Generations,
+    topic: str,
+    rank: int,
+    grid: Grid,
+    facts: Mapping[str, Any],
+    advice: str,
+    timeout_s: float,
+) -> list[dict[str, Any]]:
+    """Check that ``facts`` are the same on every rank.
+
+    Args:
+        generations: The log of generations, through whose store ranks exchange the facts.
+        topic: Name of this comparison. Each topic is compared only once.
+        rank: This rank.
+        grid: The table of ranks.
+        facts: Plain data by name. Facts whose name begins with an underscore are exchanged but may differ.
+        advice: What the user should do if facts differ.
+        timeout_s: How long to wait for the other ranks, in seconds.
+
+    Returns:
+        Every rank's facts, in order of rank.
+
+    Raises:
+        ConfigurationError: On every rank, if facts differ. The message names the ranks and their values.
+    """
+    ranks = range(grid.world_size)
+    everyone = generations.share(f"facts/{topic}", rank, dict(facts), generations.current, ranks, timeout_s)
+    for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
+        said = _difference([json.dumps(each.get(name)) for each in everyone])
+        if said:
+            raise ConfigurationError(f"Ranks disagree on {name}: {said}. {advice}")
+    return everyone
+
+
+def compare_models(
+    generations: Generations,
+    topic: str,
+    rank: int,
+    grid: Grid,
+    module: nn.Module,
+    timeout_s: float,
+) -> None:
+    """Check that all ranks train the same parameters.
+
+    Raises:
+        ConfigurationError: On every rank, if they do not. The message names the first parameter that differs.
+    """
+    own, generation = describe_model(module), generations.current
+    advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    ranks = range(grid.world_size)
+    everyone = generations.share(f"facts/{topic}", rank, {"model": digest}, generation, ranks, timeout_s)
+    if len({each["model"] for each in everyone}) == 1:
+        return
+    models = generations.share(f"facts/{topic}/parameters", rank, own, generation, ranks, timeout_s)
+    for name in dict.fromkeys(name for model in models for name in model):
+        said = _difference([model.get(name, "missing") for model in models])
+        if said:
+            raise ConfigurationError(f"Ranks disagree on the model's parameter {name!r}: {said}. {advice}")
+    raise ConfigurationError(f"Ranks disagree on the order of the model's parameters. {advice}")
+
+
+def _difference(values: list[str]) -> str:
+    """Return which ranks have which value if the values differ; otherwise an empty string."""
+    holders: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(str(rank))
+    if len(holders) == 1:
+        return ""
+    return "; ".join(f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in holders.items())

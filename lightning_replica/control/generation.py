@@ -1,0 +1,228 @@
+"""The log of generations in the store, through which ranks agree that a new generation begins.
+
+``generation/<k>`` exists from the moment at which generation k - 1 is over. Its value is the fault that ended it. Keys
+are only added, with compare-and-set: a process that loses the race to begin k simply joins k. Every process that sees a
+fault begins the next generation: the rank that raised, or a rank whose peer has gone. When a process dies, the
+supervisor always begins one. So a dead process has no part in the newest generation, and nothing that it left behind is
+mistaken for a report of its replacement.
+"""
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from lightning_replica.control import keys
+from lightning_replica.control.faults import Fault
+from lightning_replica.core import points
+from lightning_replica.errors import Interrupted, RecoveryError
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that the package uses."""
+
+    def set(self, key: str, value: Any) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+Patience: TypeAlias = Callable[[float, Callable[[], list[int]]], None]
+"""Called with the seconds waited so far and a function that returns the ranks that are missing. It may raise."""
+
+
+def _forever(_: float, __: Callable[[], list[int]]) -> None:
+    """Do nothing: the time-out of the wait limits the wait."""
+
+
+class Generations:
+    """The log of generations, as one process sees it.
+
+    Args:
+        store: The store that holds the log.
+        current: The generation in which the process began.
+
+    Attributes:
+        current: The generation that the process is in. No other object stores it.
+    """
+
+    def __init__(self, store: Store, current: int = 0) -> None:
+        self.store, self.current = store, current
+        self._patience: Patience = _forever
+
+    def move_on(self) -> int:
+        """Move this process to the newest generation, and return that."""
+        self.current = self.newest(self.current)
+        return self.current
+
+    def wait_with(self, patience: Patience) -> None:
+        """Make `share` call ``patience`` repeatedly while it waits."""
+        self._patience = patience
+
+    def job(self) -> int:
+        """Return a random number that is the same in all processes of this run, and hardly ever in another run."""
+        return int(self.store.compare_set(keys.JOB, "", str(secrets.randbits(62))))
+
+    def begun(self, generation: int) -> bool:
+        """Return whether ``generation`` has begun."""
+        return generation == 0 or self.store.check([keys.generation(generation)])
+
+    def newest(self, known: int) -> int:
+        """Return the newest generation; ``known`` is one that has begun."""
+        while self.begun(known + 1):
+            known += 1
+        return known
+
+    def begin(self, generation: int, fault: Fault) -> None:
+        """Begin ``generation``, unless another process has begun it."""
+        self.store.compare_set(keys.generation(generation), "", fault.to_json())
+
+    def begin_next(self, known: int, fault: Fault) -> int:
+        """Begin a generation that no other process has begun, and return it."""
+        while True:
+            candidate = self.newest(known) + 1
+            # The value is unique, so that this process can see whether it has won the race.
+            own = fault.to_json(token=f"{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
+            if self.store.compare_set(keys.generation(candidate), "", own) == own.encode():
+                return candidate
+            known = candidate
+
+    def fault(self, generation: int) -> Fault:
+        """Return the fault that ended the generation before ``generation``."""
+        return Fault.from_json(self.store.get(keys.generation(generation)).decode())
+
+    def taint(self, generation: int) -> None:
+        """Record that wrong bits were found in the generation before ``generation``, whichever process begins that.
+
+        This is not part of the fault that ends a generation: if several faults occur at a time, only one is recorded.
+        """
+        self.store.set(keys.tainted(generation), "")
+
+    def is_tainted(self, generation: int) -> bool:
+        """Return whether `taint` was called for ``generation``."""
+        return self.store.check([keys.tainted(generation)])
+
+    def spoil(self) -> None:
+        """Record that no rank's shard can be trusted, so that this run writes no checkpoint any more."""
+        self.store.set(keys.SPOILED, "")
+
+    def is_spoiled(self) -> bool:
+        """Return whether `spoil` was called."""
+        return self.store.check([keys.SPOILED])
+
+    def give_up(self, why: str, asked: bool = False) -> None:
+        """End the run: every rank that waits, or begins to wait, raises an error with the text ``why``.
+
+        Args:
+            why: The reason, as a sentence.
+            asked: Whether the run was asked to end; otherwise it has failed.
+        """
+        if asked and self.verdict() is None:
+            self.store.set(keys.ASKED, "")
+        self.store.compare_set(keys.VERDICT, "", why)
+
+    def was_asked(self) -> bool:
+        """Return whether the run was given up because it was asked to end."""
+        return self.store.check([keys.ASKED])
+
+    def verdict(self) -> str | None:
+        """Return why the run was given up; None if it was not."""
+        return self.store.get(keys.VERDICT).decode() if self.store.check([keys.VERDICT]) else None
+
+    def lost(self, generation: int) -> frozenset[int]:
+        """Return the ranks that are lost for good by ``generation``. Valid only once the run has been given up."""
+        faults = (self.fault(k) for k in range(1, generation + 1))
+        return frozenset(rank for fault in faults if fault.detected == "end" for rank in fault.ranks)
+
+    def wait_for(
+        self, ready: Callable[[], bool], generation: int, timeout_s: float, what: str, given_up: bool = False
+    ) -> None:
+        """Poll until ``ready()`` returns true.
+
+        Args:
+            ready: Returns whether the wait is over.
+            generation: The generation in which this rank waits.
+            timeout_s: Time after which the wait fails, in seconds.
+            what: What this rank waits for, for the message.
+            given_up: Whether the wait is part of the work after the run was given up, so that the verdict is no error.
+
+        Raises:
+            Interrupted: If a generation after ``generation`` begins first.
+            RecoveryError: If the run is given up, or ``timeout_s`` passes.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.001
+        try:
+            while not ready():
+                points.waits()
+                verdict = None if given_up else self.verdict()
+                if verdict is not None:
+                    raise RecoveryError(verdict)
+                if self.begun(generation + 1):
+                    raise Interrupted(self.fault(generation + 1).text)
+                if time.monotonic() > deadline:
+                    raise RecoveryError(f"Waited {timeout_s:.0f} s for {what} in generation {generation}.")
+                time.sleep(pause_s)
+                pause_s = min(0.02, 1.5 * pause_s)
+        finally:
+            points.goes_on()
+
+    def share(
+        self,
+        topic: str,
+        rank: int,
+        plain: dict[str, Any],
+        generation: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        given_up: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Share ``plain`` with all ranks, and return what each of ``ranks`` has shared under ``topic``.
+
+        Raises:
+            Interrupted: If a newer generation begins first.
+            RecoveryError: If a rank does not share its part in time, or if the run is given up.
+        """
+        self.store.set(keys.share(topic, rank), json.dumps(plain))
+        parts = [keys.share(topic, other) for other in ranks]
+        began = time.monotonic()
+
+        def missing() -> list[int]:
+            return [rank for rank, key in zip(ranks, parts, strict=True) if not self.store.check([key])]
+
+        def complete() -> bool:
+            if self.store.check(parts):
+                return True
+            self._patience(time.monotonic() - began, missing)
+            return False
+
+        try:
+            self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
+        except RecoveryError as error:
+            raise RecoveryError(f"{error} Missing: ranks {missing()}.") from error
+        verdict = None if given_up else self.verdict()
+        if verdict is not None:  # others may have shared their part before they saw the verdict, and then stop
+            raise RecoveryError(verdict)
+        return [json.loads(self.store.get(key)) for key in parts]
+
+    def meet(self, name: str, generation: int, world_size: int, timeout_s: float, given_up: bool = False) -> None:
+        """Wait at a barrier that outlives its members: once all ranks have come, every rank passes it.
+
+        A barrier of a process group can succeed on one rank and fail on another, because a third rank has already
+        left. This barrier cannot.
+        """
+        key = keys.meet(name, generation)
+        self.store.add(key, 1)
+
+        def complete() -> bool:
+            return self.store.add(key, 0) >= world_size
+
+        try:
+            self.wait_for(complete, generation, timeout_s, f"every rank at {name!r}", given_up)
+        except Interrupted:
+            if not complete():
+                raise

@@ -1,0 +1,193 @@
+"""The table of all keys of the store that the processes of a run share: what a value is, and who writes it.
+
+The supervisor serves the store; without a supervisor, the launcher's own store is used. The value of a key never
+changes unless the table says so. So a process that comes late reads what the others have read.
+"""
+
+# Keys of the run
+
+JOB = "job"
+"""A random number that identifies this run. Written once, by the rank that comes first."""
+
+PHASE = "phase"
+"""The value "fit" while a lost rank can be replaced, then "done". Written by every rank when all have met; changes."""
+
+OPTIONS = "options"
+"""What ranks tell the supervisor: options and a directory (`told`). Written once, by the first rank in `fit`."""
+
+VERDICT = "verdict"
+"""Why the run is given up. Written once, by the rank or the supervisor that gives it up."""
+
+ASKED = "asked"
+"""Present if the run was asked to end, by a signal. Written before `VERDICT`."""
+
+NO_REPLACEMENT = "no_replacement"
+"""Why a rank that is lost from now on cannot be replaced. Written by any rank."""
+
+LEFT = "left"
+"""How many ranks have left a run without supervisor. A counter: the rank that serves the store waits for all."""
+
+LOOP = "loop"
+"""The number of the newest training loop. Written by every rank when it begins; changes."""
+
+
+# Keys of a generation
+
+
+def generation(number: int) -> str:
+    """Return the key of the fault that began a generation. Written once, by compare-and-set; a loser just joins it."""
+    return f"generation/{number}"
+
+
+def tainted(number: int) -> str:
+    """Return the key that is present if a shard was wrong when the generation began. Written by the shard's rank."""
+    return f"tainted/{number}"
+
+
+SPOILED = "spoiled"
+"""Present once no rank's shard can be trusted any more. Written by the rank that finds this out."""
+
+
+def share(topic: str, rank: int) -> str:
+    """Return the key of what a rank shares under a topic, as JSON. Written by that rank."""
+    return f"{topic}/{rank}"
+
+
+def present(topic: str) -> str:
+    """Return the key of the ranks that take part in a topic, where no process knows which ranks are left.
+
+    Written once, by the first rank to decide.
+    """
+    return f"{topic}/ranks"
+
+
+def meet(name: str, number: int) -> str:
+    """Return the key of how many ranks have come to a meeting in a generation. A counter."""
+    return f"meet/{name}/{number}"
+
+
+def beside(number: int, use: int) -> str:
+    """Return the topic of the ``use``-th task that ranks do beside training in a generation."""
+    return f"beside/{number}/{use}"
+
+
+# Keys of a rank
+
+
+def listens(rank: int) -> str:
+    """Return the key of the generation in which the rank's process began, if it can be asked to save.
+
+    Written by the rank; changes.
+    """
+    return f"listens/{rank}"
+
+
+def words(rank: int, number: int) -> str:
+    """Return the key of the error with which a process ended, by its rank and the generation in which it began.
+
+    See `last_words`. Written by that process.
+    """
+    return f"words/{rank}/{number}"
+
+
+def shown(digest: str) -> str:
+    """Return the key of the process that prints a traceback. Written once, by the first process with the error."""
+    return f"shown/{digest}"
+
+
+def account(number: int, rank: int) -> str:
+    """Return the key of a rank's account of the incident that led to a generation (`recovery.account`).
+
+    Written by that rank.
+    """
+    return f"account/{number}/{rank}"
+
+
+FAILED = "incident/failed"
+"""The rank that reports the last incident. Written once, by the first rank that gives up."""
+
+
+def journal(rank: int, segment: int, group: str, part: str, number: int) -> str:
+    """Return the key of the result that a collective outside of training gave a rank (`journal`).
+
+    Written by that rank.
+    """
+    return f"journal/{rank}/{segment}/{group}/{part}/{number}"
+
+
+def note(rank: int, topic: str) -> str:
+    """Return the key of plain data that a rank leaves to its replacement. Written by that rank; changes."""
+    return f"note/{rank}/{topic}"
+
+
+def written(what: str) -> str:
+    """Return the key of what rank 0 has written to files since each snapshot, for its replacement.
+
+    Written by rank 0; changes.
+    """
+    return f"written/{what}"
+
+
+# Keys of loggers, and of what is done once for all ranks
+
+FIRST_RUNS = "runs/first"
+"""The loggers' runs of the process that became the supervisor. Written before any rank starts."""
+
+
+def runs(rank: int) -> str:
+    """Return the key of the loggers' runs of a rank. Written by that rank."""
+    return f"runs/{rank}"
+
+
+def once(number: int) -> str:
+    """Return the key of the result of the ``number``-th task that only rank 0 does before training.
+
+    Written by rank 0.
+    """
+    return f"once/{number}"
+
+
+# Keys of the end
+
+GASP = "gasp"
+"""Where the dying gasp is. Written as soon as it is published, by the ranks that wrote it."""
+
+
+def gasping(number: int) -> str:
+    """Return the topic under which the survivors of a run exchange their reports, in a generation."""
+    return f"gasp/{number}"
+
+
+def come_to_save(rank: int) -> str:
+    """Return the key that is present if a rank has come to write the dying gasp. Written by that rank."""
+    return f"gasp/come/{rank}"
+
+
+ENDING_DIRECTORY = "ending/where"
+"""Where the run's checkpoints are. Written once, by the first rank that knows the directory."""
+
+
+def ending_step(rank: int) -> str:
+    """Return the key of the step at which a rank could not continue. Written by that rank; changes."""
+    return f"ending/step/{rank}"
+
+
+ENDING_LAST_STEP = "ending/last_step"
+"""The step of the dying gasp. Written as soon as it is published."""
+
+ENDING_COUNTED = "ending/counted"
+"""How many processes have tried to count this run's failure. A counter: only the first one counts it."""
+
+ENDING_CODE = "ending/code"
+"""The exit code that the run ends with. Written by the process that counts the failure."""
+
+
+# Keys of standbys
+
+STANDBY_CALLS = "standby/calls"
+"""How often ranks have asked for standbys. A counter."""
+
+
+def standby_call(number: int) -> str:
+    """Return the key of the modules that a standby imports before it waits, as JSON. Written by the asking rank."""
+    return f"standby/call/{number}"

@@ -1,1 +1,0 @@
-"""Which batch comes next, exactly."""

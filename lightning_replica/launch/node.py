@@ -1,0 +1,226 @@
+"""This machine's processes: starts ranks and standbys, waits for them and watches them. It decides nothing."""
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from lightning_replica.control.phase import Phase
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.orphans import born_mortal
+from lightning_replica.launch.beacons import HangLimits
+from lightning_replica.launch.environment import LOOPBACK, RankEnvironment
+from lightning_replica.launch.policy import END_S
+from lightning_replica.launch.repeats import Repeats
+from lightning_replica.launch.spool import Spool
+from lightning_replica.launch.standby import Standbys
+from lightning_replica.launch.watch import Hang, Watch
+
+
+class Process(Protocol):
+    """A rank's process, with the interface of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, -n for signal n; None until `wait` or `poll` has seen the end."""
+
+    def wait(self) -> object:
+        """Block until the process ends."""
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the process runs."""
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+
+
+Start: TypeAlias = Callable[[int, dict[str, str]], Process]
+"""Starts the process of a rank with an environment."""
+
+
+def start_script(command: Callable[[int], tuple[Sequence[str], str | None]]) -> Start:
+    """Return a function that starts ranks as re-runs of a script.
+
+    Args:
+        command: Returns the command line and the working directory of a rank.
+    """
+
+    def start(rank: int, environment: dict[str, str]) -> Process:
+        line, cwd = command(rank)
+        return subprocess.Popen(line, env=environment, cwd=cwd, preexec_fn=born_mortal())
+
+    return start
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that is a rank.
+
+    Attributes:
+        rank: Its rank.
+        process: The process.
+        generation: The generation that it was born into.
+    """
+
+    rank: int
+    process: Process
+    generation: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a rank's process.
+
+    Attributes:
+        child: The process.
+        code: Its exit code, -n for signal n.
+        hung: Why it was killed, if it was killed because it hung; else empty.
+        again: Whether the process before it ended in the same way at the same place.
+        where: Where the rank was, in words.
+    """
+
+    child: Child
+    code: int
+    hung: str
+    again: bool
+    where: str
+
+
+Event: TypeAlias = Child | Standbys | signal.Signals | None
+"""A rank's process that has ended; standbys to be filled; a signal; None when it is time to look at the ranks."""
+
+
+class Node:
+    """The processes of one machine. Only the supervisor's main thread calls methods other than `put`.
+
+    Args:
+        start: Starts the process of a rank.
+        world_size: Number of ranks.
+        options: What the user has chosen about recovery, as far as known at the start.
+        directory: Where the stacks of ranks are written when one hangs.
+        standbys: Processes that wait to become ranks; None if there are none.
+    """
+
+    def __init__(
+        self, start: Start, world_size: int, options: RecoveryOptions, directory: Path, standbys: Standbys | None
+    ) -> None:
+        self._start, self._world_size, self._standbys = start, world_size, standbys
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._children: dict[int, Child] = {}
+        self._watch = Watch(world_size, HangLimits.of(options), directory)
+        self._hung: dict[int, str] = {}
+        self._repeats = Repeats()
+        self._over = threading.Event()
+
+    def open(self, port: int) -> None:
+        """Prepare to start ranks, and begin to watch them.
+
+        Args:
+            port: Port of the supervisor's store.
+        """
+        self._port, self._spool = port, Spool()
+        threading.Thread(target=self._tick, name="watch", daemon=True).start()
+
+    def watch_standbys(self) -> None:
+        """Start to listen for calls of ranks, which say when it is time to start standbys."""
+        if self._standbys is not None:
+            self._standbys.watch(self._port, self._events.put)
+
+    def close(self) -> None:
+        """Kill all remaining processes, and remove what ranks have left for each other."""
+        self._over.set()
+        self.end(signal.SIGKILL)
+        if self._standbys is not None:
+            self._standbys.end()
+        self._spool.close()
+
+    def use(self, options: RecoveryOptions, directory: Path) -> None:
+        """Use other options from now on."""
+        self._watch.use(HangLimits.of(options), directory)
+        if self._standbys is not None:
+            self._standbys.keep(options.standby)
+
+    def put(self, event: Event) -> None:
+        """Make `next` return an event. Any thread or signal handler may call this."""
+        self._events.put(event)
+
+    def next(self) -> Event:
+        """Wait for the next event, and return it."""
+        return self._events.get()
+
+    @property
+    def children(self) -> Mapping[int, Child]:
+        """The processes that are ranks now, including those whose end has not been handled yet."""
+        return self._children
+
+    @property
+    def hanging(self) -> bool:
+        """Whether a rank was killed because it hung, and its end has not been handled yet."""
+        return bool(self._hung)
+
+    def start(self, rank: int, generation: int) -> str:
+        """Start a new process for a rank, or use a standby; return which of the two, in words."""
+        environment = RankEnvironment(LOOPBACK, self._port, os.getpid(), generation, self._spool.path)
+        variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
+        self._watch.born(rank, replaces=generation > 0)
+        standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
+        child = Child(rank, standby or self._start(rank, variables), generation)
+        self._children[rank] = child
+        # One thread per child blocks in waitpid, so that a death is noticed at once, on any platform.
+        threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
+        return "a new process" if standby is None else "a standby"
+
+    def bury(self, child: Child) -> Ended:
+        """Handle the end of a rank's process, and return what is known of it."""
+        del self._children[child.rank]
+        code, slot = child.process.returncode or 0, self._watch.slot(child.rank)
+        hung = self._hung.pop(child.rank, "")
+        return Ended(child, code, hung, self._repeats.again(child.rank, code, slot), self._watch.where(child.rank))
+
+    def look(self, phase: Callable[[], Phase]) -> Hang | None:
+        """Return which ranks hang, if any do. While a killed rank has not ended, no other rank is judged."""
+        if self._hung:
+            return None  # ranks that wait for the killed rank would seem to hang
+        return self._watch.look({child.rank: child.process for child in self._children.values()}, phase)
+
+    def kill(self, rank: int, why: str) -> None:
+        """Kill a rank that hangs. Its end is an event like that of any other rank."""
+        self._hung[rank] = why
+        self._children[rank].process.send_signal(signal.SIGKILL)
+
+    def send(self, signum: int, ranks: Iterable[int] | None = None) -> None:
+        """Send a signal to ``ranks``, by default to all ranks."""
+        for rank in self._children if ranks is None else ranks:
+            self._children[rank].process.send_signal(signum)
+
+    def end(self, signum: signal.Signals, after_s: float = 0.0) -> None:
+        """End all ranks. Those that still run after ``after_s`` get ``signum``, then SIGKILL."""
+        deadline = time.monotonic() + after_s
+        for last in (signum, signal.SIGKILL):
+            while any(child.process.poll() is None for child in self._children.values()):
+                if time.monotonic() > deadline:
+                    self.send(last)
+                    deadline = time.monotonic() + END_S
+                    break
+                time.sleep(0.01)
+        for child in self._children.values():
+            child.process.wait()
+
+    def _wait(self, child: Child) -> None:
+        child.process.wait()
+        self._events.put(child)
+
+    def _tick(self) -> None:
+        # Not a time-out of the queue: in Python 3.11 that never expires once a signal handler has run longer than it.
+        while not self._over.wait(self._watch.interval_s):
+            self._events.put(None)

@@ -1,0 +1,257 @@
+"""What the supervisor decides: a state machine without processes, stores or clocks.
+
+A run is in one `State`. The supervisor passes each event to `Policy`, with the `Facts` of the moment. `Policy` returns
+actions, which the supervisor carries out in order. tests/launch/test_policy.py covers all of it and starts no process.
+
+| from | event | to |
+|---|---|---|
+| RUNNING, TOLD | a rank ends that can be replaced | the same |
+| RUNNING | a rank ends that cannot be replaced; ranks can save | SAVING |
+| RUNNING | a rank ends that cannot be replaced; ranks cannot save, or need not | ENDING |
+| RUNNING, SAVING | a first signal; ranks can save | TOLD |
+| RUNNING | a signal; ranks cannot save | ENDING |
+| TOLD | half of the grace is over, or a rank ends that cannot be replaced | SAVING |
+| TOLD, SAVING | the grace is over, or a second signal | KILLED |
+| ENDING | the same, if the first signal led to TOLD | KILLED |
+"""
+
+import enum
+import math
+import signal
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.phase import Phase
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
+
+END_S: Final = 10.0  # between the signal to end and SIGKILL
+END_EARLY_S: Final = 2.0  # the same before the first batch, where nothing is lost
+
+
+class State(enum.Enum):
+    """How far a run is on the way to its end."""
+
+    RUNNING = enum.auto()  # ranks start or train; a rank that is lost in training is replaced
+    TOLD = enum.auto()  # a signal has asked for the end: ranks agree to save and end within the grace
+    SAVING = enum.auto()  # the run is given up; surviving ranks write the last checkpoint, if they can
+    ENDING = enum.auto()  # the run is given up; ranks end
+    KILLED = enum.auto()  # the remaining ranks are killed
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The situation at the moment of an event.
+
+    Attributes:
+        phase: Where the run is.
+        given_up: Whether the run has been given up, by the supervisor or by a rank.
+        no_replacement: Why a replacement could not get to where the run is; empty if it could.
+    """
+
+    phase: Phase
+    given_up: bool = False
+    no_replacement: str = ""
+
+    @property
+    def in_fit(self) -> bool:
+        """Whether a lost rank can be replaced, and the run saved."""
+        return self.phase == "fit"
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """The end of a rank's process.
+
+    Attributes:
+        rank: The rank.
+        code: Its exit code, -n for signal n.
+        how: How it ended, in words.
+        hung: Whether it was killed because it hung.
+        where: Where the rank was, in words.
+        again: Whether the process before it ended in the same way at the same place.
+    """
+
+    rank: int
+    code: int
+    how: str
+    hung: bool = False
+    where: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Say:
+    """The action: print a message for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Replace:
+    """The action: begin a generation with this fault, and start another process for the rank."""
+
+    rank: int
+    fault: Fault
+    number: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The action: record that the run is given up, and wake all ranks that wait."""
+
+    why: str
+    ranks: tuple[int, ...] = ()
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Send:
+    """The action: send a signal to all ranks."""
+
+    signum: signal.Signals
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """The action: send a signal to ranks that still run after ``after_s``, and kill them if they run `END_S` longer."""
+
+    signum: signal.Signals
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class EndAbsent:
+    """The action: kill ranks that have not come to save, if others have: those may hold every shard."""
+
+
+Action: TypeAlias = Say | Replace | GiveUp | Send | EndRanks | EndAbsent
+Actions: TypeAlias = tuple[Action, ...]
+
+
+class Policy:
+    """Makes the decisions for one run.
+
+    Args:
+        options: What the user has chosen about recovery.
+
+    Attributes:
+        options: The same; replaced once ranks have reported what callbacks say.
+        state: How far the run is on the way to its end.
+        code: The exit code of what failed first; 0 if nothing has failed.
+        restarts: Number of processes that were replaced.
+    """
+
+    def __init__(self, options: RecoveryOptions) -> None:
+        self.options, self.state = options, State.RUNNING
+        self.code = self.restarts = 0
+        self._told: signal.Signals | None = None
+        self._told_at = 0.0
+        self._saves = False  # ranks write the last checkpoint, or have tried to
+
+    @property
+    def restarts_left(self) -> int:
+        """The number of processes that may still be replaced."""
+        return self.options.max_restarts - self.restarts
+
+    def watches(self, facts: Facts) -> bool:
+        """Return whether ranks that hang are killed. They are not once ranks only end."""
+        return self._saves or not (self.code or facts.given_up)
+
+    def rank_ended(self, end: RankEnd, facts: Facts) -> Actions:
+        """Decide what to do when a rank's process has ended."""
+        if end.code == 0 and not facts.in_fit:
+            return ()
+        code = GAVE_UP if end.hung and not facts.in_fit else 128 - end.code if end.code < 0 else end.code or 1
+        if self.code or facts.given_up:
+            return self._fail(end.how, code, facts, (end.rank,) if self.options.gasp else ())
+        if not self.options.recovery:
+            return self._fail(f"{end.how}. With recovery=False the run ends with it.", code, facts)
+        if not facts.in_fit:
+            where = "before its first batch" if facts.phase == "set-up" else "outside of training"
+            return self._fail(f"{end.how} {where}, where a rank cannot be replaced.", code, facts)
+        if end.again:
+            why = f"{end.how}, twice {end.where}: another process would end there too."
+            return self._fail(why, code, facts, (end.rank,))
+        if facts.no_replacement:
+            why = f"{end.how}, and no replacement could find its way here: {facts.no_replacement}"
+            return self._fail(why, GAVE_UP, facts, (end.rank,))
+        if self.restarts_left <= 0:
+            used = f"{self.restarts} of max_restarts={self.options.max_restarts} are used"
+            return self._fail(f"{end.how}, and no replacement can be had: {used}.", GAVE_UP, facts, (end.rank,))
+        self.restarts += 1
+        fault = Fault("hang" if end.hung else "death", (end.rank,), end.how)
+        return (Replace(end.rank, fault, self.restarts),)
+
+    def signalled(self, told: signal.Signals, now: float, facts: Facts) -> Actions:
+        """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once."""
+        if self._told is None and self.options.gasp and facts.in_fit:
+            self.state, self._told, self._told_at = State.TOLD, told, now
+            return (
+                Say(f"{told.name}: all ranks save and end, within {self.options.grace_s:g} s."),
+                Send(signal.SIGTERM),
+            )
+        again = self._told is not None
+        actions = self._fail(f"The run was stopped by {told.name}.", 128 + told, facts, forward=told, asked=True)
+        if again:
+            self.state, self.code, self._saves = State.KILLED, 128 + told, False
+            actions += (EndRanks(signal.SIGKILL),)
+        return actions
+
+    def time_passes(self, now: float, facts: Facts, hanging: bool) -> Actions:
+        """Decide what to do as the grace after a signal runs out.
+
+        In the first half of the grace, ranks come to the end of a step. The rest is for writing the last checkpoint.
+
+        Args:
+            now: The time.
+            facts: The situation now.
+            hanging: Whether a rank was killed because it hung, and its end has not been noticed yet.
+        """
+        if self._told is None:
+            return ()
+        passed_s, grace_s = now - self._told_at, self.options.grace_s
+        if passed_s > grace_s:
+            self._told_at = math.inf  # so that this happens only once
+            self.state, self.code, self._saves = State.KILLED, self.code or 128 + self._told, facts.in_fit
+            return (
+                Say(f"{grace_s:g} s are over (grace_s); what has not ended is killed."),
+                EndRanks(signal.SIGKILL),
+            )
+        if passed_s > grace_s / 2 and not facts.given_up:
+            return self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told, facts, asked=True)
+        if passed_s > grace_s * 2 / 3 and not hanging:
+            return (EndAbsent(),)
+        return ()
+
+    def final_code(self, saved: bool) -> int:
+        """Return the exit code of the run, before the run is counted among those that failed.
+
+        Args:
+            saved: Whether the last checkpoint is published.
+        """
+        return GASP_WRITTEN if saved else NOTHING_SAVED if self._saves else self.code
+
+    def _fail(
+        self,
+        why: str,
+        code: int,
+        facts: Facts,
+        ranks: tuple[int, ...] = (),
+        forward: signal.Signals | None = None,
+        asked: bool = False,
+    ) -> Actions:
+        """Give up the run: tell ranks why, and give them some time to end by themselves, or to save."""
+        said: Actions = ()
+        if not self.code:
+            self.code, self._saves = code, self.options.gasp and facts.in_fit
+            said = () if facts.given_up else (Say(why),)
+        actions = (*said, GiveUp(why, ranks, asked or self._told is not None))
+        if self._saves:
+            self.state = State.SAVING
+            return actions
+        self.state = State.ENDING
+        send = () if forward is None else (Send(forward),)
+        after_s = END_EARLY_S if facts.phase == "set-up" else END_S
+        return (*actions, *send, EndRanks(signal.SIGTERM, after_s))

@@ -1,0 +1,78 @@
+"""What an exception means: whose fault it is, and whether this rank can continue. Only this file decides that.
+
+| exception | means |
+|---|---|
+| a pattern of `register_fault`, or a known error of the device | a device fault, with a level that says what is lost |
+| a DataLoader's worker has died | a fault of this rank's machine: the rank retries |
+| CollectiveError, Interrupted, an error of torch.distributed | another rank's fault, which that rank will report |
+| TransferError, CorruptedShardError in a recovery | a fault of a rank's memory or of the wire: the recovery restarts |
+| the store is gone | a fault for all ranks: none of them can continue |
+| anything else in training | a fault of user code: the step is done again, and the error is shown |
+| anything else in a recovery | a bug in this package, or a final error |
+"""
+
+import torch.distributed as dist
+
+from lightning_replica.devices.exceptions import first_line, with_causes
+from lightning_replica.devices.gloo import is_collective_failure
+from lightning_replica.devices.interface import Device, DeviceFault
+from lightning_replica.devices.registered import fault_of
+from lightning_replica.errors import (
+    CollectiveError,
+    CorruptedShardError,
+    DeviceLostError,
+    Interrupted,
+    RecoveryError,
+    ReplicaError,
+    TransferError,
+    WorkerDiedError,
+)
+
+_AGAIN = (CollectiveError, Interrupted, TransferError, CorruptedShardError)
+_STORE = (dist.DistNetworkError, dist.DistStoreError)  # the store is gone, so no rank can continue
+_OF_OTHERS = (CollectiveError, Interrupted, RecoveryError)
+
+
+def explain(error: BaseException) -> str:
+    """Return the type and the message of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def worker_died(error: BaseException) -> bool:
+    """Return whether an exception says that a worker of a DataLoader has died."""
+    return any(isinstance(each, WorkerDiedError) for each in with_causes(error))
+
+
+def is_of_others(error: BaseException) -> bool:
+    """Return whether a process that ends with ``error`` ends because of another process."""
+    return isinstance(error, _OF_OTHERS) or is_collective_failure(error)
+
+
+def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
+    """Return the fault of ``device``, a data worker or another rank that caused ``error``; None if user code did."""
+    fault = fault_of(error, device)
+    if fault is None and worker_died(error):
+        return DeviceFault("retry", first_line(error))  # workers of all ranks may die: too little memory
+    if fault is None and isinstance(error, (CollectiveError, Interrupted)):
+        return DeviceFault("outside", str(error))
+    return fault
+
+
+def begins_again(error: Exception, device: Device) -> str:
+    """Decide whether a recovery that ``error`` cuts short restarts, as after a fault of another rank.
+
+    Returns:
+        The error of this rank's own device; empty if the fault is another rank's.
+
+    Raises:
+        DeviceLostError: If this process cannot use its device any more.
+        Exception: ``error`` itself, if it is a bug or final.
+    """
+    again = isinstance(error, _AGAIN)
+    ours = isinstance(error, ReplicaError) and not again
+    fault = None if ours or isinstance(error, _STORE) else fault_of(error, device)
+    if fault is not None and fault.level == "lost":
+        raise DeviceLostError(fault.text) from error
+    if fault is None and not again:
+        raise error
+    return "" if fault is None or fault.level == "outside" else fault.text

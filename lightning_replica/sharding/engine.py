@@ -1,0 +1,336 @@
+"""The engine: all that trainer, recovery and checkpoint may use of the sharded state.
+
+An engine holds one rank's part of parameters, gradients and optimizers, and makes the step. `state.ShardedState` is the
+engine of this package (ZeRO-1 with R holders of each shard). Another engine would be a folder beside `sharding` that
+has a class with these methods. Code outside of `sharding` uses nothing else of it (tests/test_house.py).
+
+[Note: the order of calls]
+A step, on every rank:
+
+    begin_window                     the first batch of the step is about to begin
+      before_backward                before each backward pass, of which there may be several
+      after_backward                 after it
+      unscale, clip                  where gradients are whole: the user's hooks see the result
+    reduce                           the shard's averaged gradient is complete
+    look                             before the mirrors are sent
+    part_of_commit, hear, commit     from here on the step may have happened on another rank
+    update                           from here on it has happened here; needs no other rank
+    gather                           collective
+
+Under manual optimization `step_one` replaces the calls from reduce to gather, any number of times. `end_batch` follows
+the last of them, and then the commit of the batch. `release` is the last call of all. A fault may come in any call.
+Then the calls of `recovery.interface.Recoverable` follow, and after them `begin_window`, or the tail of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_replica.core.digests import Digest
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.works import Check
+from lightning_replica.groups.membership import Groups
+from lightning_replica.recovery.interface import Recoverable
+from lightning_replica.sharding.commit import Commit, Request
+from lightning_replica.sharding.layout import Partition
+from lightning_replica.sharding.settings import EngineSettings
+
+__all__ = [
+    "Commit",
+    "Engine",
+    "EngineSettings",
+    "HeldPiece",
+    "OptimizerShard",
+    "Partition",
+    "Request",
+    "WholeOptimizer",
+    "make_engine",
+]
+
+
+@dataclass(frozen=True)
+class WholeOptimizer:
+    """The state of one optimizer, for whole parameters.
+
+    Attributes:
+        state_dict: The state, as ``torch.optim.Optimizer.state_dict`` returns it.
+        main: Main parameters by position in the param groups, where they have more bits than the parameters.
+    """
+
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    main: dict[int, Tensor] = field(default_factory=dict)
+
+
+class HeldPiece(Protocol):
+    """A part of a parameter in this rank's shard, for checkpoints."""
+
+    @property
+    def order(self) -> int:
+        """Position of its parameter among all parameters of the module."""
+
+    @property
+    def rank(self) -> int:
+        """The rank whose piece it is. Over all ranks, every element of every parameter lies in one piece."""
+
+    @property
+    def start(self) -> int:
+        """Its first element, in the order in which the parameter's elements lie in memory."""
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The module's parameter that this is a part of."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Its values as the optimizer updates them, in the shape and dtype of its optimizer state."""
+
+    @property
+    def value(self) -> Tensor:
+        """Its values as forward reads them, of shape (numel,)."""
+
+    @property
+    def main(self) -> Tensor | None:
+        """Its values in 32 bits where forward reads 16, of shape (numel,); None elsewhere."""
+
+    @property
+    def state(self) -> Mapping[str, Any] | None:
+        """Its optimizer state; None if there is none yet."""
+
+    def is_like(self, key: str) -> bool:
+        """Return whether an entry of its optimizer state has one element for each element of the piece."""
+
+    def split(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, a tensor in the shape of the parameter, that belongs to this piece."""
+
+
+class OptimizerShard(Protocol):
+    """One of the user's optimizers, with the parameters and state that this rank holds, for checkpoints."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+
+    @property
+    def pieces(self) -> Sequence[HeldPiece]:
+        """The pieces that this rank holds."""
+
+    def position(self, parameter: nn.Parameter) -> int:
+        """Return the position of one of the module's parameters, in registration order."""
+
+    def wholes(self) -> dict[int, Tensor]:
+        """Return all whole parameters of this optimizer by position, as forward reads them."""
+
+    def main_dtypes(self) -> dict[int, Any]:
+        """Return the dtype of main parameters by position, where it is not the parameter's."""
+
+    def forget_main(self) -> None:
+        """Make every main parameter differ from its parameter. Called before parameters are read from a checkpoint."""
+
+    def main_from_params(self) -> None:
+        """Take the shard's values from the parameters where main parameters do not round to them.
+
+        Called after parameters were read from a checkpoint.
+        """
+
+    def load_state(self, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load state and hyperparameters through the optimizer's own ``load_state_dict``.
+
+        Args:
+            state: State by number of the piece.
+            groups: Hyperparameters of every param group.
+        """
+
+
+class Engine(Recoverable, Protocol):
+    """One rank's part of the sharded state. See [Note: the order of calls]."""
+
+    @property
+    def grid(self) -> Grid:
+        """The table of the ranks among which the state is sharded."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the grid."""
+
+    @property
+    def settings(self) -> EngineSettings:
+        """How the state is sharded."""
+
+    # A fit, called by the trainer
+
+    def connect(self, groups: Groups, check: Check) -> None:
+        """Use these process groups from now on. Called when a fit begins, and in every recovery after a regroup.
+
+        Args:
+            groups: The groups of this generation.
+            check: Raises once waiting has become pointless.
+        """
+
+    def follow_groups(self) -> None:
+        """Take in parameters that were added to a param group or unfrozen, and drop those that were removed.
+
+        Called before a checkpoint is loaded. `begin_window` and `roll_back` do this themselves.
+        """
+
+    def release(self) -> None:
+        """Give parameters memory of their own again, and optimizers their own methods. Called after training."""
+
+    # A step, called by the trainer, in this order
+
+    def begin_window(self, weights_may_differ: bool) -> None:
+        """Begin a step. Called before its first batch.
+
+        Args:
+            weights_may_differ: Whether user code may have written to the weights since the last step. If so, they are
+                taken into the shard.
+        """
+
+    def before_backward(self, reduce: bool) -> None:
+        """Prepare for a backward pass.
+
+        Args:
+            reduce: Whether the gradients of the pass are sent to the shards. Otherwise they only accumulate.
+        """
+
+    def after_backward(self, reduce: bool) -> None:
+        """Make gradients whole where the settings say so; collective then. Called after every backward pass."""
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> None:
+        """Divide an optimizer's whole gradient by the loss scale. Called where gradients are whole."""
+
+    def clip(self, optimizer: Optimizer, limit: float) -> None:
+        """Scale an optimizer's whole gradient to a global 2-norm of at most ``limit``. Collective.
+
+        Called where gradients are whole. The norm has the bits of the one in the commit, so the result does not
+        depend on whether user code looks at gradients.
+        """
+
+    def reduce(self) -> None:
+        """Complete the shard's averaged gradient. Collective."""
+
+    def look(self) -> Digest | None:
+        """Return the digest of this rank's shard, for its peers to compare; None if nothing is checked.
+
+        Called before the commit, and once more at the end of a fit, where no commit follows.
+        """
+
+    def hear(self, digests: Mapping[int, Digest]) -> None:
+        """Compare the digests of all holders of this shard.
+
+        Args:
+            digests: What `look` has returned, by rank; that of this rank too.
+
+        Raises:
+            CorruptedShardError: If this rank's shard is wrong, or the digests do not show whose is.
+        """
+
+    def part_of_commit(self, request: Request, stop: bool = False, save: bool = False) -> Tensor:
+        """Return this rank's part of the commit.
+
+        Args:
+            request: How the gradient is scaled and clipped before the update.
+            stop: Whether this rank was asked to stop.
+            save: Whether it was asked to save.
+        """
+
+    def commit(self, part: Tensor) -> Commit:
+        """Agree with all ranks that step t -> t+1 happens. Collective.
+
+        Args:
+            part: What `part_of_commit` has returned.
+
+        Raises:
+            CollectiveError: If the commit failed on this rank. Other ranks may have seen it succeed.
+        """
+
+    def update(self) -> None:
+        """Apply the committed step to the own shard. Needs no other rank.
+
+        Raises:
+            CorruptedShardError: If the shard has changed since the commit was entered. It is not updated then.
+        """
+
+    def gather(self) -> None:
+        """Rebuild all parameters from the shards. Collective."""
+
+    def step_one(self, optimizer: Optimizer, request: Request) -> Commit:
+        """Make one optimizer's step inside a batch, under manual optimization, from reduction to gather. Collective.
+
+        Returns:
+            What the ranks agreed on.
+        """
+
+    def end_batch(self) -> None:
+        """Take into the shard the weights that a manual training step has written to. Called before the commit."""
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether unreduced gradients of this rank wait for a later batch; only then a batch ends without a commit."""
+
+    # Called by the trainer, checkpoints, or tools, between steps
+
+    @property
+    def optimizers(self) -> Sequence[OptimizerShard]:
+        """What checkpoints read and write: one entry for each of the user's optimizers, in their order."""
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """All parameters that the shards hold."""
+
+    def params_from_main(self) -> None:
+        """Copy the own shard's values into the parameters; other values stay as they are. Called before a last save."""
+
+    def shard(self) -> list[tuple[str, Tensor]]:
+        """Return every tensor of the shard with its kind: "main", or the name of an optimizer's state."""
+
+    def gather_optimizer(self, optimizer: Optimizer) -> WholeOptimizer:
+        """Collect an optimizer's state. Collective over the first replica; other ranks need not call it.
+
+        Returns:
+            The whole state on rank 0, an empty one on the other ranks.
+        """
+
+    def load_optimizer(self, number: int, saved: Mapping[str, Any], main: Mapping[int, Tensor] | None = None) -> None:
+        """Load this rank's part of a state that `gather_optimizer`, or any unsharded optimizer, has written.
+
+        The parameters must already hold the checkpoint's weights. Main parameters are used where they round to
+        these weights.
+
+        Args:
+            number: Number of the optimizer.
+            saved: The state, as ``torch.optim.Optimizer.state_dict`` returns it.
+            main: Main parameters by position in the param groups.
+
+        Raises:
+            ConfigurationError: If ``saved`` holds no optimizer state, or that of other parameters.
+        """
+
+
+def make_engine(
+    grid: Grid,
+    rank: int,
+    parameters: Sequence[nn.Parameter],
+    optimizers: Sequence[Optimizer],
+    settings: EngineSettings,
+    fence: AbstractContextManager[None],
+) -> Engine:
+    """Lay parameters out and shard optimizers. Needs no other rank.
+
+    Args:
+        grid: The table of ranks.
+        rank: This rank.
+        parameters: All parameters of the module, in registration order.
+        optimizers: The user's optimizers.
+        settings: How the state is sharded.
+        fence: A context that is held while the shard, or a copy of it, is written: see `devices.interface.Device`.
+
+    Raises:
+        ConfigurationError: If there is nothing to train, or an optimizer cannot be sharded.
+    """
+    from lightning_replica.sharding.state import ShardedState  # here, because `state` imports this file
+
+    return ShardedState(grid, rank, parameters, optimizers, settings, fence)

@@ -1,0 +1,194 @@
+"""Plain attributes of modules: counters, flags, hidden states, lists that collect outputs until the end of an epoch.
+
+A rank that goes back to a snapshot restores them, so that a repeated batch finds them as it did the first time. This
+covers the LightningModule and all submodules, except those of torch's own classes, whose attributes are only settings.
+Numbers, strings, None, tensors, arrays, generators and containers of these are state. Other objects are left alone.
+
+Attributes may belong to one rank: the hidden state of a recurrent network differs from rank to rank. So they are
+mirrored to the peers, for a replacement. Only those that have changed since training began are sent. Large attributes
+(`LARGE_BYTES`, `MANY`) are not mirrored, because that would take time in every step: a replacement has a peer's. Most
+of them are lists that grow for an epoch. Large NumPy arrays are data, and are left alone.
+
+A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
+"""
+
+import operator
+from collections import deque
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_replica.state.attributes.plain_form import from_plain, plain_values, to_plain
+from lightning_replica.state.attributes.values import (
+    ATOMS,
+    CONTAINERS,
+    DEEP,
+    GENERATORS,
+    LARGE_BYTES,
+    MANY,
+    Kept,
+    KeptArray,
+    KeptContainer,
+    KeptGenerator,
+    KeptObject,
+    KeptTensor,
+    KeptTuple,
+    put_back_value,
+    random_state,
+    same,
+)
+
+__all__ = ["Copies", "Taken", "is_state", "put", "put_plain", "put_plain_into", "to_plain"]
+
+
+class _Bare(Metric):
+    """A torchmetrics object with only the attributes that every such object has."""
+
+    def update(self) -> None:
+        """Update nothing."""
+
+    def compute(self) -> None:
+        """Compute nothing."""
+
+
+# Attributes that are not the user's, or that other code restores: state/metrics.py restores a metric's declared states.
+_OWN = frozenset(vars(pl.LightningModule()))
+_OWN_OF_METRICS = _OWN | frozenset(vars(_Bare()))
+_STATE = (*CONTAINERS, np.ndarray, Tensor, *GENERATORS)
+_LARGE_ARRAY_BYTES = 2**18  # limits copying: arrays count no writes, so they are copied in every snapshot
+
+
+@dataclass
+class Taken:
+    """The attributes of a module and its submodules, at one point.
+
+    Attributes:
+        values: The attributes, by number of the submodule, then by name.
+        changed: Those of them that are not as they were when training began.
+    """
+
+    values: dict[int, dict[str, Kept]] = field(default_factory=dict)
+    changed: dict[int, dict[str, Kept]] = field(default_factory=dict)
+
+    def private(self) -> list[Any]:
+        """Return the attributes that are mirrored, as plain data."""
+        return plain_values(self.changed, LARGE_BYTES)
+
+    def whole(self) -> list[Any]:
+        """Return all attributes that can be sent to another rank, as plain data."""
+        return plain_values(self.values, None)
+
+
+class Copies:
+    """Copies of tensors, kept from one snapshot to the next, and the attributes as they were when training began.
+
+    Args:
+        module: The LightningModule, before training and before its sanity check, which a replacement does not run.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._tensors: dict[int, KeptTensor] = {}
+        self._first: dict[int, dict[str, Kept]] = {}
+        first = self.take(list(module.modules())).values
+        if type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint:
+            first.pop(0, None)  # a replacement loads no checkpoint, so all of these are sent to it
+        self._first = first
+
+    def take(self, modules: Sequence[nn.Module]) -> Taken:
+        """Return copies of the attributes that ``modules`` have now."""
+        former, self._tensors = self._tensors, {}
+        taken = Taken()
+        for number, module in enumerate(modules):
+            if number and _keeps_nothing(module):
+                continue
+            own = _own(module)
+            values = {
+                name: self._keep(value, former, not _is_large(value))
+                for name, value in vars(module).items()
+                if name not in own and is_state(value)
+            }
+            taken.values[number] = values
+            first = self._first.get(number, {})
+            changed = {n: kept for n, kept in values.items() if n not in first or not same(kept, first[n])}
+            if changed:
+                taken.changed[number] = changed
+        return taken
+
+    def _keep(self, value: Any, former: dict[int, KeptTensor], copied: bool, depth: int = 0) -> Kept:
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        if isinstance(value, Tensor):
+            kept = self._tensors.get(id(value)) or former.get(id(value))
+            if kept is None or not kept.is_of(value, copied):
+                kept = KeptTensor(value, copied)
+            self._tensors[id(value)] = kept
+            return kept
+        if isinstance(value, CONTAINERS) and depth < DEEP:
+            return self._keep_container(value, former, copied, depth + 1)
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGE_ARRAY_BYTES:
+            return KeptArray(value, value.copy())
+        return KeptGenerator(value, random_state(value)) if isinstance(value, GENERATORS) else KeptObject(value)
+
+    def _keep_container(self, value: Any, former: dict[int, KeptTensor], copied: bool, depth: int) -> Kept:
+        items = list(value.values() if isinstance(value, dict) else value)
+        if len(items) <= MANY:
+            items = [self._keep(item, former, copied, depth) for item in items]
+        if isinstance(value, tuple):
+            return value if all(map(operator.is_, items, value)) else KeptTuple(value, items)
+        return KeptContainer(value, items, list(value) if isinstance(value, dict) else None)
+
+
+def put(modules: Sequence[nn.Module], taken: Taken) -> None:
+    """Restore the attributes that this rank itself has taken, and delete those that were added since."""
+    for number, saved in taken.values.items():
+        now, own = vars(modules[number]), _own(modules[number])
+        for name in [name for name, value in now.items() if name not in saved and name not in own and is_state(value)]:
+            del now[name]
+        for name, kept in saved.items():
+            if not _is_registered(modules[number], name):
+                now[name] = put_back_value(kept, name)
+
+
+def put_plain(modules: Sequence[nn.Module], sent: list[Any]) -> None:
+    """Put attributes that another rank has sent into a replacement; containers that exist already are filled."""
+    for number, values in sent:
+        module = modules[number]  # here, an attribute may have become a parameter, a buffer or a submodule
+        put_plain_into(vars(module), [pair for pair in values if not _is_registered(module, pair[0])])
+
+
+def put_plain_into(attributes: dict[str, Any], sent: list[Any]) -> None:
+    """Set ``attributes`` from ``sent``: pairs of a name and of what `to_plain` has made of its value."""
+    for name, value in sent:
+        attributes[name] = from_plain(value, attributes.get(name))
+
+
+def is_state(value: Any) -> bool:
+    """Return whether an attribute is state; too little is known of other objects to restore them."""
+    return type(value) in ATOMS or isinstance(value, _STATE)
+
+
+def _keeps_nothing(module: nn.Module) -> bool:
+    """Return whether attributes are only settings: those of torch's own, unless a hook sets weights, as in pruning."""
+    return type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+
+
+def _own(module: nn.Module) -> AbstractSet[str]:
+    """Return the names of attributes that are not the user's, or that other code restores."""
+    return _OWN_OF_METRICS | module._defaults.keys() if isinstance(module, Metric) else _OWN
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    return name in module._parameters or name in module._buffers or name in module._modules
+
+
+def _is_large(value: Any) -> bool:
+    if not isinstance(value, (list, deque)):
+        return False
+    return sum(item.numel() * item.element_size() for item in value if isinstance(item, Tensor)) > LARGE_BYTES

@@ -1,0 +1,67 @@
+"""Keeps the names of a `ModelCheckpoint`'s checkpoints, even if the tail that writes them is repeated.
+
+If a checkpoint's file exists already, Lightning chooses another name (``-v1``), and later removes the file of that
+name. So a file that was written since the snapshot counts as missing: it is written again, with the same contents, in
+the same place.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_replica._compat.lightning import checkpoint_exists
+from lightning_replica.control.generation import Store
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.state.written import Written
+
+
+class CheckpointFiles:
+    """A record of the files that a fit's checkpoint callbacks write.
+
+    Rank 0 keeps the record. The other ranks ask rank 0 whether a file exists, as they do in Lightning.
+
+    Args:
+        store: The store in which a replacement finds the record.
+        callbacks: The trainer's callbacks; others than `ModelCheckpoint` are ignored.
+        newborn: Whether this process is a replacement.
+        writes: Whether this rank keeps the record.
+    """
+
+    def __init__(self, store: Store, callbacks: Sequence[Callback], newborn: bool, writes: bool) -> None:
+        self._written = Written(store, "checkpoints", newborn and writes)
+        self._writes = writes
+        self._callbacks = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in self._callbacks:
+            vars(callback)["file_exists"] = self._exists(callback)
+
+    def release(self) -> None:
+        """Give the callbacks their own ``file_exists`` back."""
+        for callback in self._callbacks:
+            vars(callback).pop("file_exists", None)
+
+    def taken(self, kind: Kind, step: int) -> None:
+        """Note that a snapshot is taken."""
+        self._written.taken(kind, step)
+
+    def restored(self, kind: Kind, step: int) -> None:
+        """Note that this rank goes back to a snapshot."""
+        self._written.restored(kind, step)
+
+    def is_written(self, path: str | os.PathLike[str]) -> None:
+        """Note that a checkpoint is about to be written.
+
+        Call this before the write: a rank may be lost when the file exists, but before it could note that.
+        """
+        if self._writes:
+            self._written.add(os.fspath(path))
+
+    def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
+        def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
+            there = self._writes and checkpoint_exists(callback, filepath)
+            there = there and not self._written.is_there(os.fspath(filepath))
+            return bool(trainer.strategy.broadcast(there))
+
+        return file_exists

@@ -1,0 +1,60 @@
+"""Puts exact loaders into a trainer's loops, finds them there, and takes them out again."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_replica._compat.lightning import iterate_instead
+from lightning_replica.devices.host import rng_state, set_rng_state
+from lightning_replica.state.data.fetches import Fetches, fetches_of, forget, note
+from lightning_replica.state.data.position import ExactLoader
+
+
+def put_in(combined: CombinedLoader | None, noted: bool = False) -> None:
+    """Make ``combined`` iterate exact loaders in place of its own, with all changes that were made to those.
+
+    Args:
+        combined: What a loop iterates, if it has anything to iterate.
+        noted: Whether to note fetches, so that ``combined`` can be put back to the middle of an iteration.
+    """
+    if combined is not None:
+        exact = [_exact(loader) for loader in combined.flattened]
+        iterate_instead(combined, exact)
+        if noted:
+            note(combined, exact)
+
+
+def take_out(combined: CombinedLoader | None) -> None:
+    """Shut down all workers, and leave ``combined``, which may be the user's, as it would be without this package."""
+    if combined is not None:
+        loaders = combined.flattened
+        forget(combined)
+        for loader in exact_loaders(combined):
+            loader.close()
+        iterate_instead(combined, [each.loader if isinstance(each, ExactLoader) else each for each in loaders])
+
+
+def exact_loaders(combined: CombinedLoader | None) -> list[ExactLoader]:
+    """Return the exact loaders that were put into ``combined``."""
+    return [loader for loader in combined.flattened if isinstance(loader, ExactLoader)] if combined is not None else []
+
+
+def training_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
+    """Return the exact loaders of the training."""
+    return exact_loaders(trainer.fit_loop._combined_loader)
+
+
+def training_fetches(trainer: pl.Trainer) -> Fetches:
+    """Return the noted fetches of the training loaders; without any fetch before there are loaders."""
+    combined = trainer.fit_loop._combined_loader
+    return fetches_of(combined) or Fetches(CombinedLoader([]), [])
+
+
+def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
+    """Return the exact loaders of validations during the training."""
+    return exact_loaders(trainer.fit_loop.epoch_loop.val_loop._combined_loader)
+
+
+def _exact(loader: Any) -> ExactLoader:
+    return loader if isinstance(loader, ExactLoader) else ExactLoader(loader, rng_state, set_rng_state)

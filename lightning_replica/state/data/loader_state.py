@@ -1,0 +1,40 @@
+"""The position of one rank's loader: plain data, in snapshots, mirrors and checkpoints."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class LoaderState(NamedTuple):
+    """The position of one rank's loader. See [Note: position].
+
+    Attributes:
+        batches: Number of batches taken in this iteration; the next one is number ``batches``.
+        begun: Random state in which the iteration began; None if it has not begun.
+        generator: State of the loader's own generator at that time; None if it has none.
+        workers: Random state of each worker: after its last batch or, if no index can be left out, when the iteration
+            began. None for a worker that has drawn nothing since it was seeded.
+        reused: Whether the iteration continues with the workers of the previous one, and draws no seed for them.
+        turn: How many iterations have begun so far, including this one.
+        epoch: The epoch that the sampler used; None if it has none, or has not been used yet.
+        first: Random state before the first batch was loaded; None if no batch was loaded, or if workers load.
+        seeded: State of the generator from which the seed of workers that outlive an iteration was drawn; None if there
+            are no such workers.
+        samplers: What samplers of foreign classes kept when the iteration began; None if there are no such samplers.
+    """
+
+    batches: int
+    begun: bytes | None = None
+    generator: bytes | None = None
+    workers: tuple[bytes | None, ...] = ()
+    reused: bool = False
+    turn: int = 0
+    epoch: int | None = None
+    first: bytes | None = None
+    seeded: bytes | None = None
+    samplers: bytes | None = None
+
+    @classmethod
+    def of(cls, plain: Iterable[Any]) -> "LoaderState":
+        """Return the state whose items are ``plain``; sequences may have become lists on the way."""
+        state = cls(*plain)
+        return state._replace(workers=tuple(state.workers))

@@ -1,0 +1,348 @@
+"""A loader that can be put back to any position of its epoch.
+
+[Note: position]
+The position is the number of batches that the loop has taken in this iteration. The order of samples must be a function
+of seed, epoch, rank and world, as with ``DistributedSampler``; or of the random state in which the iteration began, as
+with ``RandomSampler``; or of what the user's own sampler kept at that time (samplers.py). There are two ways back. A
+rank that was there keeps the batches since the last mark and yields them again. After each one it restores the random
+state in which loading that batch left the generators, because loading may draw random numbers. A new process, or a rank
+that has already begun another iteration or whose loader has raised, starts the loader again from the random state in
+which it was started (a DataLoader draws the seed of its workers from it), and skips:
+
+- data with a length, in a DataLoader: indices are drawn and dropped, and no skipped sample is loaded. Workers continue
+  with their generators as they were (workers.py), and every batch is loaded by the worker that would have loaded it;
+- iterable data, and loaders that are no DataLoader or iterate in their own way: batches are loaded and dropped. Workers
+  load them, too, and so draw the right random numbers by themselves.
+
+The workers of ``persistent_workers=True`` draw their seed once, and continue from iteration to iteration. Workers that
+replace them draw no seed: they are given the seed, and the random states in which the iteration began.
+
+[Note: as without us]
+An iteration begins where Lightning calls ``iter``. Under every strategy, the first iteration of a fit begins before
+hooks like ``on_train_start`` are called, and before ``set_epoch``. Loading draws the same random numbers, in the same
+order, as without this package. Lightning and the user see their own loaders (``trainer.train_dataloader``), which
+iterate independently: only the loops get this one.
+
+[Note: faults of a loader]
+Any exception of a loader (a worker was killed, a sample could not be read, a time-out, an error while pinning) ends its
+iteration for good, because torch has taken the item off its queue. The rank recovers as from any exception of its own,
+and the loader starts again at the batch that was to come. A validation is repeated from its beginning.
+
+[Note: what is not exact]
+A dataset may keep state of its own that changes while loading (a generator, a counter, a cache of random choices). This
+state is in the workers' copies of the dataset and starts anew, except for iterable data, which is drawn again from its
+beginning. Iterable data without workers that fills a shuffle buffer with the global generators draws other numbers
+while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up the order in any case.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lightning_replica._compat.lightning import _set_sampler_epoch
+from lightning_replica.recovery.diagnosis import worker_died
+from lightning_replica.state.data.feed import END, Feed, put
+from lightning_replica.state.data.loader_state import LoaderState
+from lightning_replica.state.data.samplers import Samplers
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3  # restarts of a loader whose workers die before training
+
+__all__ = ["ExactLoader", "LoaderState"]
+
+
+class _Kept(NamedTuple):
+    """A batch that may be asked for again.
+
+    Attributes:
+        batch: The batch.
+        before: The state of the loader before the batch.
+        random: Random state of this process before the batch, if it was the first of its iteration and no worker loads.
+        reported: Random state that the worker has reported with the batch; None if it has reported none.
+        after: Random state of this process after the batch was loaded.
+    """
+
+    batch: Any
+    before: LoaderState
+    random: bytes
+    reported: bytes | None
+    after: bytes
+
+
+class ExactLoader:
+    """Stands in for a dataloader in Lightning's loops. See [Note: as without us].
+
+    Args:
+        loader: What the user's dataloader hook returned, with its distributed sampler.
+        rng_state: Returns the state of all generators.
+        set_rng_state: Restores such a state.
+
+    Attributes:
+        loader: The same dataloader.
+    """
+
+    def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
+        self.loader = loader
+        self._rng_state, self._set_rng_state = rng_state, set_rng_state
+        self._feed = Feed(loader, rng_state, set_rng_state)
+        self._samplers = Samplers(loader)
+        self._tries = _TRIES
+        self._state = LoaderState(0)
+        self._drawn = 0  # batches that the feed has yielded
+        self._kept: list[_Kept] = []  # batches since the mark: the last `len(_kept)` of `_drawn`
+        self._ended = self._rewound = False
+        self._inherited: LoaderState | None = None  # the state of an iteration whose workers have to be started again
+        self._final: tuple[bytes | None, ...] | None = None  # random states of workers that have finished their work
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("state_dict", "load_state_dict", "loader"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def position(self) -> int:
+        """The number of batches yielded in this iteration."""
+        return self._state.batches
+
+    def leave_deaths_to_recovery(self) -> None:
+        """Raise from now on if a worker dies; before training no recovery runs, so the loader restarts by itself."""
+        self._tries = 0
+
+    # Where it stands
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an iteration has begun."""
+        return self._state.begun is not None
+
+    def state(self) -> LoaderState:
+        """Return the state of the loader."""
+        return self._state if self.has_begun else self.state_between()
+
+    def state_between(self) -> LoaderState:
+        """Return what the next iteration takes over from one that has ended."""
+        if self._inherited is not None:
+            return self._inherited
+        state = self._state
+        if not self._feed.lasts or state.begun is None:
+            return LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
+        workers = self._final_workers()
+        if workers is None:  # the workers are still loading; workers that replace them have to load, too
+            return state
+        between = LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
+        return between._replace(workers=workers, seeded=state.seeded)
+
+    def _final_workers(self) -> tuple[bytes | None, ...] | None:
+        """Return the random states of workers that have finished their work; None while they have not."""
+        if self._feed.skips:
+            return self._state.workers if self._is_at_the_end() else None
+        if self._final is None and self._feed.is_live and self._is_at_the_end():
+            self._final = self._feed.finish()
+        return self._final
+
+    def _is_at_the_end(self) -> bool:
+        try:
+            return self._ended or self.position >= len(self)
+        except (TypeError, NotImplementedError):
+            return False
+
+    # Going elsewhere
+
+    def mark(self, state: LoaderState | None = None) -> None:
+        """Drop the batches before ``state``, or before the next one: nobody will ask for them again."""
+        state = state or self._state
+        first = state.batches if self._is_in(state) else 0
+        self._kept = self._kept[max(0, first - self._drawn + len(self._kept)) :]
+
+    def _is_in(self, state: LoaderState) -> bool:
+        """Return whether the iteration that is under way is that of ``state``."""
+        return (self._state.turn, self._state.begun) == (state.turn, state.begun)
+
+    def rewind(self, state: LoaderState) -> None:
+        """Make the next iteration begin at ``state``.
+
+        Call this before the random state is restored, because starting a loader draws from the generators.
+        """
+        first = self._drawn - len(self._kept)
+        live = self._is_in(state) and self._feed.is_live and first <= state.batches <= self._drawn
+        self._state, self._rewound, self._ended = state, True, False
+        if not live:
+            self._forget()
+            if state.begun is not None or state.batches:
+                self._replay()
+            else:  # an iteration that has not begun begins with its first batch
+                self._put_generator(state.generator)
+                self._samplers.put(state.samplers)
+
+    def inherit(self, state: LoaderState) -> None:
+        """Continue from what `state_between` has returned, in another process or in this one."""
+        self._forget()
+        self._state, self._rewound = state, False
+        if state.seeded is not None:
+            self._inherited = state
+        if state.begun is None:
+            self._put_generator(state.generator)
+            self._samplers.put(state.samplers)
+
+    def return_to(self, state: LoaderState) -> None:
+        """Continue from what `state_between` has returned in this process; keep workers that were not used since."""
+        if self._inherited is None and state.turn == self._state.turn:
+            if not self._feed.lasts:
+                self._put_generator(state.generator)
+                return
+            if self._feed.is_live:
+                return
+        self.inherit(state)
+
+    def close(self) -> None:
+        """Shut down the workers."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._feed.close()
+        self._kept, self._drawn = [], 0
+        self._ended, self._inherited, self._final = False, None, None
+
+    # Iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._rewound:
+            self._rewound = False
+        else:
+            self._begin()
+        return _Iteration(self.take)
+
+    def take(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+        if self.position < self._drawn:
+            kept = self._kept[self.position - self._drawn]
+            self._set_rng_state(kept.after)
+        else:
+            kept = self._draw()
+        self._state = self._after(kept)
+        return kept.batch
+
+    def _draw(self) -> _Kept:
+        """Load the next batch that has not been drawn yet, and keep it."""
+        if not self._feed.is_live:
+            self._begin_late()
+        before = self._state
+        if not before.batches and not self._feed.workers:
+            before = before._replace(epoch=self._sampler_epoch())
+        random = b"" if before.batches or self._feed.workers else self._rng_state()
+        item = self._next()
+        if item is END:
+            self._ended = True
+            raise StopIteration
+        kept = _Kept(item[0], before, random, item[1], self._rng_state())
+        self._kept.append(kept)
+        self._drawn += 1
+        return kept
+
+    def _next(self) -> Any:
+        left = self._tries
+        while True:
+            try:
+                return self._feed.next()
+            except RuntimeError as error:
+                if not left or not worker_died(error):
+                    raise
+                log.warning("%s. Its loader begins again.", error)
+            left -= 1
+            self._replay_beside()
+
+    def _after(self, kept: _Kept) -> LoaderState:
+        """Return the state of the loader after a batch."""
+        state = kept.before
+        workers = state.workers
+        if kept.reported is not None and self._feed.skips:
+            known = list(workers)
+            known[state.batches % len(known)] = kept.reported
+            workers = tuple(known)
+        first = state.first if state.batches or self._feed.workers else kept.random
+        return state._replace(batches=state.batches + 1, workers=workers, first=first)
+
+    def _begin(self) -> None:
+        """Begin the next iteration."""
+        inherited, self._inherited = self._inherited, None
+        turn = self._state.turn + 1
+        if inherited is not None and inherited.begun is not None:
+            self._replay_beside()
+        begun, generator, samplers = self._rng_state(), self._generator_state(), self._samplers.state()
+        self._kept, self._drawn, self._ended, self._final = [], 0, False, None
+        if inherited is not None and inherited.begun is None and inherited.seeded is not None:
+            workers, reused = inherited.workers, True
+            self._feed.begin_with(workers, inherited.seeded)
+        else:
+            workers, reused = self._feed.begin()
+        epoch = self._sampler_epoch() if self._feed.workers else None
+        self._state = LoaderState(
+            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded, samplers=samplers
+        )
+
+    def _begin_late(self) -> None:
+        """Begin if nobody has called ``iter``, or start again if a caller has caught what the loader raised."""
+        if self._state.begun is None:
+            self._begin()
+        else:
+            self._replay_beside()
+
+    def _replay_beside(self) -> None:
+        """Start the loader again at `_state`; this leaves the global generators and the sampler's epoch as they are."""
+        random, epoch = self._rng_state(), self._sampler_epoch()
+        self._replay()
+        self._set_rng_state(random)
+        if epoch is not None:
+            _set_sampler_epoch(self.loader, epoch)
+
+    def _replay(self) -> None:
+        """Start the loader again at `_state`, with no batch kept."""
+        state = self._state
+        if state.begun is None:
+            state = state._replace(begun=self._rng_state(), generator=self._generator_state())
+        else:
+            self._set_rng_state(state.begun)
+            self._put_generator(state.generator)
+            self._samplers.put(state.samplers)
+        self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
+        if state.epoch is not None:
+            _set_sampler_epoch(self.loader, state.epoch)
+        self._kept, self._drawn = [], state.batches
+        self._feed.replay(state)
+
+    # What it iterates
+
+    def _sampler_epoch(self) -> int | None:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        sampler = getattr(batch_sampler, "sampler", None) or getattr(self.loader, "sampler", None)
+        epoch = getattr(sampler, "epoch", None)
+        return epoch if isinstance(epoch, int) else None
+
+    def _generator_state(self) -> bytes | None:
+        generator = self._feed.generator
+        return None if generator is None else generator.get_state().numpy().tobytes()
+
+    def _put_generator(self, state: bytes | None) -> None:
+        if self._feed.generator is not None and state is not None:
+            put(self._feed.generator, state)
+
+
+class _Iteration:
+    """An iterator that an exception does not end."""
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self._take = take
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._take()

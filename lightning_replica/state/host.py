@@ -1,0 +1,297 @@
+"""The host state of a rank as recovery uses it: snapshots that are taken, sent, adopted and restored."""
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
+from lightning_replica._compat.torch import mark_stepped
+from lightning_replica._compat.tree import Tree
+from lightning_replica.core import plain
+from lightning_replica.core.ranges import ranged
+from lightning_replica.devices.interface import Device
+from lightning_replica.errors import RecoveryError
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.sharding.engine import Engine
+from lightning_replica.state import data_setup
+from lightning_replica.state import snapshot as snapshots
+from lightning_replica.state.data.in_loops import training_fetches, training_loaders, validation_loaders
+from lightning_replica.state.frozen import FrozenCopies
+from lightning_replica.state.metrics import from_plain, to_plain
+from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.state.structure import Outline, Structure, follow
+
+log = logging.getLogger(__name__)
+
+
+class LightningHost:
+    """The `recovery.interface.Host` of a Trainer.
+
+    Args:
+        trainer: The trainer that fits.
+        state: The sharded state. Parameters that it does not hold are sent with the host state.
+        device: The device that this rank trains on.
+    """
+
+    def __init__(self, trainer: pl.Trainer, state: Engine, device: Device) -> None:
+        self._trainer, self._state, self._device = trainer, state, device
+        self._copies = snapshots.Copies(trainer.lightning_module)
+        self._frozen = FrozenCopies(self._trained)
+        self._held: dict[tuple[Kind, int], Snapshot] = {}
+        self._loss: tuple[int, Any] = (0, None)
+        self._passed = -1
+        self._adopted = False  # whether the snapshot came from another process
+        self.resume: Snapshot | None = None  # where the fit loop resumes; set by `restore`
+
+    # Taking
+
+    def begin(self, loaded: Snapshot | None) -> Snapshot:
+        """Take the snapshot of the tail before the first step, when the fit has not begun or not resumed ``loaded``."""
+        taken = self._take("tail", 0)
+        taken.fresh = True
+        if loaded is not None:
+            for key in ("place", "metrics_known", "commit", "schedulers_due"):
+                taken.replicated[key] = loaded.replicated.get(key)
+            taken.loaders, taken.fetching, taken.loss = loaded.loaders, loaded.fetching, loaded.loss
+            taken.batch, taken.output = loaded.batch, loaded.output
+        if self._trainer.is_global_zero:
+            self._warn_of(taken)
+        return self._keep(taken)
+
+    def _warn_of(self, taken: Snapshot) -> None:
+        """Warn if ``taken`` cannot be sent: a warning now is better than one when a rank is lost."""
+        try:
+            taken.replicated_bytes()
+        except RecoveryError as error:
+            log.warning("%s", error)
+
+    def window(self, step: int) -> Snapshot | None:
+        """Return the snapshot of the window that leads from ``step`` to the next; None if that has not begun."""
+        return self._held.get(("batch", step))
+
+    def kept(self, kind: Kind, step: int) -> Snapshot:
+        """Return one of the snapshots that `held` names."""
+        return self._held[kind, step]
+
+    def loss(self, step: int) -> list[Any] | None:
+        """Return the loss of the step that led to ``step``, as `metrics.to_plain` gives it; None if it is not known."""
+        tail = self._held.get(("tail", step))
+        if tail is not None:
+            return tail.loss
+        noted, loss = self._loss
+        return to_plain(loss) if noted == step and loss is not None else None
+
+    def pass_window(self, step: int) -> None:
+        """Note that a batch window begins without a snapshot, because none is wanted."""
+        self._mark()
+        self._held.clear()
+        self._passed = step
+
+    def is_past(self, step: int) -> bool:
+        """Return whether the window that leads from ``step`` to the next has begun without a snapshot."""
+        return self._passed == step
+
+    def pass_commit(self, step: int, output: dict[str, Any]) -> None:
+        """Note the loss before the commit that leads to ``step``: no snapshot is wanted, but a checkpoint may be."""
+        self._loss = (step, output.get("loss"))
+
+    @ranged("snapshot_batch")
+    def begin_window(self, step: int) -> Snapshot:
+        """Take the snapshot of a batch window that begins, and drop those of earlier steps: nobody needs them again."""
+        self._mark()
+        self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
+        return self._keep(self._take("batch", step))
+
+    def _mark(self) -> None:
+        training_fetches(self._trainer).mark(snapshots.fetched_ahead(self._trainer))
+
+    def closure_output(self) -> dict[str, Any]:
+        """Return what the closure of automatic optimization has returned."""
+        optimization: Any = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        output: dict[str, Any] = optimization.output()
+        return output
+
+    @ranged("snapshot_tail")
+    def enter_commit(self, step: int, output: dict[str, Any]) -> Snapshot:
+        """Take a snapshot before the commit that leads to ``step``; ``output`` is the result of the training step."""
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        taken = self._take("tail", step)
+        taken.batch = epoch_loop._results.batch
+        taken.output = output
+        taken.loss = to_plain(output.get("loss"))
+        return self._keep(taken)
+
+    def _take(self, kind: Kind, step: int) -> Snapshot:
+        with self._device.fence:  # a copy that was interrupted would pass for a complete one
+            taken = snapshots.take(self._trainer, self._device, kind, step, self._copies)
+            if taken.structure is not None:
+                taken.frozen = self._frozen.take(taken.structure.parameters, kind == "batch")
+            return taken
+
+    def _trained(self) -> list[nn.Parameter]:
+        return self._state.trained
+
+    def _keep(self, taken: Snapshot) -> Snapshot:
+        self._held[taken.kind, taken.step] = taken
+        return taken
+
+    def result(self) -> tuple[bytes, bytes]:
+        """Return the result of the training loop that has just ended: its replicated and its private part.
+
+        Raises:
+            RecoveryError: If the result holds a value that cannot be sent.
+        """
+        taken = self._take("tail", 0)
+        taken.replicated["attributes"] = plain.pack(taken.attributes.whole())
+        return taken.replicated_bytes(), taken.private_bytes()
+
+    def adopt_result(self, replicated: bytes, private: bytes) -> None:
+        """Restore what `result` returned in earlier processes; the weights are in place already."""
+        taken = Snapshot.from_bytes("tail", 0, replicated, private)
+        taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
+        snapshots.restore_groups(self._trainer, taken)
+        for optimizer in self._trainer.optimizers:
+            mark_stepped(optimizer)
+        snapshots.restore(self._trainer, taken)
+        self._device.set_rng_state(taken.rng)
+
+    # recovery.interface.Host
+
+    def held(self, kind: Kind) -> tuple[int, ...]:
+        """Return the steps of the snapshots of ``kind`` that this rank holds."""
+        return tuple(step for of_kind, step in self._held if of_kind == kind)
+
+    def export(self, kind: Kind, step: int) -> bytes:
+        """Return the replicated part of a snapshot, with the parameters that no shard holds."""
+        taken = self._held[kind, step]
+        trained = {id(parameter) for parameter in self._trained()}
+        frozen = {
+            name: parameter.detach()
+            for name, parameter in self._trainer.lightning_module.named_parameters()
+            if id(parameter) not in trained
+        }
+        replicated = {
+            **taken.replicated,
+            "frozen": frozen,
+            "attributes": plain.pack(taken.attributes.whole()),
+            "outline": asdict(Outline.of(self._trainer.lightning_module)),
+        }
+        return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
+
+    settings_advice = (
+        "Schedulers on all ranks must follow the same numbers: log the metric that a scheduler follows with"
+        " `self.log(..., sync_dist=True)`."
+    )
+
+    def settings(self, step: int) -> dict[str, str]:
+        """Return the hyperparameters of all param groups, from the snapshot of the tail that leads to ``step``."""
+        return snapshots.hyperparameters(self._held["tail", step].replicated["groups"])
+
+    def private(self, kind: Kind, step: int) -> bytes:
+        """Return the private part of a snapshot, which is mirrored."""
+        return self._held[kind, step].private_bytes()
+
+    def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
+        """Adopt the snapshot that a peer sent as this rank's own."""
+        self._held, self._adopted = {}, True
+        taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
+        module = self._trainer.lightning_module
+        follow(module, Outline(**taken.replicated.pop("outline")), taken.replicated["buffers"])
+        taken.structure = Structure.of(Tree.of(module))
+        parameters = dict(module.named_parameters())
+        with self._device.fence, torch.no_grad():
+            for name, value in taken.replicated.pop("frozen").items():
+                parameters[name].copy_(value)
+        taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
+        snapshots.restore_groups(self._trainer, taken)
+        for optimizer in self._trainer.optimizers:
+            mark_stepped(optimizer)
+
+    def restore_groups(self, kind: Kind, step: int) -> None:
+        """Restore the param groups before shards move, and drop all other snapshots; see `Host.restore_groups`."""
+        self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
+        taken = self._held[kind, step]
+        if taken.structure is not None:
+            taken.structure.put_back(self._trainer.lightning_module)
+        self._frozen.put_back(taken.frozen)
+        snapshots.restore_groups(self._trainer, taken)
+
+    def restore(self, kind: Kind, step: int) -> None:
+        """Restore all host state from a snapshot, and set `resume`, so that the fit loop resumes there."""
+        taken = self._held[kind, step]
+        with self._device.fence:  # see `_take`; likewise, a value whose restoring was interrupted would stay as it is
+            snapshots.restore(self._trainer, taken)
+            if taken.sent:
+                self._make_own(taken)
+        data_setup.put_back(self._trainer, taken.data_setups)
+        self._rewind(taken)
+        for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
+            (loader.inherit if self._adopted else loader.return_to)(state)
+        self._adopted = False
+        self._device.set_rng_state(taken.rng)
+        self.resume = taken
+
+    def _make_own(self, taken: Snapshot) -> None:
+        """Turn what a peer has sent into this rank's own copies, which may be sent on to other ranks."""
+        module = self._trainer.lightning_module
+        taken.attributes, taken.sent = self._copies.attributes.take(list(module.modules())), ()
+        self._frozen = FrozenCopies(self._trained)
+        taken.frozen = self._frozen.take(list(module.parameters()), window=False)
+
+    def load(self, taken: Snapshot) -> None:
+        """Begin this fit at a snapshot that a checkpoint held."""
+        if "callbacks" in taken.replicated:
+            snapshots.restore(self._trainer, taken, same_fit=False)
+        else:
+            snapshots.restore_progress(self._trainer, taken)
+        if taken.place in ("batch", "tail", "batch_end", "validation_end"):
+            self._rewind(taken)
+        else:
+            self._inherit(taken)
+        for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
+            loader.inherit(state)
+        self._device.set_rng_state(taken.rng)
+
+    def _inherit(self, taken: Snapshot) -> None:
+        """Put the data between two epochs, where the iteration of the next one may have begun already."""
+        loaders = training_loaders(self._trainer)
+        for loader, state in zip(loaders, taken.loaders, strict=False):
+            if state.begun is not None and not state.batches:
+                loader.rewind(state)
+            else:
+                loader.inherit(state)
+        if any(state.begun is not None and not state.batches for state in taken.loaders):
+            training_fetches(self._trainer).expect(taken.fetching)
+            fetcher: Any = self._trainer.fit_loop._data_fetcher
+            iter(fetcher)
+
+    def _rewind(self, taken: Snapshot) -> None:
+        """Put the data back; if hooks still have to see the previous batch, fetch that again."""
+        fit_loop = self._trainer.fit_loop
+        epoch = epoch_of(fit_loop)
+        for loader in training_loaders(self._trainer):
+            _set_sampler_epoch(loader, epoch)
+        training_fetches(self._trainer).rewind(taken.loaders, taken.fetching)
+        fetcher: Any = fit_loop._data_fetcher
+        iter(fetcher)
+        again = taken.ends_with_batch
+        fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready - again
+        if again:
+            item = next(fetcher)
+            batch, _, _ = item if isinstance(item, tuple) else next(item)  # `training_step(dataloader_iter)`
+            if taken.batch is None:
+                taken.batch = self._transfer(batch)
+                loss = from_plain(taken.loss, self._trainer.lightning_module.device)
+                taken.output = {} if loss is None else {"loss": loss}
+        if fetcher.length is not None:
+            fetcher.done = fetcher.fetched >= fetcher.length
+
+    def _transfer(self, batch: Any) -> Any:
+        """Do to a batch what Lightning's training loop does before its hooks see it."""
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return _call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)

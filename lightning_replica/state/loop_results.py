@@ -1,0 +1,137 @@
+"""The result of a training loop, for a replacement that joins a later loop of the same script.
+
+A script may train several times: two fits, or a search for a learning rate and a fit. A replacement of a rank that is
+lost in a later loop runs the script from the top, and makes no step of the earlier loops. It takes their results: the
+weights, and all that a snapshot holds (loops, callbacks, metrics, random numbers). The state of the optimizers is not
+kept, because the next fit has optimizers of its own.
+
+When a loop ends, every rank keeps its share of the weights, the N-th part of each parameter, in the host's memory. The
+ranks write these shares to files, which a replacement can read, only when another loop begins. So a script with one fit
+writes nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_replica.errors import RecoveryError
+from lightning_replica.state.structure import Outline, follow
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """One rank's part of the result of a loop.
+
+    Attributes:
+        replicated: The part of the snapshot that is the same on all ranks.
+        private: The part that belongs to this rank.
+        outline: Names of the submodules and the parameters, see `structure.Outline`.
+        shares: By name, this rank's part of the flat values of every parameter, in the host's memory.
+        buffers: The names of all buffers.
+        problem: Why ``replicated`` is missing; empty if it is not.
+    """
+
+    replicated: bytes
+    private: bytes
+    outline: dict[str, list[str]]
+    shares: dict[str, Tensor]
+    buffers: list[str]
+    problem: str = ""
+
+
+class LoopResults:
+    """Keeps the results of training loops, and reads those of earlier processes.
+
+    Args:
+        directory: The directory in which every process of this machine finds them; None if no rank can be replaced.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, directory: Path | None, rank: int, world_size: int) -> None:
+        self._directory, self._rank, self._world_size = directory, rank, world_size
+        self._kept: tuple[int, LoopResult] | None = None
+
+    def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[bytes, bytes]]) -> None:
+        """Keep the result of loop number ``loop``.
+
+        Args:
+            loop: The number of the loop.
+            module: The module that the loop has trained.
+            take: Returns the replicated and the private part of a snapshot.
+        """
+        if self._directory is None:
+            return
+        try:
+            replicated, private, problem = *take(), ""
+        except RecoveryError as error:
+            replicated, private, problem = b"", b"", str(error)
+        shares = {name: self._share(parameter).cpu().clone() for name, parameter in module.named_parameters()}
+        buffers = [name for name, _ in module.named_buffers()]
+        self._kept = loop, LoopResult(replicated, private, asdict(Outline.of(module)), shares, buffers, problem)
+
+    def _share(self, parameter: Tensor) -> Tensor:
+        flat = parameter.detach().reshape(-1)
+        return flat[_start(flat, self._rank, self._world_size) : _start(flat, self._rank + 1, self._world_size)]
+
+    def write(self) -> str:
+        """Write the result that is kept, because another loop is about to begin.
+
+        Every rank does this before any rank can be replaced.
+
+        Returns:
+            Why no replacement could take the result; empty if one can.
+        """
+        if self._kept is None or self._directory is None:
+            return ""
+        (loop, result), self._kept = self._kept, None
+        path = self._path(loop, self._rank)
+        part = path.with_suffix(".part")
+        torch.save(vars(result), part)
+        part.replace(path)
+        return result.problem
+
+    def read(self, loop: int, module: nn.Module) -> tuple[bytes, bytes]:
+        """Give ``module`` the weights at the end of loop number ``loop``.
+
+        Returns:
+            The replicated part of the snapshot, and this rank's private part.
+
+        Raises:
+            RecoveryError: If there is no such result, or if it does not fit ``module``.
+        """
+        results = [self._read(loop, rank) for rank in range(self._world_size)]
+        follow(module, Outline(**results[0].outline), results[0].buffers)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                shares = [result.shares[name] for result in results if name in result.shares]
+                if len(shares) != len(results) or sum(map(Tensor.numel, shares)) != parameter.numel():
+                    raise RecoveryError(
+                        f"Parameter {name!r} of training loop {loop} has another shape here than it had in the process"
+                        " that this one replaces. The script must build the same model on every start."
+                    )
+                parameter.copy_(torch.cat(shares).view(parameter.shape))
+        return results[0].replicated, results[self._rank].private
+
+    def _read(self, loop: int, rank: int) -> LoopResult:
+        try:
+            if self._directory is None:
+                raise FileNotFoundError("nothing is kept")
+            saved: dict[str, Any] = torch.load(self._path(loop, rank), weights_only=True)
+        except OSError as error:
+            raise RecoveryError(f"What training loop {loop} of this script came to cannot be read: {error}.") from error
+        result = LoopResult(**saved)
+        if result.problem:
+            raise RecoveryError(result.problem)
+        return result
+
+    def _path(self, loop: int, rank: int) -> Path:
+        return (self._directory or Path()) / f"loop-{loop}-rank-{rank}.pt"
+
+
+def _start(flat: Tensor, rank: int, world_size: int) -> int:
+    return flat.numel() * rank // world_size

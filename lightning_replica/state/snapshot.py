@@ -1,0 +1,399 @@
+"""The host state of a rank: what it consists of, how it is taken and how it is restored.
+
+[Note: replicated and private]
+Counters of loops, hyperparameters of param groups, module buffers and more are the same on every rank. A replacement
+takes them from a peer. Random numbers, data position, metrics under way and the closure's loss belong to one rank. Its
+peers keep a copy of them (recovery.mirror). States of schedulers and callbacks and the values that were last logged are
+mostly the same on every rank. They are in both parts, and a replacement uses its predecessor's (state/own_states.py).
+"""
+
+import copy
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_replica._compat.lightning import load_loops, save_loops
+from lightning_replica._compat.tree import Tree
+from lightning_replica.core import plain
+from lightning_replica.devices.interface import Device
+from lightning_replica.errors import RecoveryError
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.state import attributes, data_setup, own_states
+from lightning_replica.state.attributes import Taken
+from lightning_replica.state.callback_state import (
+    CallbackStates,
+    batch_norm_momenta,
+    follow_batch_norm_epoch,
+    follow_weight_averaging,
+    restore_callbacks,
+    stateful,
+)
+from lightning_replica.state.data.fetches import Fetching
+from lightning_replica.state.data.in_loops import training_fetches, validation_loaders
+from lightning_replica.state.data.loader_state import LoaderState
+from lightning_replica.state.data_setup import DataSetup
+from lightning_replica.state.frozen import FrozenValues
+from lightning_replica.state.metrics import copy_states, export_results, import_results, put_states
+from lightning_replica.state.module_buffers import BufferCopies
+from lightning_replica.state.own_states import Logged, Own, States
+from lightning_replica.state.structure import Structure
+
+log = logging.getLogger(__name__)
+
+Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoch_end"]
+"""Where in the loops a fit begins that resumes from a checkpoint; see trainer/saving/resume.py."""
+
+# Attributes of the fit loop itself that callbacks (stochastic weight averaging) change.
+_FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
+_SHORT = 120  # characters of a hyperparameter in a message
+
+
+@dataclass
+class Snapshot:
+    """The host state of one rank at one point.
+
+    Attributes:
+        kind: "batch": taken before the first batch of a window is fetched. "tail": taken when the commit is entered.
+        step: Number of updates that are applied when training resumes from here.
+        replicated: Plain data and tensors, the same on all ranks.
+        rng: State of all generators.
+        results: Metrics under way, as `metrics.export_results` gives them.
+        loss: The training step's loss, as `metrics.to_plain` gives it; only in a tail.
+        loaders: The states of the training loaders; in a tail, those before the step's last batch.
+        fetching: How far fetching from these loaders has come, at the same point.
+        validation: The state of validation loaders that lasts from one validation to the next.
+        fresh: Whether this is the tail before the first step of the fit, which has not begun yet.
+        batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
+        output: What the closure returned; only where ``batch`` is.
+        metric_states: States of torchmetrics objects in the module.
+        attributes: Plain attributes of the module and its submodules; empty on a replacement.
+        data_setups: How training loaders and validation loaders were made, if they are made more than once.
+        sent: On a replacement, the attributes that its peer had, then those of its predecessor, which take precedence.
+        own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
+        schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
+        frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
+        structure: What the module consists of; None if the snapshot came from a checkpoint.
+    """
+
+    kind: Kind
+    step: int
+    replicated: dict[str, Any]
+    rng: bytes
+    results: list[dict[str, Any]]
+    loaders: list[LoaderState] = field(default_factory=list)
+    fetching: Fetching = Fetching()
+    validation: list[LoaderState] = field(default_factory=list)
+    loss: list[Any] | None = None
+    fresh: bool = False
+    batch: Any = None
+    output: dict[str, Any] = field(default_factory=dict)
+    metric_states: list[dict[str, Any]] = field(default_factory=list)
+    attributes: Taken = field(default_factory=Taken)
+    data_setups: list[DataSetup | None] = field(default_factory=list)
+    sent: tuple[list[Any], ...] = ()
+    own: bytes = b""
+    schedulers: list[Any] | None = None
+    structure: Structure | None = None
+    frozen: FrozenValues = field(default_factory=list)
+
+    @property
+    def place(self) -> Place | None:
+        """Where a fit begins that resumes from a checkpoint inside of an epoch; only if `fresh`."""
+        place: Place | None = self.replicated.get("place")
+        return place
+
+    @property
+    def ends_with_batch(self) -> bool:
+        """Whether the hooks that follow still have to see the previous batch."""
+        return self.place in ("tail", "batch_end") if self.fresh else self.kind == "tail"
+
+    def private_bytes(self) -> bytes:
+        """Return the private part, as it is mirrored: plain data and tensors."""
+        loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
+        setups = [None if setup is None else list(setup) for setup in self.data_setups]
+        kept = plain.pack(self.attributes.private()) if self.attributes.changed else b""
+        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, setups, list(self.fetching)]
+        return plain.pack_lists([self.rng, self.results, *loaders, *rest])
+
+    def _packed_states(self) -> bytes:
+        """Pack the metric states. They are the user's, and may hold tuples, and values that cannot be packed."""
+        if not self.metric_states:
+            return b""
+        try:
+            return plain.pack(self.metric_states)
+        except plain.NotPlainError:
+            return plain.pack([_plain_part(state) for state in self.metric_states])
+
+    def replicated_bytes(self) -> bytes:
+        """Return the replicated part.
+
+        Raises:
+            RecoveryError: If the part holds a value that cannot be sent.
+        """
+        try:
+            return plain.save(self.replicated)
+        except plain.NotPlainError as error:
+            raise RecoveryError(
+                f"A lost rank cannot be replaced: {_culprit(self.replicated)} cannot be sent, {error}. Keep numbers,"
+                " strings, tensors and containers of these there, or allow the type on every rank with"
+                " `torch.serialization.add_safe_globals`."
+            ) from error
+
+    @classmethod
+    def from_bytes(cls, kind: Kind, step: int, replicated: bytes, private: bytes) -> "Snapshot":
+        """Return a replacement's snapshot, made from what a peer sent."""
+        taken = cls.of_private(kind, step, private)
+        taken.replicated = plain.load(replicated)
+        own_states.put(taken.replicated, taken.own)
+        return taken
+
+    @classmethod
+    def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
+        """Return a snapshot with the private part alone, made from what `private_bytes` returned."""
+        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching = plain.unpack(private)
+        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own)
+        taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
+        taken.fetching = Fetching.of(fetching)
+        taken.metric_states = plain.unpack(states) if states else []
+        taken.sent = (plain.unpack(kept, placed=True),) if kept else ()
+        taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
+        return taken
+
+
+_warned: set[str] = set()
+
+
+def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a torchmetrics object's state that can be mirrored.
+
+    The rest is mostly what `compute` returned. A warning names it once. A replacement leaves it as the script has built
+    it; a survivor has its own.
+    """
+    kept = {}
+    for name, value in state.items():
+        try:
+            plain.pack(value)
+            kept[name] = value
+        except plain.NotPlainError as error:
+            if name not in _warned:
+                _warned.add(name)
+                log.warning(
+                    "The metric state %r is not mirrored to the peers, %s: a replaced rank would begin it anew."
+                    " Keep tensors, numbers, strings and containers of these in it.",
+                    name,
+                    error,
+                )
+    return kept
+
+
+def _culprit(replicated: dict[str, Any]) -> str:
+    """Return the name of the part of the state that `plain.save` refuses."""
+    parts = {f"the state of {key!r}": state for key, state in replicated.get("callbacks", {}).items()}
+    parts |= {f"{key!r} of the trainer's state": value for key, value in replicated.items() if key != "callbacks"}
+    for name, part in parts.items():
+        try:
+            plain.save(part)
+        except plain.NotPlainError:
+            return name
+    return "the trainer's state"
+
+
+class Copies:
+    """Copies of state that is large and seldom changes, kept from one snapshot to the next.
+
+    Args:
+        module: The LightningModule, before training.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.attributes = attributes.Copies(module)
+        self.buffers = BufferCopies()
+        self.callbacks = CallbackStates()
+        self.schedulers = States()
+        self.structure: Structure | None = None
+        self._logged, self._own = Logged(), Own()
+
+    def own(self, replicated: dict[str, Any]) -> bytes:
+        """Pack the part of ``replicated``, just taken with these copies, that may differ between ranks."""
+        schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
+        return self._own.pack(schedulers, self.callbacks.packed, self._logged.pack(replicated["logged"]))
+
+
+def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
+    """Return the part of the replicated state that says how far training has come; also in a hook of a validation."""
+    connector = trainer._logger_connector
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    training = [submodule.training for submodule in tree.modules]
+    logger_fx = [connector._first_loop_iter, connector._current_fx]
+    if trainer.validating:  # take the values that hold again after it
+        modes = epoch_loop.val_loop._module_mode.mode
+        training = [modes.get(name, module.training) for name, module in trainer.lightning_module.named_modules()]
+        logger_fx = [epoch_loop.batch_progress.current.ready == 1, None]
+    return {
+        "loops": save_loops(fit_loop),
+        "val_seen": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
+        "val_has_run": epoch_loop.val_loop._has_run,
+        "logged": [
+            dict(connector._logged_metrics),
+            dict(connector._callback_metrics),
+            dict(connector._progress_bar_metrics),
+        ],
+        "logger_fx": logger_fx,
+        "training": training,
+        "accumulate": trainer.accumulate_grad_batches,
+        "requires_grad": [parameter.requires_grad for parameter in tree.parameters],
+    }
+
+
+def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
+    """Return the replicated host state, detached from the trainer."""
+    return {
+        **capture_progress(trainer, tree),
+        "schedulers": [
+            copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
+            for place, config in enumerate(trainer.lr_scheduler_configs)
+        ],
+        "groups": _groups(trainer, tree),
+        "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
+        "callbacks": copies.callbacks.take(stateful(trainer)),
+        "should_stop": trainer.should_stop,
+        "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
+        "buffers": copies.buffers.take(tree.buffers),
+        "momenta": batch_norm_momenta(tree.modules),
+    }
+
+
+def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> None:
+    """Restore the trainer from ``snapshot``, except the generators in ``rng``.
+
+    The caller restores these last, because this function may draw random numbers.
+
+    Args:
+        trainer: The trainer.
+        snapshot: The snapshot to restore.
+        same_fit: Whether it was taken in this fit. A fit that resumes from a checkpoint may have other limits.
+    """
+    state = snapshot.replicated
+    restore_progress(trainer, snapshot)
+    if state["precision"]:
+        trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
+    if snapshot.schedulers is None:
+        follow_weight_averaging(trainer, state["callbacks"])
+    else:
+        trainer.lr_scheduler_configs[:] = snapshot.schedulers
+    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(copy.deepcopy(saved))
+    restore_callbacks(stateful(trainer), state["callbacks"])
+    follow_batch_norm_epoch(trainer, state["momenta"])
+    modules = list(trainer.lightning_module.modules())
+    attributes.put(modules, snapshot.attributes)
+    for sent in snapshot.sent:
+        attributes.put_plain(modules, sent)
+    trainer.should_stop = state["should_stop"]
+    for name, value in state["fit_loop"].items() if same_fit else ():
+        setattr(trainer.fit_loop, name, value)
+    with torch.no_grad():
+        for name, buffer in trainer.lightning_module.named_buffers():
+            if name in state["buffers"]:
+                buffer.copy_(state["buffers"][name])
+
+
+def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
+    """Restore what `capture_progress` returned, and the metrics under way."""
+    state = snapshot.replicated
+    module, connector, fit_loop = trainer.lightning_module, trainer._logger_connector, trainer.fit_loop
+    torch.set_grad_enabled(True)
+    trainer.training = True
+    module._current_fx_name = None
+    load_loops(fit_loop, copy.deepcopy(state["loops"]))
+    val_loop = fit_loop.epoch_loop.val_loop
+    val_loop._seen_batches_per_dataloader.clear()
+    val_loop._seen_batches_per_dataloader.update(state["val_seen"])
+    val_loop._has_run = state["val_has_run"]
+    connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
+    connector._first_loop_iter, connector._current_fx = state["logger_fx"]
+    trainer.accumulate_grad_batches = state["accumulate"]
+    for submodule, training in zip(module.modules(), state["training"], strict=True):
+        submodule.training = training
+    import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce, module)
+    val_loop._results.reset()  # no snapshot is taken inside a validation
+    if snapshot.metric_states:
+        put_states(module.modules(), snapshot.metric_states)
+
+
+def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
+    """Restore the param groups with their contents, and which parameters are trained."""
+    parameters = list(trainer.lightning_module.parameters())
+    for parameter, required in zip(parameters, snapshot.replicated["requires_grad"], strict=True):
+        parameter.requires_grad_(required)
+    for optimizer, groups in zip(trainer.optimizers, snapshot.replicated["groups"], strict=True):
+        del optimizer.param_groups[len(groups) :]
+        for place, saved in enumerate(groups):
+            group = {**copy.deepcopy(saved), "params": [parameters[index] for index in saved["params"]]}
+            if place < len(optimizer.param_groups):
+                optimizer.param_groups[place].update(group)
+            else:
+                optimizer.param_groups.append(group)
+
+
+def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
+    """Take a snapshot of the trainer, and of the generators of its device, as they are now."""
+    tree = Tree.of(trainer.lightning_module)
+    replicated = _capture(trainer, tree, copies)
+    taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
+    taken.own = copies.own(replicated)
+    taken.attributes = copies.attributes.take(tree.modules)
+    taken.data_setups = data_setup.take(trainer)
+    taken.structure = copies.structure = Structure.of(tree, copies.structure)
+    return taken
+
+
+def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapshot:
+    """Complete a snapshot with the state that belongs to this rank, and return it."""
+    snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
+    snapshot.metric_states = copy_states(tree.modules)
+    snapshot.schedulers = list(trainer.lr_scheduler_configs)
+    back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
+    snapshot.loaders, snapshot.fetching = training_fetches(trainer).state(back)
+    snapshot.validation = [loader.state_between() for loader in validation_loaders(trainer)]
+    return snapshot
+
+
+def fetched_ahead(trainer: pl.Trainer) -> int:
+    """Return how many batches Lightning's fetcher holds before the loop needs them: one if the data has no length."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def _groups(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
+    """Return the param groups of all optimizers, with positions in the module in place of parameters."""
+    order = {id(parameter): index for index, parameter in enumerate(tree.parameters)}
+    return [
+        [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
+
+
+def hyperparameters(groups: list[list[dict[str, Any]]]) -> dict[str, str]:
+    """Describe the param groups of all optimizers in short text, as far as they hold numbers, strings and flags."""
+    described = {}
+    for number, optimizer in enumerate(groups):
+        for name in dict.fromkeys(name for group in optimizer for name in group if name != "params"):
+            values = [_value(group.get(name)) for group in optimizer]
+            text = ", ".join(values if len(set(values)) > 1 else values[:1])
+            if len(text) > _SHORT:
+                text = f"{text[:_SHORT]} ... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+            described[f"{name} of optimizer {number}"] = text
+    return described
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist() if value.numel() <= 1 else ""
+    plain_value = value is None or isinstance(value, (bool, int, float, str))
+    numbers = isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value)
+    return repr(value) if plain_value or numbers else "..."

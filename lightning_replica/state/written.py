@@ -1,0 +1,64 @@
+"""A record of what a rank has written since each snapshot, because a rank that goes back to one writes it again.
+
+The rank keeps the record in memory, and copies it to the store for a process that may have to take the rank's place.
+"""
+
+import json
+from collections import Counter
+
+from lightning_replica.control import keys
+from lightning_replica.control.generation import Store
+from lightning_replica.recovery.interface import Kind
+
+
+class Written:
+    """A record of written things of one kind, each identified by a text.
+
+    Args:
+        store: The store in which a replacement finds the record.
+        what: The name of the kind.
+        newborn: Whether this process is a replacement, and begins with its predecessor's record.
+    """
+
+    def __init__(self, store: Store, what: str, newborn: bool) -> None:
+        self._store, self._key = store, keys.written(what)
+        self._since: dict[tuple[Kind, int], list[str]] = {}
+        self._there: Counter[str] = Counter()  # what was written before this rank went back, and will be again
+        self._back: tuple[Kind, int] | None = None  # the snapshot that this rank has gone back to
+        self._anew: set[tuple[Kind, int]] = set()  # snapshots taken since then
+        if newborn and store.check([self._key]):
+            for kind, step, things in json.loads(store.get(self._key)):
+                self._since[kind, step] = things
+
+    def taken(self, kind: Kind, step: int) -> None:
+        """Note that a snapshot is taken: a rank that goes back to it writes again what is written from now on.
+
+        The commit after the snapshot of a tail may fail, so the step before keeps its record until a batch begins.
+        """
+        if (kind, step) == self._back:
+            return  # this rank has gone back to this snapshot, so its record stays
+        if kind == "batch":
+            self._since = {key: things for key, things in self._since.items() if key[1] >= step}
+        else:  # a rank that went back to before the commit has written nothing of what comes after it
+            self._back = None
+            self._there.clear()
+        self._since[kind, step] = []
+        self._anew.add((kind, step))
+
+    def restored(self, kind: Kind, step: int) -> None:
+        """Note that this rank goes back to a snapshot, or, as a replacement, takes its predecessor's place there."""
+        self._back, self._anew = (kind, step), set()
+        self._there = Counter(self._since.setdefault((kind, step), []))
+
+    def is_there(self, thing: str) -> bool:
+        """Return whether a thing was written before this rank went back, and has not been written again."""
+        return self._there[thing] > 0
+
+    def add(self, thing: str) -> None:
+        """Note that a thing is written, or was there already."""
+        again = self.is_there(thing)
+        self._there[thing] -= again
+        for key, things in self._since.items():
+            if not again or key in self._anew:
+                things.append(thing)  # otherwise the record has it already
+        self._store.set(self._key, json.dumps([(*key, things) for key, things in self._since.items()]))

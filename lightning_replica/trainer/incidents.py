@@ -1,0 +1,80 @@
+"""The incidents of a fit: recorded when they happen, reported when they are over."""
+
+import logging
+import time
+
+import lightning.pytorch as pl
+
+from lightning_replica.core.messages import say
+from lightning_replica.recovery.account import Account
+from lightning_replica.recovery.incident import Incident, describe
+from lightning_replica.recovery.recovery import Outcome
+from lightning_replica.trainer.hooks import Hooks
+from lightning_replica.trainer.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class Incidents:
+    """Reports incidents: one rank tells the user, and every rank calls its callbacks.
+
+    Args:
+        trainer: The trainer that fits.
+        session: The session of this process.
+        hooks: Calls the callbacks' hooks.
+    """
+
+    def __init__(self, trainer: pl.Trainer, session: Session, hooks: Hooks) -> None:
+        self._trainer, self._session, self._hooks = trainer, session, hooks
+        self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
+        self._untold: list[Incident] = []
+        self._batches, self._since = 0, time.monotonic()  # batches begun since the last step, and when the first began
+
+    def batch(self, first_of_window: bool) -> None:
+        """Record that a batch begins."""
+        if first_of_window:
+            self._nothing_begun()
+        self._batches += 1
+
+    def good_step(self) -> None:
+        """Record that this rank has done a step."""
+        self._account.good_step()
+        self._nothing_begun()
+
+    def born(self) -> None:
+        """Record the fault because of which this replacement was started."""
+        self._account.fault(self._session.born - 1, 0, 0, 0.0)
+
+    def fault(self, step: int) -> None:
+        """Record that a fault has stopped this rank, with ``step`` updates applied."""
+        seconds = time.monotonic() - self._since
+        self._account.fault(self._session.generations.current, step, self._batches, seconds)
+
+    def went_on(self, outcome: Outcome) -> None:
+        """Record that a recovery has succeeded."""
+        self._nothing_begun()
+        self._untold += self._account.went_on(outcome, self._trainer.current_epoch)
+
+    def _nothing_begun(self) -> None:
+        self._batches, self._since = 0, time.monotonic()
+
+    def tell(self, step: int | None) -> None:
+        """Report the incidents that are over.
+
+        Args:
+            step: The step that all ranks have done; None at the end of training.
+        """
+        untold, self._untold = self._untold + self._account.close(step), []
+        for incident in untold:
+            if incident.teller == self._session.rank:
+                say(describe(incident))
+            self._hooks.incident(incident)
+
+    def failed(self, error: str, step: int) -> None:
+        """Report that the run cannot continue because of ``error``. A failure here must not hide that: it is logged."""
+        try:
+            generation, epoch = self._session.generations.current, self._trainer.current_epoch
+            self._untold.append(self._account.failed(error, generation, step, epoch))
+            self.tell(None)
+        except Exception:
+            log.warning("rank %d: telling of the incident failed", self._session.rank, exc_info=True)

@@ -1,0 +1,67 @@
+"""The collectives that Lightning and user code call on a strategy."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+
+from lightning_replica._compat.lightning import _all_gather_ddp_if_available
+from lightning_replica.errors import ReplicaError
+from lightning_replica.trainer import objects
+from lightning_replica.trainer.session import Session
+
+
+class LightningCollectives(ParallelStrategy):
+    """Lightning's own collectives, waited for in slices."""
+
+    _session: Session | None
+
+    @property
+    def session(self) -> Session:
+        """The session of this process."""
+        if self._session is None:
+            raise ReplicaError("The strategy is not set up: call `trainer.fit` (or validate, test, predict) first.")
+        return self._session
+
+    @property
+    def _met(self) -> Session | None:
+        """The session for collectives; None once the run has failed, because later hooks must not hide its error."""
+        return None if self._session is None or self._session.is_over else self._session
+
+    @contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Make Lightning's collectives involve no other rank inside the block, and return what this rank has."""
+        session, self._session = self._session, None
+        try:
+            yield
+        finally:
+            self._session = session
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks have reached this barrier."""
+        if self._met is not None:
+            self._met.wait(dist.barrier(async_op=True))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src`` on every rank."""
+        session = self._met
+        return obj if session is None else objects.broadcast(obj, src, session.wait)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; return anything else unchanged."""
+        session = self._met
+        if not isinstance(tensor, Tensor) or session is None:
+            return tensor
+        return objects.reduce(tensor, group, reduce_op, session.wait)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the stacked tensors of all ranks."""
+        session = self._met
+        if session is None:
+            return tensor
+        if sync_grads:
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)
+        return objects.all_gather(tensor, group, session.wait)

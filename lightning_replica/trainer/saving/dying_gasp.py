@@ -1,0 +1,92 @@
+"""One rank's part of the dying gasp, the last checkpoint of a run that cannot continue. See recovery/gasp.py."""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.together import Together
+from lightning_replica.core.points import reach
+from lightning_replica.errors import CollectiveError
+from lightning_replica.recovery.diagnosis import fault_behind
+from lightning_replica.recovery.gasp import GaspPlan
+from lightning_replica.recovery.mirror import Mirrors
+from lightning_replica.recovery.planner import Mirror
+from lightning_replica.state import snapshot as snapshots
+from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.trainer.saving import resume
+from lightning_replica.trainer.saving.checkpoints import Checkpoints
+from lightning_replica.trainer.steps import Training
+
+
+class DyingGasp:
+    """Writes one rank's part of the dying gasp.
+
+    Args:
+        trainer: The trainer that fits.
+        training: The fit.
+        checkpoints: Writes checkpoints.
+        mirrors: Hold the peers' private states.
+        directory: Where the checkpoint goes.
+        rank: This rank.
+        gasped: Called on one rank, with the step, once the checkpoint is published.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        training: Training,
+        checkpoints: Checkpoints,
+        mirrors: Mirrors,
+        directory: CheckpointDirectory,
+        rank: int,
+        gasped: Callable[[int], None],
+    ) -> None:
+        self._trainer, self._training, self._checkpoints = trainer, training, checkpoints
+        self._mirrors, self._directory, self._rank, self._gasped = mirrors, directory, rank, gasped
+
+    def write(self, plan: GaspPlan) -> str:
+        """Write what ``plan`` says. Collective over the ranks of the plan, which are the default group.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: On every rank, if one rank could not write.
+            CollectiveError: If one of the ranks is lost meanwhile, or a device fails.
+        """
+        try:
+            return self._write(plan)
+        except Exception as error:
+            if fault_behind(error, self._training.device) is not None:
+                raise CollectiveError(str(error)) from error
+            raise
+
+    def _write(self, plan: GaspPlan) -> str:
+        taken = self._training.host.kept(plan.kind, plan.step)
+        own = {rank: self._private(taken, rank) for rank in plan.privates[self._rank]}
+        privates = {rank: each for given in Together(None).all(lambda: own) for rank, each in given.items()}
+        self._training.state.params_from_main()  # of this rank's shard only: it writes no other
+        snapshots.restore(self._trainer, taken)
+        record = resume.record_last(self._trainer, taken, plan.commit, privates, self._trainer.world_size)
+        step = self._step(taken)
+        path = self._directory.path_of(step)
+        self._checkpoints.save_last(self._trainer, self._training, record, path, step, plan.pieces[self._rank])
+        reach("track")
+        Together(None).run(lambda: self._track(path.name, step, plan))
+        return str(path)
+
+    def _track(self, name: str, step: int, plan: GaspPlan) -> None:
+        if self._rank == plan.ranks[0]:
+            self._directory.track(name)
+            self._gasped(step)
+
+    def _private(self, taken: Snapshot, rank: int) -> bytes:
+        if rank == self._rank:
+            return taken.private_bytes()
+        return self._mirrors.payload(Mirror(rank, taken.kind, taken.step))
+
+    def _step(self, taken: Snapshot) -> int:
+        """Return the number of updates. Lightning's count still lacks an update whose tail is still to come."""
+        in_tail = taken.place == "tail" if taken.fresh else taken.kind == "tail"
+        return self._trainer.global_step + (in_tail and not self._training.manual)

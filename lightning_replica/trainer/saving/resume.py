@@ -1,0 +1,302 @@
+"""Where training stood when a checkpoint was written, and how a fit resumes from exactly there.
+
+[Note: places]
+When Lightning itself resumes, it guesses from its counters and leaves out what was still to come when the checkpoint
+was written: a validation that was due, a plateau scheduler's step, the end of the epoch. Here a fit resumes at the
+exact place, which the counters also tell (`place_of`). For each place, this is where it lies and what comes next:
+
+- "batch_end", in `on_train_batch_end`: the batch's logging, a validation that is due, then the next batch;
+- "validation_end", in `on_validation_end`: what follows a validation, then the next batch;
+- "epoch_end", in `on_train_epoch_end`: what is left of the epoch's end, then the next epoch;
+- "batch", before the next batch of the epoch: that batch;
+- "tail", after an update, before all that follows it in its batch: only in a dying gasp (`record_last`);
+- None, between epochs: the next epoch.
+
+No checkpoint holds gradients. A checkpoint that is written in the middle of a window therefore goes back to the
+window's start, of which every rank has a snapshot, and the window is done again.
+
+[Note: other worlds]
+Random numbers, workers and metrics under way belong to ranks. With another number of ranks, or from a checkpoint that
+another strategy has written, the fit resumes with the random numbers that its seed gives, and its metrics cover only
+what is still to come. It begins at the first window's start that repeats no sample of the epoch. After an update whose
+tail was still to come, schedulers step, but hooks that would have seen its batch are not called.
+"""
+
+import copy
+import io
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_replica._compat.tree import Tree
+from lightning_replica.core import plain
+from lightning_replica.core.exchange import all_gather_bytes
+from lightning_replica.state import snapshot as snapshots
+from lightning_replica.state.data.fetches import Fetching
+from lightning_replica.state.data.in_loops import training_fetches, training_loaders
+from lightning_replica.state.data.loader_state import LoaderState
+from lightning_replica.state.snapshot import Place, Snapshot
+from lightning_replica.state.structure import grow, names_of_modules
+from lightning_replica.trainer.session import Session
+from lightning_replica.trainer.steps import Training
+
+log = logging.getLogger(__name__)
+
+_BATCHES = "epoch_loop.batch_progress"
+_STEPS = "epoch_loop.automatic_optimization.optim_progress"
+
+
+def place_of(loops: dict[str, Any]) -> Place | None:
+    """Return where the loops stood, by the counters in `_FitLoop.state_dict`; None between epochs."""
+    epoch, batch = loops["epoch_progress"]["current"], loops[f"{_BATCHES}"]["current"]
+    if epoch["ready"] == epoch["completed"] or epoch["started"] < epoch["ready"]:
+        return None
+    if epoch["processed"] == epoch["ready"]:
+        return "epoch_end"
+    if batch["ready"] == batch["completed"]:
+        return "validation_end"
+    return "batch_end" if batch["processed"] == batch["ready"] else "batch"
+
+
+def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
+    """Return what this strategy adds to a checkpoint. Collective over the world; other ranks than 0 get nothing.
+
+    Returns:
+        Nothing inside of a window without recovery; otherwise
+        ``host``: replicated state (see `snapshot`), with the place; ``ranks``: each rank's private state;
+        ``world_size`` and ``samples``: the position for other worlds, in samples of all ranks, None if unknown.
+    """
+    taken = training.host.window(training.state.step)
+    if training.host.is_past(training.state.step):
+        return {}  # without a snapshot of its start, the window is done again as from a checkpoint of DDP's
+    if taken is None:
+        tree = Tree.of(trainer.lightning_module)
+        host = copy.deepcopy(snapshots.capture_progress(trainer, tree))
+        host["place"] = place_of(host["loops"])
+        loss, rng = training.host.loss(training.state.step), training.device.rng_state()
+        taken = Snapshot("tail", 0, host, rng, [], loss=loss, fresh=True)
+        snapshots.take_private(trainer, taken, tree)
+        if host["place"] in (None, "epoch_end"):
+            ahead = snapshots.fetched_ahead(trainer)
+            loaders, fetching = training_fetches(trainer).state_between_epochs(ahead)
+            taken = replace(taken, loaders=loaders, fetching=fetching)
+    buffer = io.BytesIO()
+    torch.save(_private(taken), buffer)
+    groups = training.groups
+    everyone = all_gather_bytes(buffer.getvalue(), groups.world, training.check)
+    if groups.rank != 0:
+        return {}
+    return {
+        "host": {"place": "batch", **taken.replicated, "modules": names_of_modules(trainer.lightning_module)},
+        "ranks": [plain.load(each) for each in everyone],
+        "world_size": len(everyone),
+        "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
+    }
+
+
+def record_last(
+    trainer: pl.Trainer, taken: Snapshot, commit: tuple[float, ...], privates: dict[int, bytes], world_size: int
+) -> dict[str, Any]:
+    """Return what `record` returns, for a dying gasp, from the snapshot that the ranks agreed on. Not collective.
+
+    Args:
+        trainer: The trainer, restored to the snapshot.
+        taken: The snapshot.
+        commit: The commit vector of the step before, if there was one.
+        privates: Each rank's private state, as it is mirrored. If one is missing, none is saved, and random numbers are
+            lost.
+        world_size: Number of ranks of the run.
+    """
+    place = taken.place if taken.fresh else taken.kind
+    complete = len(privates) == world_size
+    ranks = [Snapshot.of_private(taken.kind, taken.step, privates[rank]) for rank in range(world_size * complete)]
+    return {
+        "host": {
+            **taken.replicated,
+            "place": place,
+            "commit": commit if place == "tail" else (),
+            "modules": names_of_modules(trainer.lightning_module),
+        },
+        "ranks": [_private(each) for each in ranks],
+        "world_size": len(ranks),
+        "samples": _samples(trainer, world_size, taken.replicated["loops"]),
+    }
+
+
+def count_tail(checkpoint: dict[str, Any]) -> None:
+    """Make Lightning's part of a checkpoint that was written in a tail count the update that its weights hold.
+
+    Other strategies then take it for one that was written in `on_train_batch_end`. Only schedulers lag behind: their
+    step was still to come, and it cannot be made without their optimizer.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    steps = loops[_STEPS]["optimizer"]["step"]["total"]
+    checkpoint["global_step"] += steps["ready"] - steps["completed"]
+    _count_update(loops)
+    for counters in (loops[_BATCHES]["total"], loops[_BATCHES]["current"]):
+        counters["processed"] = counters["ready"]
+
+
+def _private(taken: Snapshot) -> dict[str, Any]:
+    return {
+        "rng": taken.rng,
+        "results": taken.results,
+        "loaders": [tuple(state) for state in taken.loaders],
+        "fetching": tuple(taken.fetching),
+        "validation": [tuple(state) for state in taken.validation],
+        "loss": taken.loss,
+        "metric_states": taken.metric_states,
+    }
+
+
+def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot | None:
+    """Return where the fit resumes; None if it had not begun, as with the checkpoints of Lightning's tuners.
+
+    Args:
+        trainer: The trainer, with its data set up and the rest of the checkpoint loaded.
+        session: The session of this process.
+        loops: Lightning's counters, from the checkpoint.
+        own: What `record` has added; empty in another strategy's checkpoint.
+    """
+    if loops["epoch_progress"]["current"]["ready"] == 0:
+        return None
+    if own and own["world_size"] == session.grid.world_size:
+        host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
+        private = _as_today(private)
+        read = Snapshot(
+            "tail",
+            0,
+            host,
+            private["rng"],
+            private["results"],
+            loss=private["loss"],
+            fresh=True,
+            loaders=[LoaderState.of(state) for state in private["loaders"]],
+            fetching=Fetching.of(private["fetching"]),
+            validation=[LoaderState.of(state) for state in private["validation"]],
+            metric_states=private["metric_states"],
+        )
+        taken = _follow(trainer.lightning_module, read)
+    else:
+        taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
+    taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
+    return taken
+
+
+def _as_today(private: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's private state as `_private` writes it now, whichever version wrote it.
+
+    Up to 09b1d78 each loader's state ended with the random states before the next batches, and nothing was kept of
+    validation loaders.
+    """
+    if "fetching" in private:
+        return private
+    random = private["loaders"][0][-1] if private["loaders"] else ()
+    loaders = [state[:-1] for state in private["loaders"]]
+    return {**private, "loaders": loaders, "fetching": (None, random), "validation": []}
+
+
+def _follow(module: pl.LightningModule, taken: Snapshot) -> Snapshot:
+    """Adapt a snapshot to submodules that the script has added or removed since the checkpoint was written."""
+    host = taken.replicated
+    written = host.pop("modules", None)
+    if written is None:
+        return taken  # an earlier version wrote the checkpoint, which refused other submodules
+    grow(module, written)
+    own = names_of_modules(module)
+    if own == written:
+        return taken
+    log.warning(
+        "The module has other submodules than the one in the checkpoint (%s): the epoch's metrics begin anew here.",
+        ", ".join(sorted({*own} ^ {*written})[:5]) or "in another order",
+    )
+    training = dict(zip(written, host["training"], strict=True))
+    host["training"] = [training.get(name, submodule.training) for name, submodule in module.named_modules()]
+    host["metrics_known"] = False
+    return replace(taken, results=[], metric_states=[])
+
+
+def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict[str, Any]) -> Snapshot:
+    """Return where a fit resumes from a checkpoint of another world or of another strategy."""
+    now = snapshots.capture_progress(trainer, Tree.of(trainer.lightning_module))
+    host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
+    if own:
+        host |= {key: own["host"][key] for key in ("logged", "accumulate")}
+    place, batch = place_of(loops), host["loops"][_BATCHES]
+    in_tail = bool(own) and own["host"]["place"] == "tail"
+    done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
+    host["schedulers_due"] = in_tail or bool(own and own["host"].get("schedulers_due"))
+    if in_tail:
+        host["commit"] = own["host"]["commit"]  # empty if a run has resumed from it and ended in that tail again
+        _count_update(host["loops"])
+    if place in ("batch", "batch_end", "validation_end"):
+        window = trainer.accumulate_grad_batches
+        begun = done // window * window  # to the window's start: its gradients are not in the checkpoint
+        if own:
+            begun = _batches(trainer, session.grid.world_size, own["samples"], begun)
+        if begun != done or own:
+            place, done = "batch", begun
+        if place == "batch":
+            _put_batches(batch, done)
+    host["place"], host["logger_fx"] = place, [done == 1 if place else None, None]
+    state = LoaderState(done - (place == "batch_end"))
+    loaders = [_within(loader, state) for loader in training_loaders(trainer)]
+    return Snapshot("tail", 0, host, session.device.rng_state(), [], loaders, fresh=True)
+
+
+def _count_update(loops: dict[str, Any]) -> None:
+    """Count the update whose tail was still to come."""
+    for counters in loops[_STEPS]["optimizer"]["step"].values():
+        counters["completed"] = counters["ready"]
+
+
+def _between_epochs(loops: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters without an epoch of which only the first hook was called; the hook is called again."""
+    loops = copy.deepcopy(loops)
+    for counters in loops["epoch_progress"].values():
+        counters["ready"] = counters["started"]
+    return loops
+
+
+def _put_batches(progress: dict[str, Any], batches: int) -> None:
+    """Set the counters to ``batches`` done batches in this epoch."""
+    difference = batches - progress["current"]["completed"]
+    for name, counters in progress.items():
+        if isinstance(counters, dict):
+            done = counters["completed"] + difference
+            progress[name] = dict.fromkeys(counters, done)
+    progress["is_last_batch"] = False
+
+
+def _batch_samples(trainer: pl.Trainer, world_size: int) -> int | None:
+    """Return the number of samples of one batch on all ranks, by the first loader; None if unknown."""
+    loaders = training_loaders(trainer)
+    size = getattr(loaders[0], "batch_size", None) if loaders else None
+    return size * world_size if isinstance(size, int) else None
+
+
+def _samples(trainer: pl.Trainer, world_size: int, loops: dict[str, Any]) -> int | None:
+    batches = loops[_BATCHES]["current"]["ready"]
+    each = _batch_samples(trainer, world_size)
+    return None if each is None else batches * each
+
+
+def _batches(trainer: pl.Trainer, world_size: int, samples: int | None, same: int) -> int:
+    """Return the first start of a window in this world, in batches, behind ``samples``, or ``same`` if unknown."""
+    each = _batch_samples(trainer, world_size)
+    batches = same if samples is None or each is None else math.ceil(samples / each)
+    window = trainer.accumulate_grad_batches
+    limit = trainer.num_training_batches
+    return int(min(math.ceil(batches / window) * window, limit))
+
+
+def _within(loader: Any, state: LoaderState) -> LoaderState:
+    """Return the state within one pass of the loader: one that is shorter than the epoch begins again and again."""
+    try:
+        return state if state.batches <= len(loader) else state._replace(batches=state.batches % len(loader))
+    except TypeError:
+        return state

@@ -1,0 +1,84 @@
+"""Which checkpoint a run resumes from with "last" or "auto": the newest whole one.
+
+Rank 0 chooses once for each fit, for all ranks. A replacement must not find a newer one.
+
+Rank 0 reads every byte of the chosen checkpoint and compares it with its checksum. Otherwise a damaged checkpoint would
+end this run, and the next run would choose it again.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory, newest
+from lightning_replica.core.messages import say
+from lightning_replica.errors import CheckpointError, ConfigurationError
+
+log = logging.getLogger(__name__)
+
+Resume: TypeAlias = Literal["auto"] | None
+
+
+class WhichCheckpoint:
+    """Fills in ``ckpt_path`` where the user leaves the choice to this package.
+
+    Args:
+        resume: "auto" resumes a fit that is given no checkpoint from the newest one; None begins anew.
+        once: Calls a function on one rank and gives its result to all ranks.
+    """
+
+    def __init__(self, resume: Resume, once: Callable[[Callable[[], str]], str]) -> None:
+        self._resume, self._once = resume, once
+
+    def fill_in(
+        self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> inspect.BoundArguments:
+        """Return the arguments of ``Trainer.fit`` and its like, with the newest checkpoint in place of "last" or None.
+
+        Raises:
+            ConfigurationError: If the newest checkpoint cannot be found out, or "auto" finds no callback that says
+                where checkpoints are.
+        """
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        asked = bound.arguments.get("ckpt_path")
+        if trainer is None or "ckpt_path" not in bound.signature.parameters or not self._is_ours(asked, function):
+            return bound
+        directories = list(_directories(trainer.callbacks))
+        if not directories and asked is None:
+            raise ConfigurationError(
+                "resume='auto' goes on from the newest checkpoint, but no callback says where those are. Add"
+                " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
+            )
+        found = self._once(lambda: self._newest(directories))
+        if found:
+            bound.arguments["ckpt_path"] = found
+        return bound
+
+    def _is_ours(self, asked: object, function: Callable[..., Any]) -> bool:
+        auto = self._resume == "auto" and function.__name__ == "_fit_impl"
+        return asked == "last" or (asked is None and auto)
+
+    def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
+        try:
+            found = newest(directories, verify=True)
+        except CheckpointError as error:
+            raise ConfigurationError(f"Which checkpoint is the newest cannot be told: {error}") from error
+        for problem in found.problems:
+            log.warning("Passed over: %s", problem)
+        if found.path is None:
+            if found.problems:
+                say("no checkpoint is whole: goes on from none.")
+            return ""
+        path = str(found.path)
+        if not os.path.lexists(path.removesuffix(".old")):
+            path = path.removesuffix(".old")  # the run renames it to this when it begins; readers accept both
+        say(f"goes on from {path}.")
+        return path
+
+
+def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
+    """Return the directories of this package's callbacks. Others may have a ``directory`` of another kind."""
+    given = (getattr(callback, "directory", None) for callback in callbacks)
+    return {each.path: each for each in given if isinstance(each, CheckpointDirectory)}.values()

@@ -1,0 +1,430 @@
+"""One fit: its steps and its recovery, which use the sharded state, the host state and the session."""
+
+import json
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_replica._compat.lightning import Sigterm, user_optimizer
+from lightning_replica.control.faults import Detected
+from lightning_replica.control.planned_save import PlannedSave
+from lightning_replica.core.digests import Digest
+from lightning_replica.core.exchange import all_gather_bytes
+from lightning_replica.core.points import at_step, reach
+from lightning_replica.core.works import finish
+from lightning_replica.devices.interface import Device
+from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
+from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
+from lightning_replica.groups.membership import Groups
+from lightning_replica.launch.rank import enter
+from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
+from lightning_replica.recovery.gasp import GaspPlan
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, Request, make_engine
+from lightning_replica.state.checkpoint_files import CheckpointFiles
+from lightning_replica.state.host import LightningHost
+from lightning_replica.state.logger_rows import LoggerRows
+from lightning_replica.state.module_buffers import BufferSync
+from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.trainer.hooks import Hooks
+from lightning_replica.trainer.incidents import Incidents
+from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.trainer.precision import ShardedStep
+from lightning_replica.trainer.session import Session
+
+log = logging.getLogger(__name__)
+
+# Signals that end a run after a last checkpoint, beside SIGTERM: a terminal's, and the one that SLURM usually sends.
+_ENDS = (signal.SIGINT, signal.SIGUSR1)
+
+
+class Training:
+    """Makes the steps of one fit, and recovers between them. See docs/life_of_a_step.md.
+
+    Args:
+        trainer: The trainer that fits.
+        session: The session of this process.
+        precision: The precision plugin.
+        optimizers: The user's optimizers.
+        bucket_bytes: Size at which a gradient bucket is closed.
+        partition: How buckets are cut.
+        whole_gradients: Whether every gradient is whole after backward; "auto" decides by the user's hooks.
+        shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+
+    Attributes:
+        recoverable: Whether the fit recovers from faults. If not, nothing is kept for recovery.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        session: Session,
+        precision: ShardedStep,
+        optimizers: Sequence[Optimizer],
+        bucket_bytes: int,
+        partition: Partition,
+        whole_gradients: bool | Literal["auto"],
+        shared_memory: bool = True,
+    ) -> None:
+        module = trainer.lightning_module
+        self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
+        self.recoverable = session.options.recovery
+        self.manual = not module.automatic_optimization
+        self.whole_gradients = _resolve(whole_gradients, trainer)
+        settings = EngineSettings(
+            bucket_bytes=bucket_bytes,
+            partition=partition,
+            whole_gradients=self.whole_gradients,
+            manual=self.manual,
+            shared_memory=shared_memory and self.device.is_host,
+            guard=session.options.guard,
+            recoverable=self.recoverable,
+        )
+        parameters = list(module.parameters())
+        self.state = make_engine(session.grid, session.rank, parameters, optimizers, settings, self.device.fence)
+        self.host = LightningHost(trainer, self.state, self.device)
+        self._module_buffers = BufferSync(module, session.wait)
+        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.told_to_end)
+        self._told_to_end = False
+        self._write_last: Callable[[GaspPlan], str] | None = None
+        self._planned: PlannedSave | None = None
+        self._may_change_weights = may_change_weights(trainer, module)
+        self._weights_touched = True  # code before the first step may have changed weights
+        self._accumulating = self._window_is_open = self._released = False
+        self._hooks = Hooks(trainer, self.device)
+        self._incidents = Incidents(trainer, session, self._hooks)
+        self._shown = ""  # the last exception whose traceback was printed
+        writes = self.recoverable and trainer.is_global_zero
+        store = session.generations.store
+        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
+        saving = trainer.checkpoint_callbacks if self.recoverable else ()
+        self.files = CheckpointFiles(store, saving, session.newborn, writes)
+        self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
+        session.attach(self.state, self._hooks.phase if self._hooks.any else None)
+        session.end_when_told(lambda: self.asked_to_stop)
+        precision.attach(self)
+
+    # A step, in the order of calls
+
+    def begin_batch(self, first_of_window: bool) -> None:
+        """Prepare a batch, and take the first snapshot where a window begins. Called before every batch.
+
+        Args:
+            first_of_window: Whether the step's gradients begin here. Not used under manual optimization, where
+                `end_manual_batch` finds it out.
+        """
+        at_step(self.state.step)
+        self._session.check()
+        goes_on = self._window_is_open if self.manual else not first_of_window
+        self._incidents.batch(first_of_window=not goes_on)
+        if goes_on:
+            return
+        self._incidents.tell(self.state.step)
+        finish(self.check)  # of the gather: what follows needs its result, and would wait for it without any check
+        self.state.begin_window(self._may_change_weights or self._weights_touched)
+        self._weights_touched = False
+        if not self.recoverable:
+            self.host.pass_window(self.state.step)
+            return
+        taken = self.host.begin_window(self.state.step)
+        self._snapshot_taken("batch", taken.step)
+        self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
+        if self._told_to_end:
+            self._session.mirrors.settle()
+            self._session.generations.give_up("All ranks have agreed to save and end.", asked=True)
+            self._end_with_gasp()
+        if self._planned is not None and self._planned.is_due:
+            self._session.mirrors.settle()
+            self._planned.write()
+
+    def _snapshot_taken(self, kind: Kind, step: int) -> None:
+        for each in self._written:
+            each.taken(kind, step)
+
+    def before_backward(self, accumulating: bool) -> None:
+        """Prepare reductions that overlap the backward pass."""
+        self._accumulating = accumulating
+        self.state.before_backward(reduce=not accumulating)
+
+    def after_backward(self) -> None:
+        """Complete a backward pass, before the hooks that follow it."""
+        self.state.after_backward(reduce=not self._accumulating)
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> None:
+        """Divide the whole gradient of an optimizer by the loss scale."""
+        self.state.unscale(user_optimizer(optimizer), scale)
+
+    def clip(self, optimizer: Optimizer, limit: float) -> None:
+        """Clip the whole gradient of an optimizer by its norm."""
+        self.state.clip(user_optimizer(optimizer), limit)
+
+    def step(self, optimizer: Optimizer, request: Request) -> None:
+        """Make the update of one optimizer. Called after backward and its hooks."""
+        if self.manual:
+            self._precision.after_commit(self.state.step_one(user_optimizer(optimizer), request))
+        else:
+            self.state.reduce()
+            self._commit(request, self.host.closure_output())
+            self.state.gather()
+            self._step_is_done()
+
+    def end_manual_batch(self, output: dict[str, Any]) -> None:
+        """Commit a training step that has made its own optimizer steps, unless gradients wait for a later batch."""
+        self._window_is_open = self.state.window_is_open
+        if not self._window_is_open:
+            self.state.end_batch()
+            self._commit(Request(), output)
+            self._step_is_done()
+
+    def _step_is_done(self) -> None:
+        self._incidents.good_step()
+        self._shown = ""
+        reach("batch_end")
+
+    def _commit(self, request: Request, output: dict[str, Any]) -> None:
+        state, session = self.state, self._session
+        self._module_buffers.sync(session.groups.world)
+        finish(self.check)
+        if self.recoverable:
+            taken = self.host.enter_commit(state.step + 1, output)
+            self._snapshot_taken("tail", taken.step)
+            found = state.look()
+            session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
+        else:
+            self.host.pass_commit(state.step + 1, output)
+        save = self.asked_to_save
+        part = state.part_of_commit(request, self._sigterm.noted, save)  # the mirrors are under way meanwhile
+        if self.recoverable:
+            session.mirrors.settle()
+            if found is not None:
+                state.hear({**session.mirrors.digests(taken.step), session.rank: found})
+        reach("before_commit")
+        commit = state.commit(part)
+        session.recovery.committed(state.step + 1, commit.vector)
+        reach("after_commit")
+        state.update()
+        self._after_commit(commit)
+
+    def _after_commit(self, commit: Commit) -> None:
+        """Do what follows from the commit alone. It is done again in a tail that is done again."""
+        if not self.manual:
+            self._precision.after_commit(commit)
+        if self._planned is not None:
+            self._planned.agree(commit.save)
+        if commit.stop and self._session.options.gasp:
+            self._told_to_end = True  # `begin_batch` saves and ends
+        elif commit.stop:
+            self._session.leave()
+            self._sigterm.agree()
+
+    # Recovery, called by the fit loop
+
+    def begin(self, loaded: Snapshot | None) -> Snapshot | None:
+        """Begin training, right before the first batch. A replacement joins the other ranks here.
+
+        Args:
+            loaded: Where training resumes by the checkpoint; None if none was loaded.
+
+        Returns:
+            Where training actually begins.
+        """
+        if self._session.newborn:
+            self._session.succession.join_loop()
+            self._incidents.born()
+            return self._recover("")
+        if loaded is not None:
+            self.host.load(loaded)
+            if loaded.replicated.get("commit"):
+                self._after_commit(replace(Commit.of(loaded.replicated["commit"]), stop=0.0, save=0.0))
+        taken = self.host.begin(loaded)
+        if self.recoverable:
+            self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
+            self._session.mirrors.settle()
+        self._session.arm()
+        return taken
+
+    def pass_loop(self) -> bool:
+        """Skip a training loop on a replacement that joins in a later one, and take over the loop's result.
+
+        Returns:
+            Whether the loop is skipped, so that there is nothing to train here.
+        """
+        result = self._session.succession.pass_loop(self._module)
+        if result is not None:
+            self.host.adopt_result(*result)
+        return result is not None
+
+    def end(self) -> None:
+        """End the fit. From here on no rank needs to go back.
+
+        Raises:
+            CorruptedShardError: If this rank's shard is wrong. Peers compare here because no commit follows.
+        """
+        found = self.state.look()
+        if found is not None:
+            told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
+            peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
+            self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
+        self._session.disarm(self._module, self.host.result)
+
+    def report(self) -> None:
+        """Report an incident that no further step has followed. Called after the end."""
+        self._incidents.tell(None)
+
+    def recover_from(self, error: Exception) -> Snapshot | None:
+        """Recover from a fault that surfaced as ``error``, and return where training continues.
+
+        Raises:
+            RecoveryError: If the run cannot continue. If ``error`` is this rank's own, it is raised instead.
+        """
+        self._incidents.fault(self.state.step)
+        fault = fault_behind(error, self.device)
+        raised = explain(error) if fault is None else ""
+        device_said = "" if fault is None or fault.level == "outside" else fault.text
+        if self.state.corrupted:
+            log.warning("%s", self.state.corrupted)
+            raised = ""
+        if device_said:
+            log.warning("rank %d: %s", self._session.rank, device_said)
+        if raised:
+            self._show(raised, error)
+        error.__traceback__ = None  # its frames hold process groups and half a step's activations
+        if fault is not None and fault.level == "lost":
+            self._session.leave_without_device(device_said)
+        try:
+            return self._recover(raised, device_said, "worker death" if worker_died(error) else "device error")
+        except RecoveryError as final:
+            if raised:
+                raise error from final
+            raise
+
+    def _show(self, raised: str, error: Exception) -> None:
+        """Print the traceback before anything else, and only once, whichever rank meets the error and however often."""
+        rank = enter()
+        if rank is not None:
+            rank.show(error)
+            return
+        log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
+        self._shown = raised
+
+    def _recover(self, raised: str, device_said: str = "", because: Detected = "device error") -> Snapshot | None:
+        session = self._session
+        try:
+            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said, because)
+        except DeviceLostError as lost:
+            session.leave_without_device(str(lost))
+        except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
+            session.end_as_orphan()
+            raise
+        except RecoveryError as final:
+            session.ending.leave_step(session.rank, self._trainer.global_step)  # `state.step` counts this run's steps
+            session.generations.give_up(str(final), asked=self.asked_to_stop)
+            step = session.recovery.planned_step if session.newborn else self.state.step
+            self._incidents.failed(str(final), step)
+            if session.options.gasp:
+                self._end_with_gasp()
+            session.let_go()
+            raise
+        for each in self._written:
+            each.restored(outcome.plan.kind, outcome.plan.step)
+        if session.newborn:
+            session.has_joined()
+        self._window_is_open, self._weights_touched = False, True
+        self._module_buffers.forget()
+        if self._planned is not None:
+            self._planned.withdraw()
+        if outcome.plan.kind == "tail" and outcome.plan.commit:
+            self._after_commit(Commit.of(outcome.plan.commit))
+        self._incidents.went_on(outcome)
+        return self.host.resume
+
+    def _end_with_gasp(self) -> NoReturn:
+        """Write the last checkpoint with all ranks that are left, and end this process.
+
+        Raises:
+            SystemExit: With a code of `exit_codes`.
+        """
+        session = self._session
+        self._released = True  # the process ends: copying parameters out of their buffers would use up the grace period
+        if self._write_last is None:
+            raise ReplicaError("Nobody has said where the last checkpoint goes.")
+        try:
+            path = session.gasp().run(
+                self.state, self.host, lambda: session.recovery.report(self.state, self.host), self._write_last
+            )
+        except DeviceLostError as lost:
+            session.leave_without_device(str(lost))
+        except (RecoveryError, CheckpointError) as error:
+            log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
+            raise SystemExit(NOTHING_SAVED) from error
+        log.info("rank %d: the last checkpoint is %s", session.rank, path)
+        raise SystemExit(session.ending.code(GASP_WRITTEN))
+
+    def weights_may_differ(self) -> None:
+        """Note that user code may have written to the weights outside of a step's own hooks."""
+        self._weights_touched = True
+
+    def save_when_asked(self, write: Callable[[], None]) -> None:
+        """Let users ask for a checkpoint. Of several calls, which may save to different places, the first counts.
+
+        Args:
+            write: Writes the checkpoint. Collective.
+        """
+        if self._planned is None and self.recoverable:
+            self._planned = PlannedSave(write)
+            self._session.listens()
+
+    def save_last_with(self, write: Callable[[GaspPlan], str]) -> None:
+        """Use ``write``, which returns a path, for the last checkpoint of a run that cannot continue."""
+        self._write_last = write
+
+    def release(self) -> None:
+        """Release the sharded state, the loggers and the callbacks: the trainer is done with this fit."""
+        for each in self._written:
+            each.release()
+        if not self._released:
+            self._released = True
+            self.state.release()
+
+    @property
+    def asked_to_save(self) -> bool:
+        """Whether this rank was asked for a checkpoint that is not written yet."""
+        return self._planned is not None and self._planned.noted
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this process got a signal to end; ``trainer.received_sigterm`` is true only once all ranks agree."""
+        return self._sigterm.noted
+
+    def check(self) -> None:
+        """Raise `Interrupted` if this rank's generation is known to be over. Called while a collective waits."""
+        self._session.look()
+
+    @property
+    def device(self) -> Device:
+        """The device that this rank trains on."""
+        return self._session.device
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of this generation."""
+        return self._session.groups
+
+
+def _resolve(whole_gradients: bool | Literal["auto"], trainer: pl.Trainer) -> bool:
+    """Return whether gradients are whole. "auto" means: where manual optimization or a hook shows them to users."""
+    module = trainer.lightning_module
+    if whole_gradients != "auto":
+        return whole_gradients
+    if not module.automatic_optimization:
+        return True
+    hook = who_sees_gradients(trainer, module)
+    if hook is not None and trainer.is_global_zero:
+        log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", hook)
+    return hook is not None

@@ -1,0 +1,396 @@
+"""`ReplicaZeroStrategy`: the strategy that Lightning calls."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_replica._compat.lightning import (
+    _StrategyRegistry,
+    let_config_be_saved_again,
+)
+from lightning_replica.control.once import once
+from lightning_replica.core import checks
+from lightning_replica.core.digests import GuardMode
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.messages import say
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.points import begin
+from lightning_replica.devices import device_for
+from lightning_replica.devices.host import HOST
+from lightning_replica.devices.interface import Device
+from lightning_replica.errors import ConfigurationError, ReplicaError
+from lightning_replica.launch.choice import check_devices, is_rank, launcher_for, surroundings
+from lightning_replica.launch.external import started_by_another
+from lightning_replica.sharding.engine import Engine, Partition
+from lightning_replica.state import logger_runs
+from lightning_replica.trainer import fit_loop
+from lightning_replica.trainer.extension import extension
+from lightning_replica.trainer.hooks import combined
+from lightning_replica.trainer.precision import ShardedStep, fit_to_device, sharded
+from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
+from lightning_replica.trainer.saving.lightning_checkpoints import LightningCheckpoints
+from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
+from lightning_replica.trainer.session import Session, join
+from lightning_replica.trainer.steps import Training
+
+
+class ReplicaZeroStrategy(LightningCheckpoints):
+    """Data parallelism with sharded optimizer state, every shard held by several ranks; a lost rank is replaced.
+
+    Args:
+        replicas: Copies of the optimizer state, R. It must divide the number of ranks. ``replicas - 1`` holders of a
+            shard may be lost at a time. 1 shards without redundancy.
+        partition: "element" cuts parameters anywhere, for optimizers that update every element on its own. "parameter"
+            keeps parameters whole, for all other optimizers (Muon, Adafactor ...).
+        whole_gradients: Whether every ``.grad`` is the averaged gradient after backward, as under DDP. This costs a
+            gather. Without it, ``.grad`` is only a part, and clipping is done in the update. "auto" turns it on where
+            user code may look at gradients: under manual optimization, and with hooks such as
+            ``on_before_optimizer_step``.
+        state_dict_type: "full" writes checkpoints that every other strategy loads, gathered on rank 0. "sharded" writes
+            directories (PyTorch Distributed Checkpoint), all ranks in parallel. Any number of ranks can load both.
+        shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
+            sending through sockets.
+        guard: How much of its shard (values and optimizer state) every rank checks for bits that change by themselves
+            and compares with its peers before each update. "full": all of it. "sampled": a different part in each step,
+            and all of it within 64 steps. Wrong bits outside of that part are found only when their part is checked,
+            after the steps in between were computed from them. "off": nothing. A rank whose memory changed at rest gets
+            its shard from a peer. If an update itself went wrong, the majority of the holders is right; with
+            ``replicas=2`` the run ends with an error.
+        bucket_bytes: Size in bytes at which a gradient bucket is closed and sent.
+        recovery: Whether the run recovers from faults. Without it, training is sharded in the same way and gives the
+            same bits, but the first fault ends the run.
+        max_restarts: Processes that may be replaced in one run.
+        standby: Processes that have imported everything and wait to take a lost rank's place. Each takes some hundred
+            MB. Without one, a replacement has to import torch and lightning first.
+        max_tries: Recoveries at one step before the run ends.
+        timeout_s: Time after which a collective fails on its own, in seconds.
+        rendezvous_timeout_s: How long ranks wait for each other and for a replacement, in seconds.
+        hang_min_s: The shortest time without progress, in seconds, after which a rank counts as hanging, and is killed
+            and replaced. Each rank learns a time-out for each place: five times the longest that it was busy there.
+        hang_max_s: The longest such time, in seconds; it holds where nothing has been learnt yet. ``float("inf")`` for
+            both turns hang detection off. It works on Linux, where the supervisor has started the ranks; other
+            launchers replace no ranks. See docs/hangs.md.
+        resume: "auto": a ``fit`` that is given no ``ckpt_path`` resumes from the newest whole checkpoint in the
+            directories of `DyingGaspCheckpoint` and `CheckpointPublisher`, if there is one.
+        accelerator: As in every Lightning strategy.
+        parallel_devices: As in every Lightning strategy.
+        cluster_environment: As in every Lightning strategy.
+        checkpoint_io: As in every Lightning strategy.
+        precision_plugin: As in every Lightning strategy.
+
+    Raises:
+        ConfigurationError: If a value makes no sense. Some values are checked once the number of ranks is known.
+    """
+
+    strategy_name = "replica_zero"
+    is_distributed = True  # without it Lightning adds no distributed sampler
+
+    def __init__(
+        self,
+        replicas: int = 2,
+        partition: Partition = "element",
+        whole_gradients: bool | Literal["auto"] = "auto",
+        state_dict_type: StateDictType = "full",
+        shared_memory: bool = True,
+        guard: GuardMode = "sampled",
+        bucket_bytes: int = 16 * 2**20,
+        recovery: bool = True,
+        max_restarts: int = 3,
+        standby: int = 0,
+        max_tries: int = 3,
+        timeout_s: float = 1800.0,
+        rendezvous_timeout_s: float = 600.0,
+        hang_min_s: float = 60.0,
+        hang_max_s: float = 1800.0,
+        resume: Resume = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes)
+        checks.seconds(timeout_s=timeout_s)
+        self._given_options = RecoveryOptions(
+            recovery=recovery,
+            max_tries=max_tries,
+            guard=guard,
+            max_restarts=max_restarts,
+            standby=standby,
+            hang_min_s=hang_min_s,
+            hang_max_s=hang_max_s,
+            rendezvous_timeout_s=rendezvous_timeout_s,
+        )
+        checks.choice("partition", partition, ("element", "parameter"))
+        checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        checks.choice("resume", resume, (None, "auto"))
+        checks.choice("shared_memory", shared_memory, (True, False))
+        checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
+        self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
+        self._partition, self._whole_gradients = partition, whole_gradients
+        self._shared_memory, self._resume = shared_memory, resume
+        self._num_nodes = 1
+        self._session: Session | None = None
+        self._training: Training | None = None
+        self._checkpoints = Checkpoints(state_dict_type)
+        self._accumulating = self._step_done = False
+
+    # Ranks and devices
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register this class for ``Trainer(strategy="replica_zero")``."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").splitlines()[0])
+
+    @property
+    def grid(self) -> Grid:
+        """The table of ranks."""
+        return Grid(self.world_size, 1 if self.world_size == 1 else self._replicas)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes; more than one only under a launcher that starts ranks on all of them."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1 and not started_by_another(self.cluster_environment):
+            raise ConfigurationError(
+                f"{num_nodes=}: `python train.py` starts the ranks of one node. Start the script on all nodes with"
+                f" torchrun (`torchrun --nnodes={num_nodes} --nproc-per-node=... train.py`) or SLURM, or set"
+                " `num_nodes=1`."
+            )
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all nodes."""
+        return self._num_nodes * self.num_processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        return (self.parallel_devices or [HOST])[self.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of the sampler, by which every rank reads its own part of the data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def precision_plugin(self) -> ShardedStep:
+        """The precision plugin, with the sharded step: the commit carries what clipping and loss scaling need."""
+        if self._precision_plugin is None:  # not in `__init__`: Lightning would take it for the user's choice
+            self._precision_plugin = sharded(Precision())
+        return cast("ShardedStep", self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else sharded(precision_plugin)
+
+    # Setting up
+
+    def _configure_launcher(self) -> None:
+        check_devices(self.num_processes)
+        grid = self.grid  # raises in the first process, before any rank waits for another
+        fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
+        if grid.world_size == 1 and not is_rank(self.cluster_environment):
+            say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
+        self._launcher = launcher_for(
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            extension().overridden(self._given_options),
+            self.options_for,
+            WhichCheckpoint(self._resume, self._once).fill_in,
+            logger_runs.hand_over,
+        )
+
+    def _once(self, work: Callable[[], str]) -> str:
+        rank = self.node_rank * self.num_processes + self.local_rank  # `set_world_ranks` has not been called yet
+        return once(rank, surroundings(self.cluster_environment, rank, self.num_nodes).connect(), work)
+
+    def _device(self) -> Device:
+        return device_for(self.root_device, self.accelerator)
+
+    def options_for(self, trainer: Any) -> RecoveryOptions:
+        """Return the recovery options that the arguments, the trainer's callbacks and the extension set together.
+
+        Raises:
+            ConfigurationError: If they contradict each other.
+        """
+        return extension().overridden(combined(self._given_options, trainer.callbacks if trainer is not None else ()))
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment the rank of this process and the world size."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.world_size)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Set up this process and, if it is a rank, join the world."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if is_rank(self.cluster_environment):
+            trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+            options = self.options_for(trainer)
+            enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
+            self._session = join(self.grid, self.global_rank, enter, self._device(), self._timeout_s, options)
+            if trainer is not None:
+                self._session.succession.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
+                if self._session.newborn:
+                    self._stand_for(trainer, self._session)
+            if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+                extension().enter(trainer)
+
+    def _stand_for(self, trainer: pl.Trainer, session: Session) -> None:
+        """Keep a replacement, until it has joined, from repeating what its predecessor has done once."""
+        if trainer.num_sanity_val_steps:
+            session.succession.when_joined(
+                partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps)
+            )
+            trainer.num_sanity_val_steps = 0
+        let_config_be_saved_again(trainer)
+        runs = session.succession.read_note(f"loggers/{session.fits}")
+        if runs is not None:
+            logger_runs.adopt(trainer.loggers, runs, writes=self.is_global_zero)
+        logger_runs.mute(trainer.loggers)
+        session.succession.when_joined(logger_runs.unmute)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the model and, for a fit, lay out the parameters and shard the optimizers."""
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.model is not None:
+            if fitting and self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if not self.session.newborn:
+            self._sync_module()
+        if fitting:
+            self.session.compare_models(trainer.lightning_module)
+            fit_loop.adopt(trainer)
+            if not self.session.newborn:
+                self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
+                logger_runs.leave(self.session.generations.store, self.global_rank)
+            self.setup_optimizers(trainer)
+            self._training = Training(
+                trainer,
+                self.session,
+                self.precision_plugin,
+                self.optimizers,
+                self._bucket_bytes,
+                self._partition,
+                self._whole_gradients,
+                self._shared_memory,
+            )
+        self.setup_precision_plugin()
+
+    def _sync_module(self) -> None:
+        """Give every rank the parameters and buffers of rank 0, as under DDP."""
+        if self.model is None:
+            return
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                work = dist.broadcast(tensor.data, 0, group=self.session.groups.world, async_op=True)
+                self.session.wait(work, tensor)
+
+    def model_to_device(self) -> None:
+        """Move the model to this rank's device."""
+        if self.model is not None:
+            self.model.to(self.root_device)
+
+    @property
+    def state(self) -> Engine:
+        """The sharded state; it exists only while fitting."""
+        return self.training.state
+
+    # A step
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Make gradients only accumulate inside the block, without a reduction."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step."""
+        begin("forward")
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        begin("validation")
+        output = super().validation_step(*args, **kwargs)
+        loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop.val_loop if self.lightning_module else None
+        begin("validation_end" if loop is not None and loop.batch_progress.is_last_batch else "validation_batch_end")
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass with the reduction around it, so that hooks after it see the reduced gradients."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        if module is None:
+            raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
+        begin("backward")
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        self.training.before_backward(self._accumulating)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.training.after_backward()
+        loss: Tensor = plugin.post_backward(closure_loss, module)
+        return loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Make one step. In a tail that is done again, only return the result of the closure."""
+        return closure() if self._step_done else super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    def step_is_done(self) -> Iterator[None]:
+        """Make `optimizer_step` skip the update, which has been made: inside the block only hooks are called again."""
+        self._step_done = True
+        try:
+            yield
+        finally:
+            self._step_done = False
+
+    def on_validation_end(self) -> None:
+        """Note that hooks of a validation may have changed weights."""
+        if self._training is not None:
+            self._training.weights_may_differ()
+
+    def teardown(self) -> None:
+        """Tear down, and give the module's parameters memory of their own again."""
+        super().teardown()
+        if self._training is not None:
+            self._training.release()
+
+
+# Trainer.fit accepts compiled modules (`torch.compile`) only under certain strategy classes, DDPStrategy among them.
+# Nothing is inherited by this. But `isinstance(strategy, DDPStrategy)` is true, so what trains under DDP trains here.
+DDPStrategy.register(ReplicaZeroStrategy)

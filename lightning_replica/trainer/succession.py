@@ -1,0 +1,119 @@
+"""What a process leaves for its replacement, and what a replacement finds of its predecessor.
+
+A replacement runs the script from the top. It joins the other ranks in the training loop in which its predecessor was
+lost. Until then it reads what its predecessor has left: the results of collectives (control/journal.py), the results of
+earlier training loops (state/loop_results.py), and decisions (`Succession.remembered`).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_replica.control import keys
+from lightning_replica.control.generation import Store
+from lightning_replica.control.journal import Journal
+from lightning_replica.state.loop_results import LoopResults
+
+
+class Succession:
+    """What one rank leaves for its replacement, or has from its predecessor.
+
+    Args:
+        store: The supervisor's store.
+        rank: This rank.
+        world_size: Number of ranks.
+        newborn: Whether this process is a replacement.
+        spool: The directory for large data.
+        kept: Whether this rank leaves anything for a replacement.
+
+    Attributes:
+        newborn: Whether this process is a replacement that has not joined the other ranks yet.
+        journal: Writes down, or reads back, the results of collectives outside of training loops.
+        loop: Number of training loops that have begun.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, newborn: bool, spool: Path | None, kept: bool) -> None:
+        self._store, self._rank, self.newborn = store, rank, newborn
+        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if newborn else 0, spool, kept)
+        self.loop = 0
+        self._results = LoopResults(spool if kept else None, rank, world_size)
+        self._when_joined: list[Callable[[], None]] = []
+        self._decided: Counter[str] = Counter()
+
+    def leave_note(self, topic: str, plain: Any) -> None:
+        """Leave plain data for a replacement of this rank."""
+        self._store.set(keys.note(self._rank, topic), json.dumps(plain))
+
+    def read_note(self, topic: str) -> Any:
+        """Return what this replacement's predecessor has left on ``topic``; None if it has left nothing."""
+        key = keys.note(self._rank, topic)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def remembered(self, topic: str, decide: Callable[[], Any]) -> Any:
+        """Return what ``decide`` returns, as plain data; in a replacement, what it returned in its predecessor.
+
+        Args:
+            topic: What is decided. It may be decided several times.
+            decide: Called where there is no decision yet.
+        """
+        self._decided[topic] += 1
+        note = f"{topic}/{self._decided[topic]}"
+        found = self.read_note(note) if self.newborn else None
+        if found is None:
+            found = decide()
+            self.leave_note(note, found)
+        return found
+
+    def begin_loop(self) -> None:
+        """Begin a training loop. Called on all ranks."""
+        self.journal.close()
+        self.loop += 1
+        problem = self._results.write()
+        if problem:
+            self._store.set(keys.NO_REPLACEMENT, f"this script has trained before. {problem}")
+        self._store.set(keys.LOOP, str(self.loop))
+
+    def end_loop(self, module: nn.Module, result: Callable[[], tuple[bytes, bytes]]) -> None:
+        """End a training loop, which is over on all ranks.
+
+        Args:
+            module: The module that the loop has trained.
+            result: Gives the replicated and the private part of a snapshot.
+        """
+        self._results.keep(self.loop, module, result)
+        self.journal.begin_segment()
+
+    def pass_loop(self, module: nn.Module) -> tuple[bytes, bytes] | None:
+        """Skip a loop on a replacement that joins in a later one: give ``module`` the weights that the loop ended with.
+
+        Returns:
+            The replicated and the private part of the snapshot; None if the loop is not skipped.
+
+        Raises:
+            RecoveryError: If the result of the loop is not known.
+        """
+        if not (self.newborn and self.journal.on_the_way):
+            return None
+        self.loop += 1
+        self.journal.begin_segment()
+        return self._results.read(self.loop, module)
+
+    def join_loop(self) -> None:
+        """Enter the loop in which this replacement joins the other ranks."""
+        self.journal.close()
+        self.loop += 1
+
+    def when_joined(self, do: Callable[[], None]) -> None:
+        """Call ``do`` once this replacement has joined the other ranks."""
+        self._when_joined.append(do)
+
+    def has_joined(self) -> None:
+        """Mark this replacement as joined, and make the calls that `when_joined` has collected."""
+        self.newborn = False
+        doing, self._when_joined = self._when_joined, []
+        for do in doing:
+            do()

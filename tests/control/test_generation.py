@@ -1,0 +1,108 @@
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.errors import Interrupted, RecoveryError
+
+SEEN = Fault("peer gone", (), "the same words")
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def client(store: Any) -> Generations:
+    return Generations(dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10)))
+
+
+def test_whoever_loses_the_race_joins(store: Any) -> None:
+    one, two = Generations(store), client(store)
+    first = Fault("exception", (1,), "first")
+    one.begin(1, first)
+    two.begin(1, Fault("peer gone", (), "second"))
+    assert two.fault(1) == first
+    assert (one.newest(0), two.newest(0)) == (1, 1)
+    assert not one.begun(2)
+
+
+def test_begin_next_is_never_shared(store: Any) -> None:
+    """Also when all say the same: a death must begin a generation that the dead process cannot have joined."""
+    begun: list[int] = []
+    ready = threading.Barrier(8)
+
+    def race() -> None:
+        own = client(store)
+        ready.wait()
+        begun.append(own.begin_next(0, SEEN))
+
+    threads = [threading.Thread(target=race) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(begun) == list(range(1, 9))
+    assert Generations(store).fault(3) == SEEN
+
+
+def test_collect_gives_every_report_in_order(store: Any) -> None:
+    generations = Generations(store)
+    with pytest.raises(RecoveryError, match=r"Missing: ranks \[0\]"):
+        generations.share("report/2", 1, {"rank": 1}, 2, range(2), 0.05)
+    assert generations.share("report/2", 0, {"rank": 0}, 2, range(2), 5) == [{"rank": 0}, {"rank": 1}]
+
+
+def test_collect_names_who_is_missing(store: Any) -> None:
+    generations = Generations(store)
+    with pytest.raises(RecoveryError, match=r"Waited 0 s for every rank's part in 'report'.*Missing: ranks \[0, 2\]"):
+        generations.share("report", 1, {}, 0, range(3), 0.05)
+
+
+def test_waiting_ends_with_the_generation(store: Any) -> None:
+    generations = Generations(store)
+    generations.begin(1, Fault("death", (2,), "rank 2 is gone"))
+    with pytest.raises(Interrupted, match="rank 2 is gone"):
+        generations.share("report", 0, {}, 0, range(2), 5)
+
+
+def test_waiting_ends_with_the_verdict(store: Any) -> None:
+    generations = Generations(store)
+    assert generations.verdict() is None
+    generations.give_up("no replacement")
+    generations.give_up("something later")
+    with pytest.raises(RecoveryError, match="no replacement"):
+        generations.share("report", 0, {}, 0, range(2), 5)
+
+
+def test_what_others_left_before_they_saw_the_verdict_does_not_count(store: Any) -> None:
+    """They are on their way out, and whoever opened a group for all would wait for them."""
+    other, generations = client(store), Generations(store)
+    generations.give_up("told to end")
+    with pytest.raises(RecoveryError, match=r"told to end Missing: ranks \[0\]"):
+        other.share("report", 1, {}, 0, range(2), 5)
+    with pytest.raises(RecoveryError, match="told to end"):
+        generations.share("report", 0, {}, 0, range(2), 5)
+
+
+def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any) -> None:
+    generations, other = Generations(store), client(store)
+    thread = threading.Thread(target=other.meet, args=("finished", 0, 2, 5))
+    thread.start()
+    generations.meet("finished", 0, 2, 5)
+    thread.join()
+    generations.begin(1, Fault("death", (2,), "someone died after the meeting"))
+    late = client(store)
+    late.store.add("meet/finished/0", -1)  # as if it came just now
+    late.meet("finished", 0, 2, 5)
+
+
+def test_a_meeting_that_was_not_held_is_interrupted(store: Any) -> None:
+    generations = Generations(store)
+    generations.begin(1, Fault("death", (2,), "rank 1 is gone"))
+    with pytest.raises(Interrupted, match="rank 1"):
+        generations.meet("finished", 0, 2, 5)

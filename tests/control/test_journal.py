@@ -1,0 +1,152 @@
+"""The journal of what collectives gave, over a real store."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_replica.control.journal import Call, Journal
+from lightning_replica.errors import RecoveryError
+
+
+def call(number: int, *shapes: str, operation: str = "allreduce") -> Call:
+    return Call(operation, shapes or ("float32[1]",), "all_reduce", f"train.py:{number}, main")
+
+
+def write(journal: Journal, group: str, called: Call, *tensors: Tensor, first: bool = True) -> None:
+    journal.write(journal.reserve(group), called, tensors or [torch.full((1,), float(called.where[9]))], first)
+
+
+def read(journal: Journal, group: str, called: Call, **options: Any) -> list[Any]:
+    return [tensor.tolist() for tensor in journal.read(group, called, **options)]
+
+
+def test_a_replacement_reads_what_its_predecessor_was_given() -> None:
+    store = dist.HashStore()
+    writing = Journal(store, 1)
+    write(writing, "world", call(1))
+    write(writing, "pair", call(2, "int64[2]", "bool[]"), torch.tensor([3, 4]), torch.tensor(True))
+    write(writing, "world", call(3))
+
+    reading = Journal(store, 1, reading=1)
+    assert reading.mode == "reading"
+    assert read(reading, "world", call(1)) == [[1.0]]
+    assert read(reading, "world", call(3)) == [[3.0]]  # groups do not wait for each other: threads may use them
+    assert read(reading, "pair", call(2, "int64[2]", "bool[]")) == [[3, 4], True]
+    assert not store.check(["journal/0/0/world/main/0"])  # of another rank
+
+
+@pytest.mark.parametrize(
+    ("called", "said"),
+    [
+        (call(2), "train.py:2, main"),  # elsewhere in the script
+        (call(1, "float32[2]"), r"`all_reduce` on float32\[2\] in train.py:1"),
+        (call(1, operation="broadcast"), "train.py:1, main"),
+    ],
+)
+def test_what_does_not_match_says_what_the_predecessor_did(called: Call, said: str) -> None:
+    store = dist.HashStore()
+    write(Journal(store, 1), "world", call(1))
+    did = r"its predecessor there did: `all_reduce` on float32\[1\] in train.py:1, main\. A script must do the same"
+    with pytest.raises(RecoveryError, match=f"(?s)replacement of rank 1 has called .*{said}.*{did}"):
+        Journal(store, 1, reading=1).read("world", called)
+
+
+def test_the_end_is_told_too() -> None:
+    with pytest.raises(RecoveryError, match="its predecessor there did: no further collective"):
+        Journal(dist.HashStore(), 1, reading=1).read("world", call(1))
+
+
+def test_what_a_replacement_leaves_out_does_not_shift_the_rest() -> None:
+    """A sanity validation sets its data up, with collectives of the user's; a replacement does that at another time."""
+    store = dist.HashStore()
+    writing = Journal(store, 0)
+    sanity = [False]
+    writing.may_leave_out(lambda: sanity[0])
+    write(writing, "world", call(1))
+    sanity[0] = True
+    for number in (2, 3, 4):
+        write(writing, "world", call(number))
+    sanity[0] = False
+    write(writing, "world", call(5))
+
+    reading = Journal(store, 0, reading=1)
+    assert read(reading, "world", call(1)) == [[1.0]]
+    assert read(reading, "world", call(5)) == [[5.0]]
+    assert read(reading, "world", call(3)) == [[3.0]]
+    with pytest.raises(RecoveryError):
+        reading.read("world", call(2))  # it lies before the one that was found
+
+
+def test_a_sender_may_have_another_size() -> None:
+    store = dist.HashStore()
+    write(Journal(store, 0), "world", call(1, "uint8[3]"), torch.zeros(3, dtype=torch.uint8))
+    assert read(Journal(store, 0, reading=1), "world", call(1, "uint8[5]"), any_shape=True) == [[0, 0, 0]]
+
+
+def test_segments() -> None:
+    """The third training loop lies behind three of them."""
+    store = dist.HashStore()
+    writing = Journal(store, 0)
+    for loop in (1, 2, 3):
+        assert (writing.mode, writing.place) == ("writing", f"before {loop}")
+        write(writing, "world", call(loop))
+        writing.close()
+        assert (writing.mode, writing.place) == ("closed", f"in {loop}")
+        writing.begin_segment()
+    reading = Journal(store, 0, reading=3)
+    for loop in (1, 2, 3):
+        assert reading.on_the_way == (loop < 3)
+        assert read(reading, "world", call(loop)) == [[float(loop)]]
+        reading.close()
+        reading.begin_segment()
+    assert reading.mode == "writing"  # it may be replaced in turn
+
+
+def test_what_is_large_lies_in_a_file_that_ranks_share(tmp_path: Path) -> None:
+    store, large = dist.HashStore(), torch.randn(100_000)
+    shape = "float32[100000]"
+    for rank in (0, 1):
+        write(
+            Journal(store, rank, spool=tmp_path), "world", call(1, shape, operation="broadcast"), large, first=not rank
+        )
+    assert len(list(tmp_path.iterdir())) == 1
+    for rank in (0, 1):
+        reading = Journal(store, rank, reading=1, spool=tmp_path)
+        assert torch.equal(reading.read("world", call(1, shape, operation="broadcast"))[0], large)
+    own = torch.randn(100_000)  # what nobody else has been given
+    write(Journal(store, 1, spool=tmp_path), "world", call(2, shape, operation="scatter"), own, first=False)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    write(Journal(store, 0, spool=tmp_path), "world", call(1, "float32[100000]"), torch.randn(100_000))
+    next(tmp_path.iterdir()).unlink()
+    with pytest.raises(
+        RecoveryError, match=r"cannot read what `all_reduce` on float32\[100000\] .* gave: .*No such file"
+    ):
+        Journal(store, 0, reading=1, spool=tmp_path).read("world", call(1, "float32[100000]"))
+
+
+def test_nothing_is_kept_where_nobody_is_replaced() -> None:
+    store = dist.HashStore()
+    journal = Journal(store, 0, kept=False)
+    assert journal.mode == "closed"
+    journal.begin_segment()
+    assert journal.mode == "closed"
+
+
+def test_what_is_left_over_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    writing = Journal(store, 0)
+    for number in (1, 2):
+        write(writing, "world", call(number))
+    reading = Journal(store, 0, reading=1)
+    reading.read("world", call(1))
+    reading.close()
+    assert "has left out what its predecessor did" in caplog.text
+    assert "train.py:2" in caplog.text

@@ -1,0 +1,277 @@
+"""Handles serve whoever calls torch.distributed: before and after a regroup, and in a replacement."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import CatMetric
+
+from lightning_replica.control.journal import Journal
+from lightning_replica.devices.cpu import Cpu
+from lightning_replica.errors import ClosedGroupError, CollectiveError, RecoveryError
+from lightning_replica.groups.handles import Answered, Handle
+from lightning_replica.groups.names import Held
+from lightning_replica.groups.world import ProcessGroups
+from tests.support.ranks import run_ranks
+
+RANKS = 4
+
+
+def none(_: timedelta) -> Iterable[dist.ProcessGroup]:
+    return ()
+
+
+class Code:
+    """Code of other people's, which has made groups and keeps them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pair = dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True)
+        self.gloo = dist.new_group(backend="gloo", timeout=timedelta(days=10000))
+        self.mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("a", "b"))
+        dist.destroy_process_group(dist.new_group())
+
+    def run(self, out: str) -> list[Any]:
+        """Calls everything there is; what each call gives differs from rank to rank where it can."""
+        found = [getattr(self, name)() for name in sorted(vars(Code)) if name.startswith("call_")]
+        return [*found, self.checkpoint(out)]
+
+    def mine(self) -> torch.Tensor:
+        return torch.arange(4.0) * (1 + self.rank)
+
+    def call_all_reduce(self) -> Any:
+        works, tensors = [], [self.mine() for _ in range(3)]
+        for tensor, group in zip(tensors, (None, self.pair, self.mesh.get_group("b")), strict=True):
+            works.append(dist.all_reduce(tensor, group=group, async_op=True))
+        for work in works[::-1]:  # they end in another order than they begin
+            work.wait()
+        return [tensor.tolist() for tensor in tensors]
+
+    def call_all_gather(self) -> Any:
+        rows = [torch.empty(4) for _ in range(RANKS)]
+        dist.all_gather(rows, self.mine())
+        flat = torch.empty(4 * RANKS)
+        dist.all_gather_into_tensor(flat, self.mine(), group=self.gloo)
+        return [torch.stack(rows).tolist(), flat.tolist()]
+
+    def call_scatter_and_gather(self) -> Any:
+        part, rows = torch.empty(1), [torch.empty(4) for _ in range(RANKS)]
+        dist.scatter(part, list(torch.arange(float(RANKS)).split(1)) if self.rank == 1 else None, src=1)
+        dist.gather(self.mine(), rows if self.rank == 2 else None, dst=2)
+        return [part.tolist(), torch.stack(rows).tolist() if self.rank == 2 else None]
+
+    def call_reduce_scatter_and_all_to_all(self) -> Any:
+        part = torch.empty(2)
+        dist.reduce_scatter_tensor(part, torch.ones(2 * RANKS) * self.rank)
+        uneven = torch.empty(3 * RANKS)
+        dist.all_to_all_single(uneven, torch.ones(3 * RANKS) * self.rank, [3] * RANKS, [3] * RANKS)
+        reduced = self.mine()
+        dist.reduce(reduced, 0)
+        return [part.tolist(), uneven.tolist(), reduced.tolist() if self.rank == 0 else None]
+
+    def call_objects(self) -> Any:
+        objects: list[Any] = [{"sent": 5}]
+        dist.broadcast_object_list(objects, 0)
+        gathered: list[Any] = [None] * RANKS
+        dist.all_gather_object(gathered, "x" * (1 + self.rank))
+        return [objects, gathered]
+
+    def call_point_to_point(self) -> Any:
+        here = torch.full((2,), float(self.rank))
+        if self.rank % 2 == 0:
+            dist.send(here, self.rank + 1)
+        else:
+            dist.recv(here, self.rank - 1)
+        return here.tolist()
+
+    def call_barriers(self) -> Any:
+        dist.barrier()
+        dist.barrier(self.pair)
+        dist.monitored_barrier(self.gloo)
+        assert isinstance(self.gloo, Handle)
+        self.gloo.barrier()  # as Lightning's `_InfiniteBarrier` calls it
+        return dist.get_backend(self.pair)
+
+    def call_ddp(self) -> Any:
+        torch.manual_seed(self.rank)
+        net = DistributedDataParallel(nn.Linear(4, 4))
+        net(self.mine()).sum().backward()
+        return [parameter.grad.tolist() for parameter in net.parameters()]
+
+    def call_torchmetrics(self) -> Any:
+        metric = CatMetric()
+        metric.update(torch.ones(self.rank + 1))
+        return metric.compute().tolist()
+
+    def call_functional(self) -> Any:
+        return torch.distributed._functional_collectives.all_reduce(self.mine(), "sum", dist.group.WORLD).tolist()
+
+    def checkpoint(self, out: str) -> Any:
+        state = {"x": torch.arange(4.0) + 1}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.distributed.checkpoint.save(state, checkpoint_id=out)
+            state["x"].zero_()
+            torch.distributed.checkpoint.load(state, checkpoint_id=out)
+        return state["x"].tolist()
+
+
+def lasts(rank: int, store: Any, out: str) -> dict[str, bool]:
+    import torch.distributed.checkpoint  # noqa: F401
+
+    journal = Journal(store, rank, spool=Path(out))
+    own = ProcessGroups(store, rank, RANKS, Cpu(), 60, journal=journal)
+    own.open(0, none)
+    code = Code(rank)
+    first = code.run(f"{out}/first")
+    journal.close()
+    later = code.run(f"{out}/first")
+    held = own.held()
+    told: list[Any] = [None] * RANKS
+    dist.all_gather_object(told, held)
+    own.leave()
+    with pytest.raises(CollectiveError, match="A recovery is under way"):
+        dist.barrier()
+    own.open(1, none, held=dict(enumerate(told)))
+    again = code.run(f"{out}/first")
+    dist.barrier()
+    own.close()
+    store.add("closed", 1)
+    while store.add("closed", 0) < RANKS:
+        pass
+
+    alone = ProcessGroups(store, rank, RANKS, Cpu(), 60, journal=Journal(store, rank, reading=1, spool=Path(out)))
+    alone.hold()
+    answered = Code(rank).run(f"{out}/first")
+    result = {"later": later == first, "after a regroup": again == first, "in a replacement": answered == first}
+    alone.close()
+    return result
+
+
+def test_all_that_torch_offers(tmp_path: Path) -> None:
+    expected = {"later": True, "after a regroup": True, "in a replacement": True}
+    assert run_ranks(RANKS, lasts, str(tmp_path), timeout_s=120) == [expected] * RANKS
+
+
+def replaced(rank: int, store: Any) -> dict[str, Any]:
+    """Rank 1 loses all it has, as if it were a new process; the others keep their handles."""
+
+    def regroup(own: ProcessGroups, generation: int) -> None:
+        store.set(f"held/{generation}/{rank}", repr([list(own.held().alive), list(own.held().gone)]))
+        held = {}
+        for each in range(2):
+            alive, gone = eval(store.get(f"held/{generation}/{each}"))
+            held[each] = Held(tuple(alive), tuple(gone))
+        own.open(generation, none, held=held)
+
+    def total(group: Any) -> float:
+        dist.all_reduce(one := torch.ones(1), group=group)
+        return one.item()
+
+    journal = Journal(store, rank)
+    own = ProcessGroups(store, rank, 2, Cpu(), 60, journal=journal)
+    own.open(0, none)
+    in_set_up = dist.new_group()
+    total(in_set_up)
+    journal.close()
+    late, gone = dist.new_group(), dist.new_group()
+    total(late)
+    dist.destroy_process_group(gone)
+    if rank == 1:
+        own.close()
+        journal = Journal(store, rank, reading=1)
+        own = ProcessGroups(store, rank, 2, Cpu(), 60, journal=journal)
+        own.hold()
+        in_set_up = dist.new_group()
+        answered = total(in_set_up)
+        journal.close()
+        regroup(own, 1)
+    else:
+        answered = 2.0
+        own.leave()
+        regroup(own, 1)
+    hooks = dist.new_group()  # in a hook of the recovery
+    own.hooks_are_through()
+    if rank == 1:
+        late = dist.new_group()  # as its script does at its first batch; the other has it
+    sums = [answered, total(in_set_up), total(hooks), total(late), total(dist.new_group())]
+    own.close()
+    return {"sums": sums}
+
+
+def test_a_replacement_gets_the_groups_that_the_others_have() -> None:
+    assert run_ranks(2, replaced) == [{"sums": [2.0] * 5}] * 2
+
+
+def closed(rank: int, store: Any) -> str:
+    own = ProcessGroups(store, rank, 2, Cpu(), 60)
+    own.open(0, none)
+    group = dist.new_group()
+    dist.barrier(group)
+    held = {0: own.held(), 1: Held(gone=own.held().alive)}
+    own.leave()
+    own.open(1, none, held=held)
+    try:
+        dist.barrier(group)
+    except ClosedGroupError as error:
+        own.close()
+        return str(error)
+    return "no error"
+
+
+def test_a_group_that_others_have_destroyed() -> None:
+    said = "Process group of ranks [0, 1]: another member of it does not have it any more"
+    assert all(found.startswith(said) for found in run_ranks(2, closed))
+
+
+def test_a_work_that_is_answered_has_ended() -> None:
+    work = Answered()
+    assert work.wait(timedelta(seconds=1))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.get_future().wait() == []
+
+
+def test_torch_makes_groups_in_its_own_way_again() -> None:
+    before: Callable[..., Any] = dist.distributed_c10d._new_process_group_helper
+    own = ProcessGroups(dist.HashStore(), 0, 1, Cpu(), 60)
+    own.open(0, none)
+    assert dist.distributed_c10d._new_process_group_helper is not before
+    assert isinstance(dist.group.WORLD, Handle)
+    own.close()
+    assert dist.distributed_c10d._new_process_group_helper is before
+    assert not dist.is_initialized()
+
+
+def mismatch(rank: int, store: Any) -> str:
+    journal = Journal(store, rank)
+    own = ProcessGroups(store, rank, 2, Cpu(), 60, journal=journal)
+    own.open(0, none)
+    dist.all_reduce(torch.ones(1))
+    own.close()
+    alone = ProcessGroups(store, rank, 2, Cpu(), 60, journal=Journal(store, rank, reading=1))
+    alone.hold()
+    try:
+        dist.broadcast(torch.ones(1), 0)
+    except RecoveryError as error:
+        return str(error)
+    finally:
+        alone.close()
+    return "no error"
+
+
+def test_another_call_is_an_error() -> None:
+    for rank, said in enumerate(run_ranks(2, mismatch)):
+        assert said.startswith(f"This replacement of rank {rank} has called `broadcast` on float32[1] in "), said
+        assert "its predecessor there did: `all_reduce` on float32[1] in " in said
+        assert "test_handles.py:" in said
+        assert "mismatch" in said

@@ -1,0 +1,114 @@
+"""The same batches, to the last random number drawn in a worker, wherever a new process begins in the epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+
+from lightning_replica.devices.host import rng_state, set_rng_state
+from lightning_replica.state.data.position import ExactLoader
+
+BATCHES = 7
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
+
+
+class Noisy(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> Tensor:
+        info = get_worker_info()
+        noise = torch.rand(()) if index % 3 else 0.0  # some batches draw more than others
+        return torch.tensor([float(index), float(noise), float(info.id) if info else -1.0])
+
+
+class Stream(IterableDataset[Tensor]):
+    """Shuffles in a buffer and adds noise, all with the global generators."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        order = torch.randperm(2 * BATCHES) if info else torch.arange(2 * BATCHES)
+        for index in order[first::step].tolist():
+            yield torch.tensor([float(index), float(torch.rand(()))])
+
+
+def init(worker: int) -> None:
+    torch.manual_seed(torch.initial_seed() + 3 * worker)
+
+
+def with_generator(**options: Any) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return DataLoader(Noisy(), batch_size=2, shuffle=True, generator=generator, **options)
+
+
+KINDS: dict[str, Any] = {
+    "none": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True),
+    "two": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=2),
+    "three": lambda: DataLoader(Noisy(), batch_size=2, sampler=RandomSampler(Noisy()), num_workers=3),
+    "init": lambda: DataLoader(Noisy(), batch_size=2, num_workers=2, worker_init_fn=init),
+    "persistent": lambda: DataLoader(Noisy(), batch_size=2, num_workers=2, persistent_workers=True),
+    "generator": lambda: with_generator(),
+    "generator and workers": lambda: with_generator(num_workers=2),
+    "no batches": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), batch_size=2),
+    "stream in workers": lambda: DataLoader(Stream(), batch_size=2, num_workers=2),
+}
+
+
+def loader(kind: str) -> ExactLoader:
+    return ExactLoader(KINDS[kind](), rng_state, set_rng_state)
+
+
+def take(batches: Iterator[Any], count: int) -> list[Any]:
+    """Batches, with a random number drawn after each, as a training step would."""
+    return [(next(batches).tolist(), float(torch.rand(()))) for _ in range(count)]
+
+
+def rest(batches: Iterator[Any]) -> list[Any]:
+    return [(batch.tolist(), float(torch.rand(()))) for batch in batches]
+
+
+@pytest.mark.parametrize("position", [0, 1, 4, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_process_begins_in_the_middle(kind: str, position: int) -> None:
+    torch.manual_seed(5)
+    exact = loader(kind)
+    rest(iter(exact))
+    batches = iter(exact)
+    take(batches, position)
+    place, random = exact.state(), rng_state()
+    expected = rest(batches)
+    expected_later = rest(iter(exact))
+
+    torch.manual_seed(1234)
+    fresh = loader(kind)
+    fresh.rewind(place)
+    set_rng_state(random)
+    assert rest(iter(fresh)) == expected
+    assert rest(iter(fresh)) == expected_later
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_process_begins_between_epochs(kind: str) -> None:
+    torch.manual_seed(5)
+    exact = loader(kind)
+    rest(iter(exact))
+    place, random = exact.state_between(), rng_state()
+    expected = rest(iter(exact))
+
+    torch.manual_seed(1234)
+    fresh = loader(kind)
+    fresh.inherit(place)
+    set_rng_state(random)
+    assert rest(iter(fresh)) == expected
+
+
+def test_the_loader_of_the_user_stays_as_it_is() -> None:
+    own = KINDS["two"]()
+    before = dict(vars(own))
+    rest(iter(ExactLoader(own, rng_state, set_rng_state)))
+    assert vars(own) == before

@@ -1,0 +1,55 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch import nn
+
+from lightning_replica.state.callback_state import (
+    CallbackStates,
+    batch_norm_momenta,
+    follow_batch_norm_epoch,
+    restore_callbacks,
+)
+
+
+def test_the_score_of_a_checkpoint_callback(tmp_path: Path) -> None:
+    """It is in the callback's `state_dict`, but Lightning does not load it."""
+    before = ModelCheckpoint(tmp_path, monitor="val")
+    before.current_score, before.best_model_score = torch.tensor(2.0), torch.tensor(1.0)
+    saved = CallbackStates().take({before.state_key: before})
+    before.current_score = torch.tensor(3.0)  # of a step that is done again
+    replacement = ModelCheckpoint(tmp_path, monitor="val")
+    for callback in (before, replacement):
+        restore_callbacks({callback.state_key: callback}, saved)
+        assert callback.current_score is not None
+        assert callback.best_model_score is not None
+        assert (callback.current_score.item(), callback.best_model_score.item()) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_momenta_that_weight_averaging_takes_away(joins: bool) -> None:
+    """In its last epoch BatchNorm layers have none; it gives them back in the end, in a replacement too."""
+
+    def training() -> Any:
+        model = LightningModule()
+        model.layers = nn.Sequential(nn.BatchNorm1d(2, momentum=0.3), nn.BatchNorm1d(2, momentum=None))
+        return SimpleNamespace(lightning_module=model, callbacks=[StochasticWeightAveraging(1e-2)])
+
+    trainer = training()
+    trainer.callbacks[0].reset_batch_norm_and_save_state(trainer.lightning_module)
+    momenta = batch_norm_momenta(trainer.lightning_module.modules())
+    here = training() if joins else trainer
+    follow_batch_norm_epoch(here, momenta)
+    assert [layer.momentum for layer in here.lightning_module.layers] == [None, None]
+    here.callbacks[0].reset_momenta()
+    assert [layer.momentum for layer in here.lightning_module.layers] == [0.3, None]
+
+
+def test_outside_of_that_epoch_nothing_is_taken_away() -> None:
+    model, callback = nn.Sequential(nn.BatchNorm1d(2, momentum=0.3)), StochasticWeightAveraging(1e-2)
+    follow_batch_norm_epoch(SimpleNamespace(lightning_module=model, callbacks=[callback]), [0.2])  # type: ignore[arg-type]
+    assert (model[0].momentum, callback.momenta) == (0.2, {})

@@ -1,0 +1,119 @@
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
+
+from lightning_replica.state.logger_rows import LoggerRows
+
+
+class Lines(Logger):
+    name, version = "lines", 0
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    def log_metrics(self, metrics: Any, step: int | None = None, *, commit: bool = False) -> None:
+        self.lines.append((step, *metrics))
+
+
+def window(rows: LoggerRows, logger: Lines, step: int, until: str = "end") -> None:
+    """One batch, with what is logged at its start, and after its update."""
+    rows.taken("batch", step)
+    logger.log_metrics({"lr": 0.1}, step)
+    if until == "backward":
+        return
+    rows.taken("tail", step + 1)
+    tail(logger, step)
+
+
+def tail(logger: Lines, step: int) -> None:
+    logger.log_metrics(metrics={"loss": 1.0}, step=step, commit=True)
+
+
+EXPECTED = [(0, "lr"), (0, "loss"), (1, "lr"), (1, "loss"), (2, "lr"), (2, "loss")]
+
+
+def test_a_batch_that_is_done_again_and_again() -> None:
+    logger = Lines()
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    window(rows, logger, 0)
+    for _ in range(3):
+        window(rows, logger, 1, "backward")
+        rows.restored("batch", 1)
+    window(rows, logger, 1)
+    window(rows, logger, 2)
+    assert logger.lines == EXPECTED
+    rows.release()
+    assert "log_metrics" not in vars(logger)
+
+
+def test_a_replacement_that_goes_back_to_the_tail() -> None:
+    """It passes what its predecessor had written there and in the next batch; and once more after a second fault."""
+    store, logger = dist.HashStore(), Lines()
+    rows = LoggerRows(store, [logger], newborn=False)
+    window(rows, logger, 0)
+    window(rows, logger, 1, "backward")
+    for again in ("tail", "batch"):
+        rows.release()
+        rows = LoggerRows(store, [logger], newborn=True)
+        logger.log_metrics({"hp_metric": -1}, 0)  # of its set-up, as its predecessor's
+        rows.restored(again, 1)  # type: ignore[arg-type]
+        if again == "tail":
+            tail(logger, 0)
+        window(rows, logger, 1, "backward")
+    rows.restored("batch", 1)
+    window(rows, logger, 1)
+    window(rows, logger, 2)
+    assert logger.lines == EXPECTED
+
+
+def test_a_replacement_whose_predecessor_wrote_nothing_since() -> None:
+    store, logger = dist.HashStore(), Lines()
+    rows = LoggerRows(store, [logger], newborn=False)
+    window(rows, logger, 0)
+    rows.taken("batch", 1)
+    rows.release()
+    rows = LoggerRows(store, [logger], newborn=True)
+    rows.restored("batch", 1)
+    window(rows, logger, 1)
+    window(rows, logger, 2)
+    assert logger.lines == EXPECTED
+
+
+def test_a_commit_that_fails_after_its_snapshot() -> None:
+    """It was entered here, and not by all: all go back to the tail of the step before."""
+    logger = Lines()
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    window(rows, logger, 0)
+    for _ in range(3):
+        window(rows, logger, 1, "backward")
+        rows.taken("tail", 2)
+        rows.restored("tail", 1)
+        tail(logger, 0)
+    window(rows, logger, 1)
+    window(rows, logger, 2)
+    assert logger.lines == EXPECTED
+
+
+class StandIn:
+    """Hands everything on to a logger."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+def test_a_logger_that_stands_in_for_another_one() -> None:
+    lines = Lines()
+    logger: Any = StandIn(lines)
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    window(rows, logger, 0)
+    window(rows, logger, 1, "backward")
+    rows.restored("batch", 1)
+    window(rows, logger, 1)
+    assert lines.lines == EXPECTED[:4]

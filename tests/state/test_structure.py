@@ -1,0 +1,115 @@
+"""The structure of a model: pruned, put back, and followed by one that was built anew."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker
+
+from lightning_replica._compat.tree import Tree
+from lightning_replica.errors import RecoveryError
+from lightning_replica.state.structure import Outline, Structure, follow
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    net[1].register_parameter("more", net[0].bias)  # shared with another module
+    return net
+
+
+def described(net: nn.Module) -> list[object]:
+    """All that pruning changes."""
+    hooks = [len(module._forward_pre_hooks) for module in net.modules()]
+    plain = [sorted(name for name in vars(module) if not name.startswith("_")) for module in net.modules()]
+    own = [list(module._parameters) for module in net.modules()]
+    buffers = [name for name, _ in net.named_buffers()]
+    return [hooks, plain, own, Outline.of(net), buffers, list(map(id, net.parameters()))]
+
+
+def prune_two(net: nn.Module) -> None:
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    prune.l1_unstructured(net[2], "weight", 1)
+
+
+def test_the_first_pruning_is_undone() -> None:
+    net = model()
+    before, structure = described(net), Structure.of(Tree.of(net))
+    prune_two(net)
+    assert described(net) != before
+    structure.put_back(net)
+    assert described(net) == before
+    net(torch.ones(2, 4)).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_what_was_removed_is_pruned_again() -> None:
+    net = model()
+    prune_two(net)
+    net[0].weight_orig.requires_grad_(False)  # in no shard: nobody else gives its values back
+    before, structure = described(net), Structure.of(Tree.of(net))
+    values = [tensor.clone() for tensor in (*net.parameters(), *net.buffers())]
+    prune.random_unstructured(net[0], "weight", 0.5)
+    prune.l1_unstructured(net[3], "bias", 1)
+    for module in (net[0], net[2]):
+        prune.remove(module, "weight")
+    structure.put_back(net)
+    assert described(net) == before
+    assert all(map(torch.equal, values, (*net.parameters(), *net.buffers())))
+
+
+def test_one_that_was_built_anew_follows() -> None:
+    trained, built = model(), model()
+    prune_two(trained)
+    prune.remove(trained[2], "weight")
+    follow(built, Outline.of(trained), dict(trained.named_buffers()))
+    assert described(built)[:-1] == described(trained)[:-1]
+    follow(trained, Outline.of(model()), dict(model().named_buffers()))
+    assert Outline.of(trained) == Outline.of(model())
+
+
+def test_any_other_difference_is_named() -> None:
+    trained = model()
+    nn.utils.spectral_norm(trained[0])
+    with pytest.raises(RecoveryError, match=r"has changed in training.*'0.weight_orig'.* has '0.weight' instead"):
+        follow(model(), Outline.of(trained), dict(trained.named_buffers()))
+
+
+class Tracked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MetricCollection([MeanMetric(), MaxMetric()]), maximize=[True, True])
+        self.last = nn.Identity()
+
+
+def test_metrics_that_a_tracker_has_begun_go() -> None:
+    net = Tracked()
+    net.tracker.increment()
+    modules = list(net.modules())
+    first = Structure.of(Tree.of(net))
+    net.tracker.increment()
+    second = Structure.of(Tree.of(net), first)
+    net.last = nn.ReLU()
+    for _ in range(2):
+        first.put_back(net)
+        assert list(net.modules()) == modules
+        assert net.tracker.n_steps == 1
+        second.put_back(net)
+        assert net.tracker.n_steps == 2
+        assert isinstance(net.last, nn.Identity)
+
+
+def test_a_tracker_that_was_built_anew_follows() -> None:
+    trained, built = nn.Sequential(Tracked()), nn.Sequential(Tracked())
+    for _ in range(12):
+        trained[0].tracker.increment()
+    follow(built, Outline.of(trained), {})
+    assert Outline.of(built) == Outline.of(trained)
+    assert built[0].tracker.n_steps == 12
+
+
+def test_another_submodule_is_named() -> None:
+    trained = model()
+    trained.late = nn.ReLU()
+    with pytest.raises(RecoveryError, match=r"have the submodules 'late', a process.* has none instead"):
+        follow(model(), Outline.of(trained), {})

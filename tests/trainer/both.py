@@ -1,0 +1,73 @@
+"""Runs scenarios under Lightning's DDP and under `replica_zero`, in the same rank processes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_replica import ReplicaZeroStrategy
+from tests.support import world
+from tests.support.job import Case
+from tests.support.ranks import free_port
+from tests.trainer import scenarios
+
+
+def compare(names: list[str], out: Path, devices: int = 2, **options: Any) -> dict[str, tuple[Any, Any]]:
+    """For each scenario, what rank 0 ended with: under DDP, and under replica_zero. All ranks must agree."""
+    case = Case(devices=devices)
+    case.scenarios, case.options, case.port = names, options, free_port()  # type: ignore[attr-defined]
+    outcome = world.run(case, out, target=both)
+    assert outcome.code == 0, outcome.logs
+    assert "corrupted" not in outcome.logs
+    assert "recovered" not in outcome.logs
+    found = {}
+    for name in names:
+        ddp, ours = (
+            [torch.load(out / f"{name}.{kind}.{rank}.pt", weights_only=True) for rank in range(devices)]
+            for kind in ("ddp", "ours")
+        )
+        for other in ours[1:]:
+            assert different(other, ours[0]) == [], f"{name}: ranks differ in {different(other, ours[0])}"
+        found[name] = (ddp[0], ours[0])
+    return found
+
+
+def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of tensors and plain values that are not the same, to the last bit."""
+    assert a["tensors"].keys() == b["tensors"].keys()
+    tensors = [key for key, value in a["tensors"].items() if not torch.equal(value, b["tensors"][key])]
+    plain = [key for key, value in a["plain"].items() if value != b["plain"][key]]
+    return tensors + plain
+
+
+def both(case: Any, out: Path) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ["LOCAL_RANK"])
+    place = out / f"cwd{rank}"
+    place.mkdir()
+    os.chdir(place)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case.port), NODE_RANK="0", WORLD_SIZE=str(case.devices))
+    for name in case.scenarios:
+        result = scenarios.fit(name, DDPStrategy(find_unused_parameters=name in FIND_UNUSED), case.devices)
+        torch.save(result, out / f"{name}.ddp.{rank}.pt")
+    dist.destroy_process_group()
+    for name in case.scenarios:
+        torch._dynamo.reset()
+        # The guard sees everything; no scenario is a reason for an alarm.
+        result = scenarios.fit(
+            name, ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **case.options}), case.devices
+        )
+        torch.save(result, out / f"{name}.ours.{rank}.pt")
+
+
+FIND_UNUSED = {
+    "unused",
+    "gan",
+    "finetuning",
+    "added_group",
+    "averaged_weights_with_batch_norm",
+    "images_with_batch_norm",
+}

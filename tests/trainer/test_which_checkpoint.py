@@ -1,0 +1,122 @@
+import itertools
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+import torch.distributed as dist
+
+import lightning_replica.control.once
+from lightning_replica import CheckpointPublisher, ConfigurationError, DyingGaspCheckpoint
+from lightning_replica.checkpoint import store
+from lightning_replica.checkpoint.attempts import attempts_at
+from lightning_replica.control.once import once
+from lightning_replica.trainer.saving.which_checkpoint import WhichCheckpoint
+from tests.checkpoint.rewrite import rewrite
+from tests.checkpoint.small import directory_of, save
+from tests.checkpoint.test_directory import flip
+from tests.support.ranks import free_port, run_ranks
+
+
+class Recorder:
+    """A callback of the user's that has a directory too."""
+
+    directory = "recordings"
+
+
+def _fit_impl(model: str, ckpt_path: str | None = None) -> None:
+    """As the trainer's."""
+
+
+def fill_in(callbacks: list[Any], **given: str) -> dict[str, Any]:
+    which = WhichCheckpoint("auto", once=lambda choose: choose())
+    return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), given).arguments
+
+
+def test_only_our_callbacks_say_where_checkpoints_are(tmp_path: Path) -> None:
+    assert fill_in([Recorder(), DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
+    with pytest.raises(ConfigurationError, match="no callback says where those are"):
+        fill_in([Recorder()])
+
+
+def test_a_replacement_is_told_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the script again, and must not find what was saved meanwhile; a second fit shall."""
+    callbacks, store = [DyingGaspCheckpoint(tmp_path)], dist.HashStore()
+    directory = directory_of(tmp_path, 1)
+
+    def chosen() -> Any:
+        which = WhichCheckpoint("auto", once=lambda choose: once(0, store, choose))
+        return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), {}).arguments["ckpt_path"]
+
+    for _ in ("rank 0", "its replacement"):
+        monkeypatch.setattr(lightning_replica.control.once, "_numbers", itertools.count())
+        assert chosen() == str(directory.path_of(1))
+        save(directory.path_of(2), 2, 2.0)
+    assert chosen() == str(directory.path_of(2))
+
+
+def test_one_with_a_flipped_bit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would be loaded, end the run, and be the newest again when that is started anew."""
+    directory, other = directory_of(tmp_path / "a", 1, 4), directory_of(tmp_path / "b", 2, 3)
+    callbacks = [DyingGaspCheckpoint(directory.path), CheckpointPublisher(other.path)]
+    assert fill_in(callbacks)["ckpt_path"] == str(directory.path_of(4))
+    flip(directory.path_of(4) / "__0_0.distcp")
+    assert fill_in(callbacks)["ckpt_path"] == str(other.path_of(3))
+    assert f"Passed over: The checkpoint {directory.path_of(4)} cannot be used: the checksum of" in caplog.text
+    rewrite(other.path_of(3), "plain.pt", b"not torch's")
+    assert fill_in(callbacks)["ckpt_path"] == str(other.path_of(2))
+    assert f"Passed over: The checkpoint {other.path_of(3)} cannot be used: plain.pt cannot be loaded" in caplog.text
+
+
+def test_none_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = directory_of(tmp_path, 1)
+    flip(directory.path_of(1) / "__0_0.distcp")
+    caplog.set_level(logging.INFO, "lightning.pytorch.replica_zero")
+    assert fill_in([DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
+    assert f"Passed over: The checkpoint {directory.path_of(1)} cannot be used" in caplog.text
+
+
+def choose(rank: int, store: Any, out: str) -> str:
+    def work() -> str:
+        with (Path(out) / "worked").open("a") as file:
+            file.write(f"{rank}")
+        return "the newest"
+
+    return once(rank, store, work)
+
+
+def refuse(rank: int, store: Any) -> str:
+    def work() -> str:
+        raise ConfigurationError("cannot be told")
+
+    return once(rank, store, work)
+
+
+def test_one_rank_chooses_for_all(tmp_path: Path) -> None:
+    assert run_ranks(3, choose, str(tmp_path)) == ["the newest"] * 3
+    assert (tmp_path / "worked").read_text() == "0"
+    for result in run_ranks(2, refuse):
+        assert "ConfigurationError: cannot be told" in result["raised"]
+
+
+def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that began anew then would cost what the last one has done."""
+    callbacks = [DyingGaspCheckpoint(bucket)]
+    assert fill_in(callbacks) == {"model": "model"}
+    directory = directory_of(bucket, 1)
+    assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
+    damaged = save(directory.path_of(2), 2, 2.0)
+    store.remove([attempt.url / "plain.pt" for attempt in attempts_at(damaged)])
+    assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
+    (attempt,) = attempts_at(save(directory.path_of(3), 3, 3.0))
+    content = store.read(attempt.url / "__0_0.distcp")
+    assert content is not None
+    store.write(attempt.url / "__0_0.distcp", content[:-1] + bytes([content[-1] ^ 1]))
+    assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(ConfigurationError, match=rf"newest cannot be told: {bucket} could not be listed: .*connect"):
+        fill_in(callbacks)
+    fsspec.filesystem("s3").clear_instance_cache()
