@@ -82,8 +82,17 @@ def test_a_sample_of_scripts(tmp_path: Path) -> None:
             assert (drawn[0][number] != drawn[1][number]) == plan.seed_workers, str(plan)
 
 
+ALL = {"one fit": ONE, "two fits": TWO, "cut short": CUT_SHORT, "peeks": PEEKS}
+
+
 @pytest.mark.combinations
-@pytest.mark.parametrize("plans", [ONE, TWO, CUT_SHORT, PEEKS], ids=["one fit", "two fits", "cut short", "peeks"])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        pytest.param(plans[number : number + 12], id=f"{name}, from {number}")
+        for name, plans in ALL.items()
+        for number in range(0, len(plans), 12)
+    ],
+)
 def test_all_scripts(plans: list[Plan], tmp_path: Path) -> None:
-    for number in range(0, len(plans), 12):
-        check(plans[number : number + 12], tmp_path / str(number))
+    check(plans, tmp_path)
