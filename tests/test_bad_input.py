@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def other_versions(case: Case, out: Path) -> None:
     job.run(case, out)
 
 
+def other_lightning(case: Case, out: Path) -> None:
+    """Lightning lies on the path without having been installed, and is another one on rank 0."""
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        if name == "lightning":
+            raise metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    metadata.version = version  # type: ignore[assignment]
+    if os.environ["LOCAL_RANK"] == "0":
+        L.__version__ = "1.0"
+    job.run(case, out)
+
+
 def anothers_checkpoint(case: Case, out: Path) -> None:
     """Weights that fit, and the state of an optimizer that does not."""
     torch.set_num_threads(1)
@@ -136,6 +152,7 @@ def broken_shards(case: Case, out: Path) -> None:
         ),
         (other_replicas, "Ranks disagree on replicas: 1 on rank 0; 2 on rank 1. Start every rank from the same script"),
         (other_versions, r'Ranks disagree on torch: "1.0" on rank 0; "2'),
+        (other_lightning, r'Ranks disagree on lightning: "1.0" on rank 0; "2'),
         (anothers_checkpoint, r"optimizer has param groups of \[1\] parameters, the AdamW of this model of \[4\]"),
         (broken_shards, r"shards cannot be used: __0_0\.distcp has \d+ bytes"),
         (nothing_to_train, "There is no parameter to train"),

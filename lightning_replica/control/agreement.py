@@ -5,7 +5,6 @@ import json
 import platform
 import socket
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ def versions() -> dict[str, str]:
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
-        "lightning": metadata.version("lightning"),
     }
 
 

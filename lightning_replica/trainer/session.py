@@ -11,6 +11,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import lightning
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -128,6 +129,7 @@ class Session:
         facts = {
             "replicas": self.grid.replicas,
             **agreement.versions(),
+            "lightning": lightning.__version__,
             **asdict(self.options),
             "_node": agreement.node(),
         }
