@@ -38,6 +38,7 @@ class RecoveryReport(RecoveryCallback):
         """
         path = Path(trainer.strategy.broadcast(trainer.log_dir or trainer.default_root_dir)) / "recovery.jsonl"
         self._path = path if self._path is None else self._path
+        self._log = self._log or IncidentLog(self._path)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(
             isinstance(other, RecoveryReport) and other is not self and other._path == self._path for other in callbacks
@@ -48,9 +49,8 @@ class RecoveryReport(RecoveryCallback):
 
     def on_incident(self, trainer: pl.Trainer, pl_module: pl.LightningModule, incident: Incident) -> None:
         """Write the line and the scalars."""
-        if self._path is not None:
-            self._log = self._log or IncidentLog(self._path, trainer.global_rank)
-            self._log.add(incident)
+        if self._log is not None:
+            self._log.add(incident, trainer.global_rank)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(_scalars(incident), step=trainer.global_step)
 

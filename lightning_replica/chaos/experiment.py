@@ -101,12 +101,10 @@ class _Incidents(pl.Callback):
     """Writes the incidents that the faults cause to a file."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / INCIDENTS
-        self._log: IncidentLog | None = None
+        self._log = IncidentLog(folder / INCIDENTS)
 
     def on_incident(self, trainer: pl.Trainer, pl_module: pl.LightningModule, incident: Incident) -> None:
-        self._log = self._log or IncidentLog(self._path, trainer.global_rank)
-        self._log.add(incident)
+        self._log.add(incident, trainer.global_rank)
 
 
 class _Map(PlaceCallback):

@@ -155,6 +155,11 @@ class Policy:
         """The number of processes that may still be replaced."""
         return self.options.max_restarts - self.restarts
 
+    @property
+    def keeps_time(self) -> bool:
+        """Whether `time_passes` has something to decide: a signal has asked for the end."""
+        return self._told is not None
+
     def watches(self, facts: Facts) -> bool:
         """Return whether ranks that hang are killed. They are not once ranks only end."""
         return self._saves or not (self.code or facts.given_up)

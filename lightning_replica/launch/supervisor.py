@@ -146,8 +146,6 @@ class Supervisor:
 
     def _on_end(self, ended: Ended) -> None:
         facts = self._facts()
-        if ended.code == 0 and not facts.in_fit:
-            return
         how = ended.hung or self._why(ended, facts)
         end = RankEnd(ended.child.rank, ended.code, how, bool(ended.hung), ended.where, ended.again)
         self._carry_out(self._policy.rank_ended(end, facts))
@@ -170,7 +168,8 @@ class Supervisor:
 
     def _look(self) -> None:
         """Let the policy act on the time, and kill ranks that hang."""
-        self._carry_out(self._policy.time_passes(time.monotonic(), self._facts(), self._node.hanging))
+        if self._policy.keeps_time:  # the facts are in the store, and this is done every second or more often
+            self._carry_out(self._policy.time_passes(time.monotonic(), self._facts(), self._node.hanging))
         hang = self._node.look(self._phase)
         if hang is None or not self._policy.watches(self._facts()):
             return

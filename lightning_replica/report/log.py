@@ -15,17 +15,21 @@ class IncidentLog:
 
     Args:
         path: The file; it may exist already.
-        rank: This rank.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._rank = path, rank
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._last: tuple[tuple[str, int], str] | None = None
 
-    def add(self, incident: Incident) -> None:
-        """Add an incident: if this rank reports it, append its line to the file in one write; remember it."""
+    def add(self, incident: Incident, rank: int) -> None:
+        """Add an incident: if this rank reports it, append its line to the file in one write; remember it.
+
+        Args:
+            incident: The incident.
+            rank: This rank.
+        """
         known, line = (incident.time, incident.generation), incident.to_json()
-        if incident.teller == self._rank:
+        if incident.teller == rank:
             self._write([*filter(None, [self._last]), (known, line)])
         self._last = known, line
 

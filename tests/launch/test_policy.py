@@ -100,10 +100,12 @@ def test_ranks_that_are_left_may_save() -> None:
 
 def test_a_signal_gives_ranks_the_grace() -> None:
     run, given_up = policy(gasp=True, grace_s=30.0), Facts("fit", given_up=True)
+    assert not run.keeps_time
     said, sent = run.signalled(signal.SIGTERM, 100.0, FIT)
     assert said == Say("SIGTERM: all ranks save and end, within 30 s.")
     assert sent == Send(signal.SIGTERM)
     assert run.state is State.TOLD
+    assert run.keeps_time
     assert run.time_passes(114.9, FIT, hanging=False) == ()
     why = "The run was stopped by SIGTERM."
     assert run.time_passes(115.1, FIT, hanging=False) == (Say(why), GiveUp(why, (), asked=True))
