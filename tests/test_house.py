@@ -130,6 +130,21 @@ def written(tree: ast.AST) -> list[tuple[str, str]]:
     return [(ast.unparse(node.value), node.attr) for node in nodes]
 
 
+def strings(path: Path) -> list[str]:
+    """The strings of a file; of those with holes, each part between two holes."""
+    constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    return [value for value in constants if isinstance(value, str)]
+
+
+def test_keys_of_the_store_are_spelt_in_one_table() -> None:
+    table = PACKAGE / "control" / "keys.py"
+    first = {string.split("/")[0] for string in strings(table) if re.fullmatch(r"[a-z_]+/([a-z_]+/?)*", string)}
+    assert len(first) > 15
+    for path in files():
+        found = [string for string in strings(path) if string.split("/")[0] in first and re.match(r"[a-z_]+/", string)]
+        assert path == table or not found, f"{module_of(path)} spells {found}"
+
+
 FOREIGN = {("parameter", "data"), ("metric", "value"), ("self._results", "batch")}  # torch's and Lightning's
 
 

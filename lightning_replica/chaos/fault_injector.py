@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning_replica.chaos.faults import Dice, InjectedFault, parse_all
 from lightning_replica.chaos.flip import flip_bit
 from lightning_replica.chaos.places import PLACES, PlaceCallback
+from lightning_replica.control import keys
 from lightning_replica.control.phase import phase_of
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
@@ -109,7 +110,7 @@ class FaultInjector(PlaceCallback):
         everything = [*self._listed, *self._draw(world_size)]
         self._mine = {number: fault for number, fault in enumerate(everything) if fault.rank == session.rank}
         injectors = [callback for callback in trainer.callbacks if isinstance(callback, FaultInjector)]  # type: ignore[attr-defined]
-        self._ledger = _Ledger(session, f"injected/{injectors.index(self)}")
+        self._ledger = _Ledger(session, keys.injected(injectors.index(self)))
 
     def _draw(self, world_size: int) -> list[InjectedFault]:
         if self._mtbf_steps is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_replica.control import keys
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
@@ -63,7 +64,7 @@ def compare(
         ConfigurationError: On every rank, if facts differ. The message names the ranks and their values.
     """
     ranks = range(grid.world_size)
-    everyone = generations.share(f"facts/{topic}", rank, dict(facts), generations.current, ranks, timeout_s)
+    everyone = generations.share(keys.facts(topic), rank, dict(facts), generations.current, ranks, timeout_s)
     for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
         said = _difference([json.dumps(each.get(name)) for each in everyone])
         if said:
@@ -88,10 +89,10 @@ def compare_models(
     advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
     ranks = range(grid.world_size)
-    everyone = generations.share(f"facts/{topic}", rank, {"model": digest}, generation, ranks, timeout_s)
+    everyone = generations.share(keys.facts(topic), rank, {"model": digest}, generation, ranks, timeout_s)
     if len({each["model"] for each in everyone}) == 1:
         return
-    models = generations.share(f"facts/{topic}/parameters", rank, own, generation, ranks, timeout_s)
+    models = generations.share(f"{keys.facts(topic)}/parameters", rank, own, generation, ranks, timeout_s)
     for name in dict.fromkeys(name for model in models for name in model):
         said = _difference([model.get(name, "missing") for model in models])
         if said:

@@ -61,9 +61,47 @@ def present(topic: str) -> str:
     return f"{topic}/ranks"
 
 
+def facts(topic: str) -> str:
+    """Return the topic of what all ranks must have in common before they train (`agreement`)."""
+    return f"facts/{topic}"
+
+
+WORLD = "world"
+"""What ranks compare when they start: versions and options. A topic of `facts`."""
+
+
+def model(fit: int) -> str:
+    """Return what ranks compare before a fit: the parameters of their models. A topic of `facts`."""
+    return f"model/{fit}"
+
+
+def report(number: int) -> str:
+    """Return the topic of the reports from which the plan of a recovery is made, in a generation."""
+    return f"report/{number}"
+
+
 def meet(name: str, number: int) -> str:
     """Return the key of how many ranks have come to a meeting in a generation. A counter."""
     return f"meet/{name}/{number}"
+
+
+def armed(loop: int) -> str:
+    """Return the name of the meeting after which a lost rank can be replaced, in a training loop."""
+    return f"armed/{loop}"
+
+
+def finished(loop: int) -> str:
+    """Return the name of the meeting at the end of a training loop."""
+    return f"finished/{loop}"
+
+
+SAVED = "gasp/done"
+"""The name of the meeting at which the last checkpoint is published."""
+
+
+def group(name: str) -> str:
+    """Return the prefix of the keys that torch writes while a process group is opened."""
+    return f"groups/{name}"
 
 
 def beside(number: int, use: int) -> str:
@@ -191,3 +229,14 @@ STANDBY_CALLS = "standby/calls"
 def standby_call(number: int) -> str:
     """Return the key of the modules that a standby imports before it waits, as JSON. Written by the asking rank."""
     return f"standby/call/{number}"
+
+
+# Keys of faults on purpose
+
+
+def injected(number: int) -> str:
+    """Return the key of which faults of a trainer's injector have struck. Written by the ranks that they strike.
+
+    Under the same key and ``/begun`` stands when training began. Written once, by the first rank that asks.
+    """
+    return f"injected/{number}"

@@ -26,6 +26,7 @@ from lightning_replica._compat.torch import (
     registered_groups,
     set_group_timeout,
 )
+from lightning_replica.control import keys
 from lightning_replica.control.journal import Journal
 from lightning_replica.core.works import all_ended
 from lightning_replica.devices.interface import Device
@@ -176,7 +177,7 @@ class ProcessGroups:
             excepthook = sys.excepthook
             dist.init_process_group(
                 self.device.backend,
-                store=dist.PrefixStore(f"groups/among/{generation}", self._store),
+                store=dist.PrefixStore(keys.group(f"among/{generation}"), self._store),
                 rank=ranks.index(self._rank),
                 world_size=len(ranks),
                 timeout=self._connect_timeout,
@@ -284,7 +285,7 @@ class ProcessGroups:
 
     def _connect(self, name: str, wanted: NewGroup, timeout: timedelta) -> dist.ProcessGroup:
         name = f"{self._generation}/{name}"
-        group = open_group(wanted, f"lightning_replica/{name}", dist.PrefixStore(f"groups/{name}", self._store))
+        group = open_group(wanted, f"lightning_replica/{name}", dist.PrefixStore(keys.group(name), self._store))
         if wanted.timeout != timeout:
             set_group_timeout(group, timeout)
         return group

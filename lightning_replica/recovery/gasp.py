@@ -166,7 +166,7 @@ class Gasp:
             state.roll_back(plan.kind)
             reach("gasp_write")
             self._generations.store.set(keys.GASP, write(plan))
-        self._generations.meet("gasp/done", generation, len(reports), self._timeout_s, given_up=True)
+        self._generations.meet(keys.SAVED, generation, len(reports), self._timeout_s, given_up=True)
         return self._generations.store.get(keys.GASP).decode()
 
     @staticmethod

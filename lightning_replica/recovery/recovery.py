@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_replica.control import keys
 from lightning_replica.control.faults import Detected, Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
@@ -292,7 +293,7 @@ class Recovery:
         return any(self._generations.is_tainted(k) for k in range(self._left + 1, newest + 1))
 
     def _exchange_reports(self, own: Report) -> list[Report]:
-        topic, timeout_s = f"report/{self.generation}", self._options.rendezvous_timeout_s
+        topic, timeout_s = keys.report(self.generation), self._options.rendezvous_timeout_s
         plain = self._generations.share(
             topic, self._rank, own.to_plain(), self.generation, range(self._grid.world_size), timeout_s
         )

@@ -135,7 +135,7 @@ class Session:
         }
         advice = "Start every rank from the same script, with the same options, in the same environment."
         timeout_s = self.options.rendezvous_timeout_s
-        everyone = agreement.compare(self.generations, "world", self.rank, self.grid, facts, advice, timeout_s)
+        everyone = agreement.compare(self.generations, keys.WORLD, self.rank, self.grid, facts, advice, timeout_s)
         together = self.grid.together([each["_node"] for each in everyone])
         if together and self.rank == 0:
             log.warning(
@@ -146,7 +146,7 @@ class Session:
 
     def compare_models(self, module: nn.Module) -> None:
         """Check that all ranks are about to train the same parameters."""
-        topic, timeout_s = f"model/{self.fits}", self.options.rendezvous_timeout_s
+        topic, timeout_s = keys.model(self.fits), self.options.rendezvous_timeout_s
         agreement.compare_models(self.generations, topic, self.rank, self.grid, module, timeout_s)
 
     def attach(self, state: Engine, hook: Callable[[RecoveryContext], None] | None) -> None:
@@ -210,7 +210,7 @@ class Session:
         self.succession.begin_loop()
         if not self.options.recovery:
             return
-        name = f"armed/{self.succession.loop}"
+        name = keys.armed(self.succession.loop)
         self.generations.meet(name, self.generations.current, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = True
         self.generations.store.set(keys.PHASE, "fit")
@@ -231,7 +231,7 @@ class Session:
         """End a training loop on every rank; ranks are no longer replaced after it. See `Succession.end_loop`."""
         if not self.options.recovery:
             return
-        name = f"finished/{self.succession.loop}"
+        name = keys.finished(self.succession.loop)
         self.generations.meet(name, self.generations.current, self.grid.world_size, self.options.rendezvous_timeout_s)
         self._armed = False
         self.generations.store.set(keys.PHASE, "done")
