@@ -20,7 +20,7 @@ WORLDS = (1_000, 10_000, 100_000)
 def reports(grid: Grid, lost: range) -> list[Report]:
     """Every rank in the forward pass of a step, but ``lost``, which are new."""
     found = []
-    for rank in range(grid.world_size):
+    for rank in range(grid.size):
         if rank in lost:
             found.append(Report(rank, -1, False, False, -1, (), (), ()))
             continue
@@ -48,7 +48,7 @@ def main() -> None:
     rows, raw = [], {}
     for world_size in WORLDS:
         for replicas in (2, 4):
-            grid = Grid(world_size, replicas)
+            grid = Grid.of(world_size, replicas)
             for name, lost in (
                 ("one", range(1)),
                 ("a hundredth", range(world_size // 100)),

@@ -189,7 +189,7 @@ def other_devices(case: Case, out: Path) -> None:
 def test_another_grid_in_the_same_script(tmp_path: Path) -> None:
     outcome = world.run(Case(devices=2), tmp_path, target=other_devices)
     assert outcome.code == 1
-    assert "replicas=2), this one asks for Grid(world_size=2, replicas=1)" in outcome.logs
+    assert "2 ranks and replicas=2, this one asks for 2 ranks and replicas=1" in outcome.logs
 
 
 def fit_twice(case: Case, out: Path) -> None:

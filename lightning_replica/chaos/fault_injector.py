@@ -103,7 +103,7 @@ class FaultInjector(PlaceCallback):
                 f"FaultInjector needs `Trainer(strategy='replica_zero')`, this one has"
                 f" {type(trainer.strategy).__name__}: nothing would survive its faults."
             )
-        world_size = session.grid.world_size
+        world_size = session.world.size
         for fault in self._listed:
             if fault.rank >= world_size:
                 raise ConfigurationError(f"{fault} strikes rank {fault.rank}: there are ranks 0 to {world_size - 1}.")
@@ -180,7 +180,7 @@ class _Ledger:
     """
 
     def __init__(self, session: "Session", key: str) -> None:
-        self._session, self._store, self._key = session, session.generations.store, key
+        self._session, self._store, self._key = session, session.world.generations.store, key
 
     def enter(self, number: int, fault: InjectedFault, step: int, spaced: bool) -> bool:
         """Return whether a fault may strike now. If so, record it, so that it never strikes again."""
@@ -208,6 +208,6 @@ class _Ledger:
         """
         close = [rank for _, other, rank in struck if abs(step - other) < 2]
         if fault.point in PHASES:
-            peers = set(self._session.grid.peers(fault.rank)) - {fault.rank}
+            peers = set(self._session.world.grid.peers(fault.rank)) - {fault.rank}
             return len(close) == 1 and not peers.intersection(close)
         return not close

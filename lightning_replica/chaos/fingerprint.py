@@ -125,7 +125,7 @@ class Fingerprint(pl.Callback):
             "weights": digest(*tensors),
             "shard": digest(*[tensor for name, tensor in state.shard() if name == "main"]),
             "optimizer": digest(*[piece.state for sharded in state.optimizers for piece in sharded.pieces]),
-            "random": digest(_strategy(trainer).session.device.rng_state()),
+            "random": digest(_strategy(trainer).session.world.device.rng_state()),
         }
 
     def _write(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:

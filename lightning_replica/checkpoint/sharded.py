@@ -146,7 +146,7 @@ def stage(
 
     files, found = together.run(pack)
     grid, partition = state.grid, state.settings.partition
-    described = Manifest({}, grid.world_size, grid.replicas, partition, step, written_for, {})
+    described = Manifest({}, grid.size, grid.replicas, partition, step, written_for, {})
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 

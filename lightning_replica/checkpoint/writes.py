@@ -90,7 +90,7 @@ class Writes:
         info = StateInfo()
         for key, value in state.items():
             stored = state_key(number, name, key)
-            if piece.is_like(key):
+            if piece.is_like(key, value):
                 self._add(stored, piece.whole.numel(), start, _in_order(value, piece.parameter))
                 info.like[key] = dtype_name(value.dtype)
             elif start == 0 and isinstance(value, Tensor) and value.ndim > 0:

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_replica.control import keys
 from lightning_replica.control.generation import Generations
-from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
 
 
@@ -41,7 +40,7 @@ def compare(
     generations: Generations,
     topic: str,
     rank: int,
-    grid: Grid,
+    world_size: int,
     facts: Mapping[str, Any],
     advice: str,
     timeout_s: float,
@@ -52,7 +51,7 @@ def compare(
         generations: The log of generations, through whose store ranks exchange the facts.
         topic: Name of this comparison. Each topic is compared only once.
         rank: This rank.
-        grid: The table of ranks.
+        world_size: Number of ranks.
         facts: Plain data by name. Facts whose name begins with an underscore are exchanged but may differ.
         advice: What the user should do if facts differ.
         timeout_s: How long to wait for the other ranks, in seconds.
@@ -63,7 +62,7 @@ def compare(
     Raises:
         ConfigurationError: On every rank, if facts differ. The message names the ranks and their values.
     """
-    ranks = range(grid.world_size)
+    ranks = range(world_size)
     everyone = generations.share(keys.facts(topic), rank, dict(facts), generations.current, ranks, timeout_s)
     for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
         said = _difference([json.dumps(each.get(name)) for each in everyone])
@@ -76,7 +75,7 @@ def compare_models(
     generations: Generations,
     topic: str,
     rank: int,
-    grid: Grid,
+    world_size: int,
     module: nn.Module,
     timeout_s: float,
 ) -> None:
@@ -88,7 +87,7 @@ def compare_models(
     own, generation = describe_model(module), generations.current
     advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    ranks = range(grid.world_size)
+    ranks = range(world_size)
     everyone = generations.share(keys.facts(topic), rank, {"model": digest}, generation, ranks, timeout_s)
     if len({each["model"] for each in everyone}) == 1:
         return

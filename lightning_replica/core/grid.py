@@ -1,54 +1,96 @@
-"""The R x S table of ranks."""
+"""The R x S table of a parallel group's ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_replica.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The table that says which rank holds which shard: ``rank = replica * shards + shard``.
+    """The table of the ranks among which a model is sharded: which rank holds which shard.
 
-    Replicas are contiguous runs of ranks, so the peers of a shard are ``shards`` ranks apart. If ranks are numbered
-    node by node, peers stand on different nodes as soon as a replica fills a node (half-split placement, see
-    docs/life_of_a_step.md).
+    The ranks have places 0 to N - 1, and ``place = replica * shards + shard``. Replicas are contiguous runs of places,
+    so the peers of a shard are ``shards`` places apart. If ranks are numbered node by node, peers stand on different
+    nodes as soon as a replica fills a node (half-split placement, see docs/life_of_a_step.md).
+
+    A grid is one parallel group's. In a world of several groups each has its own, under one commit
+    (tests/sharding/test_grids.py). `Grid.of` makes the grid of a world that is one group.
 
     Attributes:
-        world_size: Number of ranks, N.
+        ranks: The ranks, by place.
         replicas: Complete copies of the optimizer state, R. Divides N.
 
     Raises:
         ConfigurationError: If R does not divide N.
     """
 
-    world_size: int
+    ranks: tuple[int, ...]
     replicas: int
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.world_size % self.replicas:
-            choices = ", ".join(str(r) for r in range(1, self.world_size + 1) if self.world_size % r == 0)
+        if self.replicas < 1 or self.size % self.replicas:
+            choices = ", ".join(str(r) for r in range(1, self.size + 1) if self.size % r == 0)
             raise ConfigurationError(
-                f"replicas={self.replicas} does not divide world_size={self.world_size}: every shard must be held by"
+                f"replicas={self.replicas} does not divide world_size={self.size}: every shard must be held by"
                 f" the same number of ranks. Choose one of {choices}."
             )
+
+    @classmethod
+    def of(cls, world_size: int, replicas: int) -> "Grid":
+        """Return the grid of all ranks of a world."""
+        return cls(tuple(range(world_size)), replicas)
+
+    def __str__(self) -> str:
+        return f"{self.size} ranks and replicas={self.replicas}"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, N."""
+        return len(self.ranks)
 
     @property
     def shards(self) -> int:
         """Number of shards, S = N / R."""
-        return self.world_size // self.replicas
+        return self.size // self.replicas
+
+    def place_of(self, rank: int) -> int:
+        """Return the place of ``rank``."""
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
 
     def shard_of(self, rank: int) -> int:
         """Return the shard that ``rank`` owns."""
-        return rank % self.shards
+        return self.shard_at(self.place_of(rank))
+
+    def shard_at(self, place: int) -> int:
+        """Return the shard that the rank at ``place`` owns."""
+        return place % self.shards
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that ``rank`` belongs to."""
-        return rank // self.shards
+        return self.place_of(rank) // self.shards
+
+    def places_of(self, shard: int) -> range:
+        """Return the R places whose ranks own ``shard``, in order of replica."""
+        return range(shard, self.size, self.shards)
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """Return the R ranks that own the shard of ``rank``, itself included, in order of replica."""
-        return tuple(range(self.shard_of(rank), self.world_size, self.shards))
+        return tuple(self.ranks[place] for place in self.places_of(self.shard_of(rank)))
+
+    def replica_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the S ranks of the replica of ``rank``, itself included, in order of shard."""
+        return tuple(self.ranks[place] for place in self.replica_places(rank))
+
+    def replica_places(self, rank: int) -> range:
+        """Return the S places of the replica of ``rank``, in order of shard."""
+        first = self.replica_of(rank) * self.shards
+        return range(first, first + self.shards)
 
     def together(self, nodes: Sequence[str]) -> tuple[int, ...]:
         """Return the shards of which two holders stand on one node although there are several nodes.
@@ -58,10 +100,5 @@ class Grid:
         """
         if len(set(nodes)) == 1:
             return ()
-        held = {shard: [nodes[rank] for rank in self.peers(shard)] for shard in range(self.shards)}
+        held = {shard: [nodes[self.ranks[place]] for place in self.places_of(shard)] for shard in range(self.shards)}
         return tuple(shard for shard, places in held.items() if len(set(places)) < len(places))
-
-    def replica_ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the S ranks of the replica of ``rank``, itself included, in order of shard."""
-        first = self.replica_of(rank) * self.shards
-        return tuple(range(first, first + self.shards))

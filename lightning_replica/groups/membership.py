@@ -1,4 +1,11 @@
-"""The process groups that one rank is in."""
+"""The process groups that one rank is in.
+
+[Note: one commit, several grids]
+The commit is the world's; everything else is a grid's. Where one grid has all ranks, as under `ReplicaStrategy`, the
+group of its members is the world's group, and the commit also carries what the members tell each other. Where a world
+has several grids, a member tells only the members of its grid, before the commit. Then the commit is the same on all
+grids, and a rank can roll forward with the commit of any other (tests/sharding/test_grids.py).
+"""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +24,10 @@ class Groups:
     default group during backward can never fall between two buckets.
 
     Attributes:
-        grid: The table of ranks.
+        grid: The table of the ranks among which the state is sharded.
         rank: This rank.
-        world: All N ranks; carries reductions and the commit.
+        world: All ranks; carries the commit.
+        members: The N ranks of the grid; carries reductions.
         replica: The S ranks of this replica; carries the parameter gather.
         peers: The R holders of this rank's shard; carries reduced pieces and mirrors.
         on_host: Whether gradients and parameters lie in the host's memory. If not, collectives on them are put in
@@ -29,9 +37,20 @@ class Groups:
     grid: Grid
     rank: int
     world: dist.ProcessGroup
+    members: dist.ProcessGroup
     replica: dist.ProcessGroup
     peers: dist.ProcessGroup
     on_host: bool = True
+
+    @property
+    def place(self) -> int:
+        """This rank's place in the grid."""
+        return self.grid.place_of(self.rank)
+
+    @property
+    def commit_is_shared(self) -> bool:
+        """Whether ranks of other grids take part in the commit. See [Note: one commit, several grids]."""
+        return self.members is not self.world
 
     @property
     def shard(self) -> int:
@@ -44,12 +63,20 @@ class Groups:
         return self.grid.replica_of(self.rank)
 
     def all(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return all three groups."""
-        return (self.world, self.replica, self.peers)
+        """Return every group once."""
+        members = (self.members,) if self.commit_is_shared else ()
+        return (self.world, *members, self.replica, self.peers)
 
 
 def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True) -> Groups:
-    """Make this rank's groups inside the initialised default group. Collective: every rank calls it."""
+    """Make this rank's groups inside the initialised default group. Collective: every rank calls it.
+
+    Args:
+        grid: The grid of this rank.
+        rank: This rank.
+        timeout: Time after which a collective fails by itself.
+        on_host: Whether gradients and parameters lie in the host's memory.
+    """
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
@@ -58,5 +85,7 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True)
         found: dist.ProcessGroup = group
         return found
 
-    everyone = dist.new_group(list(range(grid.world_size)), timeout=timeout)
-    return Groups(grid, rank, everyone, new(grid.replica_ranks(rank)), new(grid.peers(rank)), on_host)
+    everyone = tuple(range(dist.get_world_size()))
+    world = dist.new_group(list(everyone), timeout=timeout)
+    members = world if grid.ranks == everyone else new(grid.ranks)
+    return Groups(grid, rank, world, members, new(grid.replica_ranks(rank)), new(grid.peers(rank)), on_host)

@@ -55,7 +55,7 @@ def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
         ProtocolError: If the reports contradict the commit rule.
     """
     left = {report.rank: report for report in reports}
-    everyone = [left.get(rank, Report.of_nothing(rank)) for rank in range(grid.world_size)]
+    everyone = [left.get(rank, Report.of_nothing(rank)) for rank in range(grid.size)]
     decision = decide(everyone, grid)
     step, kind = decision.step, decision.kind
     ranks = tuple(report.rank for report in everyone if report.holds(kind, step))
@@ -64,7 +64,7 @@ def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
         raise RecoveryError(f"Not every shard has a holder that knows where training stood at step {step}.")
     pieces: dict[int, list[int]] = {rank: [] for rank in ranks}
     privates: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for rank in range(grid.world_size):
+    for rank in range(grid.size):
         peers = [rank] if rank in holders else [peer for peer in grid.peers(rank) if peer in holders]
         pieces[min(peers, key=lambda peer: len(pieces[peer]))].append(rank)
         if rank in ranks:

@@ -304,7 +304,7 @@ def can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
 
 
 def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tuple[Move, ...]:
-    load = dict.fromkeys(range(grid.world_size), 0)
+    load = dict.fromkeys(range(grid.size), 0)
     moves = []
     for report in reports:
         if report.intact:

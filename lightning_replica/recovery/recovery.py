@@ -241,7 +241,7 @@ class Recovery:
         context = RecoveryContext(
             phase=phase.value,
             rank=self._rank,
-            world_size=self._grid.world_size,
+            world_size=self._grid.size,
             generation=self.generation,
             newborn=self._joining,
             faults=tuple(self._generations.fault(k) for k in range(self._left + 1, newest + 1)),
@@ -295,7 +295,7 @@ class Recovery:
     def _exchange_reports(self, own: Report) -> list[Report]:
         topic, timeout_s = keys.report(self.generation), self._options.rendezvous_timeout_s
         plain = self._generations.share(
-            topic, self._rank, own.to_plain(), self.generation, range(self._grid.world_size), timeout_s
+            topic, self._rank, own.to_plain(), self.generation, range(self._grid.size), timeout_s
         )
         return [Report.from_plain(report) for report in plain]
 

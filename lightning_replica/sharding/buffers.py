@@ -54,14 +54,14 @@ class Buffers:
         bucket_numel = max(1, bucket_bytes // dtype.itemsize)
         align = max(1, _ALIGN_BYTES // dtype.itemsize)
         self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition, align)
-        self.rank, self.partition = rank, partition
+        self._place, self.partition = grid.place_of(rank), partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         self.params = torch.zeros(self.layout.world_numel, dtype=dtype, device=device)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
         main_dtype = _MAIN_DTYPES.get(dtype, dtype)
         self.block = Block(self.layout.world_numel, local_numel, dtype, main_dtype, device, shared)
         self.grads, self.main = self.block.grads, self.block.main
-        self.largest_piece = max(bucket.pieces[rank].numel for bucket in self.layout.buckets)
+        self.largest_piece = max(bucket.pieces[self._place].numel for bucket in self.layout.buckets)
         self.pieces = self.layout.pieces(grid.shard_of(rank))
         self.used = [False] * len(self.parameters)
         self._grad_views: list[Tensor] = []
@@ -115,7 +115,7 @@ class Buffers:
 
     def own_gradients(self) -> list[Tensor]:
         """Return the averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""
-        return [_part(self.grads, bucket.pieces[self.rank]) for bucket in self.layout.buckets]
+        return [_part(self.grads, bucket.pieces[self._place]) for bucket in self.layout.buckets]
 
     # Values
 
@@ -183,8 +183,9 @@ class Buffers:
         return _part(flat, where)
 
     def _shard_ranges(self) -> list[tuple[Range, Range]]:
-        peers = self.layout.grid.peers(self.rank)
-        return [(bucket.pieces[peer], bucket.locals[peer]) for bucket in self.layout.buckets for peer in peers]
+        grid = self.layout.grid
+        places = grid.places_of(grid.shard_at(self._place))
+        return [(bucket.pieces[place], bucket.locals[place]) for bucket in self.layout.buckets for place in places]
 
 
 def _part(flat: Tensor, where: Range) -> Tensor:

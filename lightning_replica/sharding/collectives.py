@@ -19,32 +19,32 @@ from lightning_replica.sharding.layout import Bucket
 
 
 def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> Work:
-    """Begin to send every rank its piece of this rank's bucket.
+    """Begin to send every member of the grid its piece of this rank's bucket.
 
-    When the work has ended, row j of ``received`` holds rank j's gradients for this rank's piece.
+    When the work has ended, row j of ``received`` holds the gradients of the rank at place j for this rank's piece.
 
     Args:
         bucket: The bucket.
         grads: (world_numel,) gradients.
-        received: (N * piece_numel,) receives this rank's piece from every rank, in order of rank.
+        received: (N * piece_numel,) receives this rank's piece from every member, in order of place.
         groups: The process groups.
     """
     part = grads[bucket.world.start : bucket.world.stop]
     if bucket.is_even:
-        return _begun(dist.all_to_all_single(received, part, group=groups.world, async_op=True), groups)
+        return _begun(dist.all_to_all_single(received, part, group=groups.members, async_op=True), groups)
     sent = [piece.numel for piece in bucket.pieces]
-    got = [sent[groups.rank]] * len(sent)
-    return _begun(dist.all_to_all_single(received, part, got, sent, group=groups.world, async_op=True), groups)
+    got = [sent[groups.place]] * len(sent)
+    return _begun(dist.all_to_all_single(received, part, got, sent, group=groups.members, async_op=True), groups)
 
 
 def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) -> None:
     """Average the rows of ``received`` into this rank's piece of ``grads``.
 
-    Rows are added up in order of rank, in 32 bits if they have 16.
+    Rows are added up in order of place, in 32 bits if they have 16.
     """
-    piece = bucket.pieces[groups.rank]
+    piece = bucket.pieces[groups.place]
     own = grads[piece.start : piece.stop]
-    rows = received[: groups.grid.world_size * piece.numel].view(groups.grid.world_size, piece.numel)
+    rows = received[: groups.grid.size * piece.numel].view(groups.grid.size, piece.numel)
     if own.dtype in (torch.float16, torch.bfloat16):
         own.copy_(torch.sum(rows, 0, dtype=torch.float32).div_(len(rows)))
     else:
@@ -54,7 +54,8 @@ def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) 
 
 def share_with_peers(bucket: Bucket, grads: Tensor, groups: Groups) -> list[Work]:
     """Begin to send this rank's averaged piece to its peers and to receive theirs, in place."""
-    return _broadcast_pieces(bucket, grads, groups.grid.peers(groups.rank), lambda rank: rank, groups.peers, groups)
+    grid = groups.grid
+    return _broadcast_pieces(bucket, grads, grid.places_of(groups.shard), grid.ranks.__getitem__, groups.peers, groups)
 
 
 def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
@@ -69,16 +70,16 @@ def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
     return _broadcast_pieces(
         bucket,
         flat,
-        range(groups.grid.world_size),
-        lambda rank: holders[groups.grid.shard_of(rank)],
+        range(groups.grid.size),
+        lambda place: holders[groups.grid.shard_at(place)],
         groups.replica,
         groups,
     )
 
 
-def all_reduce(vector: Tensor, groups: Groups, check: Check) -> None:
-    """Add up ``vector`` over the world, in place; every rank gets the same bits."""
-    wait(dist.all_reduce(vector, group=groups.world, async_op=True), check)
+def all_reduce(vector: Tensor, group: dist.ProcessGroup, check: Check) -> None:
+    """Add up ``vector`` over ``group``, in place; every rank gets the same bits."""
+    wait(dist.all_reduce(vector, group=group, async_op=True), check)
 
 
 def _broadcast_pieces(
@@ -92,11 +93,11 @@ def _broadcast_pieces(
     works: list[Work] = []
     if group.size() == 1:
         return works
-    for rank in pieces:
-        where = bucket.pieces[rank]
+    for place in pieces:
+        where = bucket.pieces[place]
         if where.numel:
             part = flat[where.start : where.stop]
-            works.append(_begun(dist.broadcast(part, source(rank), group=group, async_op=True), groups))
+            works.append(_begun(dist.broadcast(part, source(place), group=group, async_op=True), groups))
     return works
 
 

@@ -24,7 +24,6 @@ Then the calls of `recovery.interface.Recoverable` follow, and after them `begin
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -38,6 +37,8 @@ from lightning_replica.recovery.interface import Recoverable
 from lightning_replica.sharding.commit import Commit, Request
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.settings import EngineSettings
+from lightning_replica.sharding.state import ShardedState
+from lightning_replica.sharding.whole import WholeOptimizer
 
 __all__ = [
     "Commit",
@@ -50,19 +51,6 @@ __all__ = [
     "WholeOptimizer",
     "make_engine",
 ]
-
-
-@dataclass(frozen=True)
-class WholeOptimizer:
-    """The state of one optimizer, for whole parameters.
-
-    Attributes:
-        state_dict: The state, as ``torch.optim.Optimizer.state_dict`` returns it.
-        main: Main parameters by position in the param groups, where they have more bits than the parameters.
-    """
-
-    state_dict: dict[str, Any] = field(default_factory=dict)
-    main: dict[int, Tensor] = field(default_factory=dict)
 
 
 class HeldPiece(Protocol):
@@ -100,8 +88,8 @@ class HeldPiece(Protocol):
     def state(self) -> Mapping[str, Any] | None:
         """Its optimizer state; None if there is none yet."""
 
-    def is_like(self, key: str) -> bool:
-        """Return whether an entry of its optimizer state has one element for each element of the piece."""
+    def is_like(self, key: str, value: Any) -> bool:
+        """Return whether an entry of an optimizer's state has one element for each element of the piece."""
 
     def split(self, whole: Tensor) -> Tensor:
         """Return the part of ``whole``, a tensor in the shape of the parameter, that belongs to this piece."""
@@ -331,6 +319,4 @@ def make_engine(
     Raises:
         ConfigurationError: If there is nothing to train, or an optimizer cannot be sharded.
     """
-    from lightning_replica.sharding.state import ShardedState  # here, because `state` imports this file
-
     return ShardedState(grid, rank, parameters, optimizers, settings, fence)

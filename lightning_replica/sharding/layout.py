@@ -128,14 +128,14 @@ class Layout:
         """Return every part of every parameter that ``shard`` owns, in order of the local buffer, without padding."""
         found = []
         for bucket in self.buckets:
-            for rank in self.grid.peers(shard):
-                piece, local = bucket.pieces[rank], bucket.locals[rank]
+            for place in self.grid.places_of(shard):
+                piece, local = bucket.pieces[place], bucket.locals[place]
                 for index in bucket.parameters:
                     world = self.world[index].overlap(piece)
                     if world.numel:
                         to_local = world.shift(local.start - piece.start)
                         to_param = world.shift(-self.world[index].start)
-                        found.append(ParameterPiece(index, world, to_local, to_param, rank))
+                        found.append(ParameterPiece(index, world, to_local, to_param, self.grid.ranks[place]))
         return tuple(found)
 
 
@@ -163,7 +163,7 @@ def plan_layout(
         )
     if bucket_numel < 1 or align < 1:
         raise ConfigurationError(f"{bucket_numel=} and {align=} must be at least 1.")
-    owners = balance(numels, grid.world_size) if partition == "parameter" else None
+    owners = balance(numels, grid.size) if partition == "parameter" else None
     world: dict[int, Range] = {}
     buckets: list[Bucket] = []
     local_ends = [0] * grid.shards
@@ -171,18 +171,18 @@ def plan_layout(
     for members in _fill(numels, bucket_numel):
         if owners is None:
             numel = _lay(members, numels, start, align, world)
-            sizes = _even_sizes(numel, grid.world_size, align)
+            sizes = _even_sizes(numel, grid.size, align)
         else:
             members = sorted(members, key=lambda index: owners[index])
-            sizes = [0] * grid.world_size
+            sizes = [0] * grid.size
             for index in members:
                 sizes[owners[index]] += _round_up(numels[index], align)
             sizes = sizes if any(sizes) else [align, *sizes[1:]]
-            for rank, begin in enumerate(accumulate(sizes[:-1], initial=start)):
-                _lay([index for index in members if owners[index] == rank], numels, begin, align, world)
+            for place, begin in enumerate(accumulate(sizes[:-1], initial=start)):
+                _lay([index for index in members if owners[index] == place], numels, begin, align, world)
         pieces, locals_ = [], []
-        for rank, size in enumerate(sizes):
-            shard = grid.shard_of(rank)
+        for place, size in enumerate(sizes):
+            shard = grid.shard_at(place)
             pieces.append(Range(start, start + size))
             locals_.append(Range(local_ends[shard], local_ends[shard] + size))
             start, local_ends[shard] = start + size, local_ends[shard] + size

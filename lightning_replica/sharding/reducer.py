@@ -34,7 +34,7 @@ class _Job:
 
 
 class Reducer:
-    """Averages gradients over the world, bucket by bucket, as backward produces them.
+    """Averages gradients over the grid, bucket by bucket, as backward produces them.
 
     A bucket has two stages: ranks exchange its pieces and each adds up its own, then each sends the average to its
     peers. Every rank launches each stage strictly in the same order, so that collectives of one group match. The
@@ -121,11 +121,11 @@ class Reducer:
         """Make all of ``grads`` the averaged gradient, as under DDP. Called after `finish`."""
         if self.memory is not None:
             self.memory.fence()
-            grid, holders = self._groups.grid, self._groups.grid.replica_ranks(self._groups.rank)
+            grid, holders = self._groups.grid, self._groups.grid.replica_places(self._groups.rank)
             for buffers in active:
                 for bucket in buffers.layout.buckets:
                     self.memory.take_averages(
-                        buffers.block, bucket, range(grid.world_size), lambda rank: holders[grid.shard_of(rank)]
+                        buffers.block, bucket, range(grid.size), lambda place: holders[grid.shard_at(place)]
                     )
             return
         works = [
@@ -166,8 +166,8 @@ class Reducer:
                 reach("reduction")
         memory.fence()
         for job in self._jobs:
-            peers = self._groups.grid.peers(self._groups.rank)
-            memory.take_averages(job.buffers.block, job.bucket, peers, lambda rank: rank)
+            peers = self._groups.grid.places_of(self._groups.shard)
+            memory.take_averages(job.buffers.block, job.bucket, peers, lambda place: place)
 
     def _can_launch(self) -> bool:
         return self.memory is None and self._launched < len(self._jobs) and self._launched - self._shared < _IN_FLIGHT
@@ -176,7 +176,7 @@ class Reducer:
         job = self._jobs[self._launched]
         job.buffers.complete(job.bucket)
         job.received = self._receive_buffer(job)
-        room = job.received[: job.bucket.pieces[self._groups.rank].numel * self._groups.grid.world_size]
+        room = job.received[: job.bucket.pieces[self._groups.place].numel * self._groups.grid.size]
         job.exchange = collectives.exchange(job.bucket, job.buffers.grads, room, self._groups)
         self._launched += 1
 
@@ -195,7 +195,7 @@ class Reducer:
     def _receive_buffer(self, job: _Job) -> Tensor:
         """Return a buffer for any bucket of the job's flat buffer, so that `_IN_FLIGHT` of them serve all buckets."""
         grads = job.buffers.grads
-        largest = self._groups.grid.world_size * job.buffers.largest_piece
+        largest = self._groups.grid.size * job.buffers.largest_piece
         for place, free in enumerate(self.pool):
             if free.dtype == grads.dtype and free.numel() >= largest:
                 return self.pool.pop(place)

@@ -77,28 +77,28 @@ class Block:
 
 
 class Windows:
-    """One rank's views of all ranks' memory for one flat buffer.
+    """One rank's views of all members' memory for one flat buffer.
 
     Args:
         own: This rank's block.
         paths: The path of every rank's block.
-        rank: This rank.
+        place: This rank's place in the grid.
         layout: The layout of the buffer.
 
     Raises:
         OSError: If another rank's memory cannot be mapped.
     """
 
-    def __init__(self, own: Block, paths: Sequence[str], rank: int, layout: Layout) -> None:
+    def __init__(self, own: Block, paths: Sequence[str], place: int, layout: Layout) -> None:
         self.grads: list[Tensor] = []
         self.main: list[Tensor] = []
         for other, path in enumerate(paths):
-            if other == rank:
+            if other == place:
                 grads, main = own.grads, own.main
             else:
                 file = os.open(path, os.O_RDWR)
                 try:
-                    numel = layout.local_numels[layout.grid.shard_of(other)]
+                    numel = layout.local_numels[layout.grid.shard_at(other)]
                     grads, main = _views(file, layout.world_numel, numel, own.grads.dtype, own.main.dtype)
                 finally:
                     os.close(file)  # the mapping stays
@@ -135,10 +135,10 @@ class SharedMemory:
     def average(self, block: Block, bucket: Bucket) -> None:
         """Average all ranks' gradients into the own piece.
 
-        Gradients are added up in order of rank, in 32 bits if they have 16.
+        Gradients are added up in order of place, in 32 bits if they have 16.
         """
         rows = self._windows[id(block)].grads
-        piece = bucket.pieces[self._groups.rank]
+        piece = bucket.pieces[self._groups.place]
         wide = torch.float32 if block.grads.dtype in (torch.float16, torch.bfloat16) else block.grads.dtype
         total = torch.empty(min(_CHUNK, piece.numel), dtype=wide)
         for start in range(piece.start, piece.stop, _CHUNK):
@@ -155,45 +155,45 @@ class SharedMemory:
             block: This rank's memory.
             bucket: The bucket.
             pieces: The pieces to copy.
-            source: Returns the rank to copy a piece from.
+            source: Returns the place of the rank to copy a piece from.
         """
         rows = self._windows[id(block)].grads
         for piece in pieces:
-            if source(piece) != self._groups.rank:
+            if source(piece) != self._groups.place:
                 _copy(block.grads, bucket.pieces[piece], rows[source(piece)], bucket.pieces[piece])
 
     def gather(self, block: Block, bucket: Bucket, params: Tensor) -> None:
         """Fill the bucket's parameters from the values of the shards of this replica."""
         grid, rows = self._groups.grid, self._windows[id(block)].main
-        holders = grid.replica_ranks(self._groups.rank)
-        for piece in range(grid.world_size):
-            _copy(params, bucket.pieces[piece], rows[holders[grid.shard_of(piece)]], bucket.locals[piece])
+        holders = grid.replica_places(self._groups.rank)
+        for piece in range(grid.size):
+            _copy(params, bucket.pieces[piece], rows[holders[grid.shard_at(piece)]], bucket.locals[piece])
 
     def _launch(self) -> Work:
-        return track(dist.all_reduce(torch.zeros(1), group=self._groups.world, async_op=True))
+        return track(dist.all_reduce(torch.zeros(1), group=self._groups.members, async_op=True))
 
 
 def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]) -> SharedMemory | None:
-    """Map all ranks' blocks. Collective: every rank has laid out the same buffers.
+    """Map all members' blocks. Collective: every member has laid out the same buffers.
 
     Returns:
         The shared memory; None on every rank if some rank cannot map the memory of another.
     """
     own = torch.tensor([_machine(), os.getpid(), *(block.file for block, _ in blocks)])
-    table = [torch.empty_like(own) for _ in range(groups.grid.world_size)]
-    wait(track(dist.all_gather(table, own, group=groups.world, async_op=True)), check)
+    table = [torch.empty_like(own) for _ in range(groups.grid.size)]
+    wait(track(dist.all_gather(table, own, group=groups.members, async_op=True)), check)
     windows = None
     if all(int(row[0]) == int(own[0]) and min(row[2:].tolist()) >= 0 for row in table):
         paths = [[f"/proc/{row[1]}/fd/{file}" for file in row[2:].tolist()] for row in table]
         try:
             windows = {
-                id(block): Windows(block, [row[number] for row in paths], groups.rank, layout)
+                id(block): Windows(block, [row[number] for row in paths], groups.place, layout)
                 for number, (block, layout) in enumerate(blocks)
             }
         except OSError:
             windows = None
     failed = torch.tensor([float(windows is None)])
-    wait(track(dist.all_reduce(failed, group=groups.world, async_op=True)), check)
+    wait(track(dist.all_reduce(failed, group=groups.members, async_op=True)), check)
     return None if windows is None or failed.item() else SharedMemory(groups, check, windows)
 
 

@@ -19,19 +19,18 @@ from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Check, finish
 from lightning_replica.errors import ProtocolError
 from lightning_replica.groups.membership import Groups
-from lightning_replica.sharding import collectives, moving, shared
+from lightning_replica.sharding import collectives, moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit, Request, StepPhase, clip_coefficient
-from lightning_replica.sharding.engine import WholeOptimizer
 from lightning_replica.sharding.gathering import gather_parameters
+from lightning_replica.sharding.gradients import Gradients
 from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.listing import shard_tensors
 from lightning_replica.sharding.optimizer import ShardedOptimizer, shard_optimizers
-from lightning_replica.sharding.reducer import Reducer
 from lightning_replica.sharding.settings import EngineSettings
-from lightning_replica.sharding.voting import show_used, take_used, vote
-from lightning_replica.sharding.whole import gather_optimizer, load_optimizer
+from lightning_replica.sharding.voting import vote
+from lightning_replica.sharding.whole import WholeOptimizer, gather_optimizer, load_optimizer
 
 
 class ShardedState:
@@ -62,15 +61,11 @@ class ShardedState:
         fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     ) -> None:
         self.grid, self.rank, self.settings, self._fence = grid, rank, settings, fence
-        self._recoverable = settings.recoverable
         self._guard = Guard(settings.guard if settings.recoverable else "off", rank, grid.shard_of(rank))
-        self._shared_memory, self._mapped = settings.shared_memory and grid.world_size > 1, False
-        self.whole_gradients, self.manual = settings.whole_gradients, settings.manual
-        plan = (grid, rank, settings.bucket_bytes, settings.partition, self._shared_memory)
+        shared_memory = settings.shared_memory and grid.size > 1
+        plan = (grid, rank, settings.bucket_bytes, settings.partition, shared_memory)
         self.optimizers = shard_optimizers(optimizers, parameters, *plan)
-        self.reducer = Reducer()
-        for buffers in self.buffers:
-            self.reducer.add(buffers)
+        self.gradients = Gradients(self.optimizers, settings, shared_memory)
         self.step, self.phase = 0, StepPhase.IDLE
         self.committed: Commit | None = None
         self._request = Request()
@@ -86,29 +81,13 @@ class ShardedState:
     def connect(self, groups: Groups, check: Check) -> None:
         """Use ``groups`` from now on."""
         self._groups, self._check = groups, check
-        self.reducer.connect(groups, check)
-        self._mapped = False
+        self.gradients.connect(groups, check)
 
     def follow_groups(self) -> None:
         """Take in parameters that were added to a param group or unfrozen, and drop those that were removed."""
         for optimizer in self.optimizers:
             new, gone = optimizer.follow_groups()
-            self._watch(new, gone)
-
-    def _watch(self, new: Sequence[Buffers], gone: Sequence[Buffers]) -> None:
-        for buffers in new:
-            self.reducer.add(buffers)
-        for buffers in gone:
-            self.reducer.remove(buffers)
-        if new or gone:
-            self._mapped = False
-
-    def _map(self) -> None:
-        """Map the other ranks' memory where that is possible and not done yet. Collective."""
-        if self._shared_memory and not self._mapped:
-            blocks = [(buffers.block, buffers.layout) for buffers in self.buffers]
-            self.reducer.memory = shared.connect(self._groups, self._check, blocks)
-            self._mapped = True
+            self.gradients.watch(new, gone)
 
     # A step, in the order of calls
 
@@ -117,15 +96,17 @@ class ShardedState:
         """Begin a step."""
         self.follow_groups()
         self._before_window = None
-        self._map()
+        self.gradients.map()
         if weights_may_differ and self._is_written():
             self.look()  # now, because adopting the weights hides changes of the shard's bits
             with self._fence:
-                if self._recoverable:
+                if self.settings.recoverable:
                     self._before_window = [buffers.main.clone() for buffers in self.buffers]
                 self._adopt(self.buffers)
         self._guard.keep(self.step, self.optimizers)
-        self._backup = Backup(self.optimizers, self._fence) if self.manual and self._recoverable else None
+        self._backup = (
+            Backup(self.optimizers, self._fence) if self.settings.manual and self.settings.recoverable else None
+        )
 
     def _is_written(self) -> bool:
         """Return whether weights differ from the values of the shard."""
@@ -135,17 +116,11 @@ class ShardedState:
 
     def before_backward(self, reduce: bool) -> None:
         """Prepare for a backward pass; without ``reduce`` its gradients only accumulate."""
-        if self._backup is not None:
-            self._backup.keep_gradients()
-        if reduce and (self.whole_gradients or not self.manual):
-            self.reducer.begin(self._differentiable())
-        else:
-            self.reducer.reset()
+        self.gradients.before_backward(reduce, self._backup)
 
     def after_backward(self, reduce: bool) -> None:
         """Make gradients whole after a backward pass, where the settings say so."""
-        if reduce and self.whole_gradients:
-            self._expose(self._differentiable())
+        self.gradients.after_backward(reduce)
 
     def unscale(self, optimizer: Optimizer, scale: float) -> None:
         """Divide an optimizer's whole gradient by the loss scale."""
@@ -154,34 +129,16 @@ class ShardedState:
     def clip(self, optimizer: Optimizer, limit: float) -> None:
         """Scale an optimizer's whole gradient to a global 2-norm of at most ``limit``. Collective."""
         sharded = self._sharded(optimizer)
-        self._attach_gradients([sharded])
+        self.gradients.attach([sharded])
         vector = self._vector([sharded])
-        collectives.all_reduce(vector, self._groups, self._check)
+        collectives.all_reduce(vector, self._groups.world, self._check)
         coefficient = clip_coefficient(limit, math.sqrt(float(vector[0])))
         if coefficient != 1.0:
             sharded.scale_gradients(coefficient)
 
     def reduce(self) -> None:
         """Complete the shard's averaged gradient."""
-        self._reduce(None)
-
-    @ranged("reduce")
-    def _reduce(self, optimizers: Sequence[ShardedOptimizer] | None) -> None:
-        if self._backup is not None:
-            self._backup.keep_gradients()
-        active = self._buffers_of(optimizers)
-        if not self.whole_gradients:
-            self.reducer.finish(active)
-            return
-        if any(id(buffers) in self.reducer.private for buffers in active):
-            self._expose(active)
-        self._attach_gradients(optimizers)
-
-    def _attach_gradients(self, optimizers: Sequence[ShardedOptimizer] | None = None) -> None:
-        """Take whole gradients as they are now; hooks may have replaced or removed some."""
-        for buffers in self._buffers_of(optimizers):
-            for bucket in buffers.layout.buckets:
-                buffers.complete(bucket)
+        self.gradients.reduce(self.optimizers, self._backup)
 
     @ranged("look")
     def look(self) -> Digest | None:
@@ -195,13 +152,13 @@ class ShardedState:
     def part_of_commit(self, request: Request, stop: bool = False, save: bool = False) -> Tensor:
         """Return this rank's part of the commit, computed from the gradient of the rank's own pieces."""
         self._request = request
-        return self._vector([] if self.manual else self.optimizers, stop, save)
+        return self._vector([] if self.settings.manual else self.optimizers, stop, save)
 
     @ranged("commit")
     def commit(self, part: Tensor) -> Commit:
         """Agree with all ranks that step t -> t+1 happens. ``part`` is overwritten."""
         self.phase = StepPhase.ENTERED
-        collectives.all_reduce(part, self._groups, self._check)
+        collectives.all_reduce(part, self._groups.world, self._check)
         self.committed = Commit.of(part.tolist())
         self.phase = StepPhase.COMMITTED
         return self.committed
@@ -217,7 +174,7 @@ class ShardedState:
             raise ProtocolError(f"An update needs a commit, but this rank is in {self.phase} of step {self.step}.")
         self._guard.check()
         with self._fence:
-            if not self.manual:
+            if not self.settings.manual:
                 self.phase = StepPhase.UPDATING
                 reach("update")
                 self._update(self.optimizers, self.committed)
@@ -235,12 +192,12 @@ class ShardedState:
         """
         sharded = self._sharded(optimizer)
         self._request = request
-        self._reduce([sharded])
+        self.gradients.reduce([sharded], self._backup)
         vector = self._vector([sharded])
         # Whole gradients are the same on all ranks, but each rank looks for infinities in its own pieces only
         # (tests/sharding/test_gradients.py::an_infinity_in_one_rank_s_piece).
-        if not self.whole_gradients or request.scale is not None:
-            collectives.all_reduce(vector, self._groups, self._check)
+        if not self.settings.whole_gradients or request.scale is not None:
+            collectives.all_reduce(vector, self._groups.world, self._check)
         commit = Commit.of(vector.tolist())
         if self._backup is not None:
             self._backup.keep_shard()
@@ -252,7 +209,7 @@ class ShardedState:
             self._update([sharded], commit)
             self._guard.renew(self.step, self.optimizers)
         self._gather([sharded])
-        if not self.whole_gradients:
+        if not self.settings.whole_gradients:
             sharded.drop_gradients()
         self._idle()
         return commit
@@ -267,7 +224,7 @@ class ShardedState:
 
     def _adopt(self, written: Sequence[Buffers]) -> None:
         """Take weights that user code has written to (as a WGAN clips them) into the shard."""
-        self._reclaim()
+        self.gradients.reclaim()
         for buffers in written:
             buffers.reclaim()
             buffers.main_from_params()
@@ -278,18 +235,13 @@ class ShardedState:
 
     @ranged("gather")
     def _gather(self, optimizers: Sequence[ShardedOptimizer] | None) -> None:
-        self._map()
-        gather_parameters(self._buffers_of(optimizers), self._groups, self._check, self.reducer.memory)
-
-    def _reclaim(self) -> None:
-        """Wait until no other rank reads ``main`` any more. Called before it is written to."""
-        if self.reducer.memory is not None:
-            self.reducer.memory.reclaim()
+        self.gradients.map()
+        gather_parameters(self._buffers_of(optimizers), self._groups, self._check, self.gradients.memory)
 
     @property
     def window_is_open(self) -> bool:
         """Whether unreduced gradients of this rank wait for a later batch; only then a batch ends without a commit."""
-        return bool(self.reducer.private)
+        return self.gradients.wait
 
     # After a fault (recovery.interface.Recoverable)
 
@@ -317,7 +269,7 @@ class ShardedState:
     def held(self) -> dict[str, Tensor]:
         """Return by name the tensors of the shard and those that it is made from: flat buffers, receive buffers."""
         flat = ((name, getattr(buffers, name)) for buffers in self.buffers for name in ("params", "grads"))
-        named = [*shard_tensors(self.optimizers), *flat, *(("bucket", room) for room in self.reducer.pool)]
+        named = [*shard_tensors(self.optimizers), *flat, *(("bucket", room) for room in self.gradients.rooms)]
         return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(named)}
 
     def lose(self) -> None:
@@ -337,24 +289,22 @@ class ShardedState:
         Args:
             kind: "tail" if hooks of the step before are called again. What they did to weights is then undone.
         """
-        self.reducer.reset()
+        self.gradients.reset()
         with self._fence:
             if self._backup is not None:
                 self._backup.restore()
             if kind == "tail" and self._before_window is not None:
                 for buffers, value in zip(self.buffers, self._before_window, strict=True):
                     buffers.main.copy_(value)
-            if self._hit or not (self.manual or self._groups.on_host):
+            if self._hit or not (self.settings.manual or self._groups.on_host):
                 for buffers in self.buffers:
                     buffers.grads.zero_()  # elements without gradient count too, and may hold anything now
         if not self.torn:
             self._idle()
         self._backup, self._before_window, self._hit = None, None, False
         self.follow_groups()
-        if not self.manual:
-            self.reducer.private.clear()
-            for optimizer in self.optimizers:
-                optimizer.drop_gradients()
+        if not self.settings.manual:
+            self.gradients.drop()
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the shard as few large messages: see `moving`.
@@ -363,14 +313,14 @@ class ShardedState:
             CorruptedShardError: If its bits are wrong.
         """
         self._guard.check(after_hooks=True)
-        manifest, tensors = moving.export_shard(self.optimizers, with_gradients=self.manual)
+        manifest, tensors = moving.export_shard(self.optimizers, with_gradients=self.settings.manual)
         return {"step": self.step, **manifest}, tensors
 
     def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
         """Take a peer's shard: ``receive`` fills one flat tensor after the other, as `export_shard` lists them."""
         self.phase = StepPhase.UPDATING  # torn until all of it has arrived
         for optimizer, layout in zip(self.optimizers, manifest["layouts"], strict=True):
-            self._watch(*optimizer.follow_layout(layout))
+            self.gradients.watch(*optimizer.follow_layout(layout))
         moving.import_shard(self.optimizers, manifest, receive)
         with self._fence:  # all of it has arrived when the fence is left
             self._guard.reset(manifest["step"], self.optimizers)
@@ -407,9 +357,9 @@ class ShardedState:
 
     def release(self) -> None:
         """Give parameters memory of their own again, and remove all hooks. Called after training."""
+        self.gradients.release()
         for optimizer in self.optimizers:
             for buffers in optimizer.buffers:
-                self.reducer.remove(buffers)
                 buffers.release()
             optimizer.close()
 
@@ -422,15 +372,6 @@ class ShardedState:
     def _buffers_of(self, optimizers: Sequence[ShardedOptimizer] | None) -> list[Buffers]:
         return [buffers for optimizer in optimizers or self.optimizers for buffers in optimizer.buffers]
 
-    def _differentiable(self) -> list[Buffers]:
-        """Return the buffers that backward may reach; those of a toggled-off optimizer are not sent."""
-        return [buffers for buffers in self.buffers if any(p.requires_grad for p in buffers.parameters)]
-
-    def _expose(self, active: Sequence[Buffers]) -> None:
-        self.reducer.finish(active)
-        self.reducer.gather_gradients(active)
-        show_used(active, self._groups, self._check)
-
     def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool = False, save: bool = False) -> Tensor:
         """Return this rank's part of the commit.
 
@@ -439,11 +380,12 @@ class ShardedState:
         """
         finish(self._check)
         buffers = self._buffers_of(optimizers) if optimizers else []
-        return vote(buffers, self.grid.world_size, self._request, stop, save)
+        used = self.gradients.present(optimizers)
+        return vote(buffers, used, self._request, stop, save)
 
     def _update(self, optimizers: Sequence[ShardedOptimizer], commit: Commit) -> None:
-        take_used(self._buffers_of(optimizers), commit, self.grid.world_size)
-        self._reclaim()
+        self.gradients.take_used(optimizers, commit)
+        self.gradients.reclaim()
         if commit.non_finite:  # as a GradScaler does: the step is counted, nothing is updated
             return
         for optimizer in optimizers:

@@ -5,6 +5,7 @@ Only the first replica gathers: its S ranks together hold everything. Rank 0 get
 
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,21 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.engine import WholeOptimizer
-from lightning_replica.sharding.optimizer import ELEMENT_WISE, Piece, ShardedOptimizer, is_like
+from lightning_replica.sharding.optimizer import ELEMENT_WISE, ShardedOptimizer
+from lightning_replica.sharding.piece import Piece
+
+
+@dataclass(frozen=True)
+class WholeOptimizer:
+    """The state of one optimizer, for whole parameters.
+
+    Attributes:
+        state_dict: The state, as ``torch.optim.Optimizer.state_dict`` returns it.
+        main: Main parameters by position in the param groups, where they have more bits than the parameters.
+    """
+
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    main: dict[int, Tensor] = field(default_factory=dict)
 
 
 def gather_optimizer(optimizer: ShardedOptimizer, groups: Groups, check: Check) -> WholeOptimizer:
@@ -37,7 +51,7 @@ def gather_optimizer(optimizer: ShardedOptimizer, groups: Groups, check: Check) 
     for buffers in optimizer.buffers:
         entries = {index: described[order] for index, order in enumerate(buffers.order) if order in described}
         for key, dtype in _kinds(entries):
-            flat = _gather_flat(optimizer, buffers, dtype, partial(_entry, optimizer, key))
+            flat = _gather_flat(optimizer, buffers, dtype, partial(_entry, key))
             _collect(flat, groups, buffers, check)
             for index in (index for index, entry in entries.items() if entry.get(key) == dtype):
                 position = positions[id(buffers.parameters[index])]
@@ -50,7 +64,7 @@ def gather_optimizer(optimizer: ShardedOptimizer, groups: Groups, check: Check) 
             _collect(flat, groups, buffers, check)
             for index, parameter in enumerate(buffers.parameters):
                 main[positions[id(parameter)]] = _own_copy(buffers.whole(index, flat))
-    if groups.rank != 0:
+    if groups.place != 0:
         return WholeOptimizer()
     return WholeOptimizer({"state": state, "param_groups": _param_groups(optimizer)}, main)
 
@@ -91,9 +105,8 @@ def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     described: dict[int, dict[str, Any]] = {}
     for piece in optimizer.pieces:
         order = piece.buffers.order[piece.where.parameter]
-        for key, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
-            like = is_like(key, value, piece.parameter)
-            described.setdefault(order, {})[key] = value.dtype if like else value
+        for key, value in (piece.state or {}).items():
+            described.setdefault(order, {})[key] = value.dtype if piece.is_like(key, value) else value
     return described
 
 
@@ -117,8 +130,8 @@ def _kinds(entries: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, torch.dt
     return sorted(found, key=str)
 
 
-def _entry(optimizer: ShardedOptimizer, key: str, piece: Piece) -> Tensor | None:
-    value = optimizer.optimizer.state.get(piece.parameter, {}).get(key)
+def _entry(key: str, piece: Piece) -> Tensor | None:
+    value = (piece.state or {}).get(key)
     return value if isinstance(value, Tensor) else None
 
 

@@ -26,7 +26,7 @@ class Incidents:
 
     def __init__(self, trainer: pl.Trainer, session: Session, hooks: Hooks) -> None:
         self._trainer, self._session, self._hooks = trainer, session, hooks
-        self._account = Account(session.generations, session.rank, session.grid.world_size, session.born)
+        self._account = Account(session.world.generations, session.rank, session.world.size, session.world.born)
         self._untold: list[Incident] = []
         self._batches, self._since = 0, time.monotonic()  # batches begun since the last step, and when the first began
 
@@ -43,12 +43,12 @@ class Incidents:
 
     def born(self) -> None:
         """Record the fault because of which this replacement was started."""
-        self._account.fault(self._session.born - 1, 0, 0, 0.0)
+        self._account.fault(self._session.world.born - 1, 0, 0, 0.0)
 
     def fault(self, step: int) -> None:
         """Record that a fault has stopped this rank, with ``step`` updates applied."""
         seconds = time.monotonic() - self._since
-        self._account.fault(self._session.generations.current, step, self._batches, seconds)
+        self._account.fault(self._session.world.generations.current, step, self._batches, seconds)
 
     def went_on(self, outcome: Outcome) -> None:
         """Record that a recovery has succeeded."""
@@ -73,7 +73,7 @@ class Incidents:
     def failed(self, error: str, step: int) -> None:
         """Report that the run cannot continue because of ``error``. A failure here must not hide that: it is logged."""
         try:
-            generation, epoch = self._session.generations.current, self._trainer.current_epoch
+            generation, epoch = self._session.world.generations.current, self._trainer.current_epoch
             self._untold.append(self._account.failed(error, generation, step, epoch))
             self.tell(None)
         except Exception:

@@ -29,7 +29,7 @@ class LightningCollectives(ParallelStrategy):
     @property
     def _met(self) -> Session | None:
         """The session for collectives; None once the run has failed, because later hooks must not hide its error."""
-        return None if self._session is None or self._session.is_over else self._session
+        return None if self._session is None or self._session.world.is_over else self._session
 
     @contextmanager
     def by_itself(self) -> Iterator[None]:
@@ -43,19 +43,19 @@ class LightningCollectives(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have reached this barrier."""
         if self._met is not None:
-            self._met.wait(dist.barrier(async_op=True))
+            self._met.world.wait(dist.barrier(async_op=True))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src`` on every rank."""
         session = self._met
-        return obj if session is None else objects.broadcast(obj, src, session.wait)
+        return obj if session is None else objects.broadcast(obj, src, session.world.wait)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks; return anything else unchanged."""
         session = self._met
         if not isinstance(tensor, Tensor) or session is None:
             return tensor
-        return objects.reduce(tensor, group, reduce_op, session.wait)
+        return objects.reduce(tensor, group, reduce_op, session.world.wait)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the stacked tensors of all ranks."""
@@ -64,4 +64,4 @@ class LightningCollectives(ParallelStrategy):
             return tensor
         if sync_grads:
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)
-        return objects.all_gather(tensor, group, session.wait)
+        return objects.all_gather(tensor, group, session.world.wait)

@@ -87,10 +87,10 @@ class Training:
             recoverable=self.recoverable,
         )
         parameters = list(module.parameters())
-        self.state = make_engine(session.grid, session.rank, parameters, optimizers, settings, self.device.fence)
+        self.state = make_engine(session.world.grid, session.rank, parameters, optimizers, settings, self.device.fence)
         self.host = LightningHost(trainer, self.state, self.device)
-        self._module_buffers = BufferSync(module, session.wait)
-        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.told_to_end)
+        self._module_buffers = BufferSync(module, session.world.wait)
+        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
         self._write_last: Callable[[GaspPlan], str] | None = None
         self._planned: PlannedSave | None = None
@@ -101,13 +101,13 @@ class Training:
         self._incidents = Incidents(trainer, session, self._hooks)
         self._shown = ""  # the last exception whose traceback was printed
         writes = self.recoverable and trainer.is_global_zero
-        store = session.generations.store
+        store = session.world.generations.store
         rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
         saving = trainer.checkpoint_callbacks if self.recoverable else ()
         self.files = CheckpointFiles(store, saving, session.newborn, writes)
         self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
-        session.end_when_told(lambda: self.asked_to_stop)
+        session.exits.end_waiting(session.world.generations, lambda: self.asked_to_stop)
         precision.attach(self)
 
     # A step, in the order of calls
@@ -120,7 +120,7 @@ class Training:
                 `end_manual_batch` finds it out.
         """
         at_step(self.state.step)
-        self._session.check()
+        self._session.world.check()
         goes_on = self._window_is_open if self.manual else not first_of_window
         self._incidents.batch(first_of_window=not goes_on)
         if goes_on:
@@ -137,7 +137,7 @@ class Training:
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:
             self._session.mirrors.settle()
-            self._session.generations.give_up("All ranks have agreed to save and end.", asked=True)
+            self._session.world.generations.give_up("All ranks have agreed to save and end.", asked=True)
             self._end_with_gasp()
         if self._planned is not None and self._planned.is_due:
             self._session.mirrors.settle()
@@ -189,7 +189,7 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self._module_buffers.sync(session.groups.world)
+        self._module_buffers.sync(self.groups.world)
         finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
@@ -220,7 +220,7 @@ class Training:
         if commit.stop and self._session.options.gasp:
             self._told_to_end = True  # `begin_batch` saves and ends
         elif commit.stop:
-            self._session.leave()
+            self._session.succession.training_is_done()
             self._sigterm.agree()
 
     # Recovery, called by the fit loop
@@ -296,7 +296,7 @@ class Training:
             self._show(raised, error)
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
         if fault is not None and fault.level == "lost":
-            self._session.leave_without_device(device_said)
+            self._session.exits.without_device(device_said)
         try:
             return self._recover(raised, device_said, "worker death" if worker_died(error) else "device error")
         except RecoveryError as final:
@@ -318,23 +318,23 @@ class Training:
         try:
             outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said, because)
         except DeviceLostError as lost:
-            session.leave_without_device(str(lost))
+            session.exits.without_device(str(lost))
         except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
-            session.end_as_orphan()
+            session.exits.as_orphan()
             raise
         except RecoveryError as final:
             session.ending.leave_step(session.rank, self._trainer.global_step)  # `state.step` counts this run's steps
-            session.generations.give_up(str(final), asked=self.asked_to_stop)
+            session.world.generations.give_up(str(final), asked=self.asked_to_stop)
             step = session.recovery.planned_step if session.newborn else self.state.step
             self._incidents.failed(str(final), step)
             if session.options.gasp:
                 self._end_with_gasp()
-            session.let_go()
+            session.world.let_go()
             raise
         for each in self._written:
             each.restored(outcome.plan.kind, outcome.plan.step)
         if session.newborn:
-            session.has_joined()
+            session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
         self._module_buffers.forget()
         if self._planned is not None:
@@ -359,7 +359,7 @@ class Training:
                 self.state, self.host, lambda: session.recovery.report(self.state, self.host), self._write_last
             )
         except DeviceLostError as lost:
-            session.leave_without_device(str(lost))
+            session.exits.without_device(str(lost))
         except (RecoveryError, CheckpointError) as error:
             log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
             raise SystemExit(NOTHING_SAVED) from error
@@ -378,7 +378,7 @@ class Training:
         """
         if self._planned is None and self.recoverable:
             self._planned = PlannedSave(write)
-            self._session.listens()
+            self._session.succession.can_be_asked_to_save()
 
     def save_last_with(self, write: Callable[[GaspPlan], str]) -> None:
         """Use ``write``, which returns a path, for the last checkpoint of a run that cannot continue."""
@@ -404,17 +404,17 @@ class Training:
 
     def check(self) -> None:
         """Raise `Interrupted` if this rank's generation is known to be over. Called while a collective waits."""
-        self._session.look()
+        self._session.world.look()
 
     @property
     def device(self) -> Device:
         """The device that this rank trains on."""
-        return self._session.device
+        return self._session.world.device
 
     @property
     def groups(self) -> Groups:
         """The process groups of this generation."""
-        return self._session.groups
+        return self._session.world.groups
 
 
 def _resolve(whole_gradients: bool | Literal["auto"], trainer: pl.Trainer) -> bool:

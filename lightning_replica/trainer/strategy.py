@@ -160,7 +160,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     @property
     def grid(self) -> Grid:
         """The table of ranks."""
-        return Grid(self.world_size, 1 if self.world_size == 1 else self._replicas)
+        return Grid.of(self.world_size, 1 if self.world_size == 1 else self._replicas)
 
     @property
     def num_nodes(self) -> int:
@@ -214,7 +214,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         check_devices(self.num_processes)
         grid = self.grid  # raises in the first process, before any rank waits for another
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
-        if grid.world_size == 1 and not is_rank(self.cluster_environment):
+        if grid.size == 1 and not is_rank(self.cluster_environment):
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
         self._launcher = launcher_for(
             self.cluster_environment,
@@ -296,7 +296,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             fit_loop.adopt(trainer)
             if not self.session.newborn:
                 self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
-                logger_runs.leave(self.session.generations.store, self.global_rank)
+                logger_runs.leave(self.session.world.generations.store, self.global_rank)
             self.setup_optimizers(trainer)
             self._training = Training(
                 trainer,
@@ -316,8 +316,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             return
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                work = dist.broadcast(tensor.data, 0, group=self.session.groups.world, async_op=True)
-                self.session.wait(work, tensor)
+                work = dist.broadcast(tensor.data, 0, group=self.session.world.groups.world, async_op=True)
+                self.session.world.wait(work, tensor)
 
     def model_to_device(self) -> None:
         """Move the model to this rank's device."""

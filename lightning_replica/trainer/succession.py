@@ -8,7 +8,6 @@ earlier training loops (state/loop_results.py), and decisions (`Succession.remem
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,9 @@ from torch import nn
 from lightning_replica.control import keys
 from lightning_replica.control.generation import Store
 from lightning_replica.control.journal import Journal
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.standby import call, imported
 from lightning_replica.state.loop_results import LoopResults
 
 
@@ -26,20 +28,26 @@ class Succession:
         store: The supervisor's store.
         rank: This rank.
         world_size: Number of ranks.
-        newborn: Whether this process is a replacement.
-        spool: The directory for large data.
-        kept: Whether this rank leaves anything for a replacement.
+        surroundings: How this process reaches the other ranks. If a supervisor is there, and with recovery, this rank
+            leaves what its replacement needs.
+        options: What the user has chosen about recovery.
 
     Attributes:
         newborn: Whether this process is a replacement that has not joined the other ranks yet.
         journal: Writes down, or reads back, the results of collectives outside of training loops.
         loop: Number of training loops that have begun.
+        armed: Whether a lost rank would be replaced now.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, newborn: bool, spool: Path | None, kept: bool) -> None:
-        self._store, self._rank, self.newborn = store, rank, newborn
-        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if newborn else 0, spool, kept)
-        self.loop = 0
+    def __init__(
+        self, store: Store, rank: int, world_size: int, surroundings: Surroundings, options: RecoveryOptions
+    ) -> None:
+        self._store, self._rank, self.newborn = store, rank, surroundings.generation > 0
+        self._born, self._supervised = surroundings.generation, surroundings.supervised
+        self._recovers = options.recovery
+        kept, spool = options.recovery and surroundings.supervised, surroundings.spool
+        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.newborn else 0, spool, kept)
+        self.loop, self.armed = 0, False
         self._results = LoopResults(spool if kept else None, rank, world_size)
         self._when_joined: list[Callable[[], None]] = []
         self._decided: Counter[str] = Counter()
@@ -68,24 +76,56 @@ class Succession:
             self.leave_note(note, found)
         return found
 
-    def begin_loop(self) -> None:
-        """Begin a training loop. Called on all ranks."""
+    def begin_loop(self, meet: Callable[[str], None]) -> None:
+        """Begin a training loop. With recovery, a lost rank can be replaced from now on. Called on all ranks.
+
+        Args:
+            meet: Waits until all ranks have come to the meeting of a name.
+        """
         self.journal.close()
         self.loop += 1
         problem = self._results.write()
         if problem:
             self._store.set(keys.NO_REPLACEMENT, f"this script has trained before. {problem}")
         self._store.set(keys.LOOP, str(self.loop))
+        if not self._recovers:
+            return
+        meet(keys.armed(self.loop))
+        self.armed = True
+        self._store.set(keys.PHASE, "fit")
+        if self._rank == 0:
+            self._call_standbys()
 
-    def end_loop(self, module: nn.Module, result: Callable[[], tuple[bytes, bytes]]) -> None:
-        """End a training loop, which is over on all ranks.
+    def end_loop(
+        self, meet: Callable[[str], None], module: nn.Module, result: Callable[[], tuple[bytes, bytes]]
+    ) -> None:
+        """End a training loop. Ranks are no longer replaced after it. Called on all ranks.
 
         Args:
+            meet: Waits until all ranks have come to the meeting of a name.
             module: The module that the loop has trained.
             result: Gives the replicated and the private part of a snapshot.
         """
+        if not self._recovers:
+            return
+        meet(keys.finished(self.loop))
+        self.armed = False
+        self.training_is_done()
         self._results.keep(self.loop, module, result)
         self.journal.begin_segment()
+
+    def training_is_done(self) -> None:
+        """Record that all ranks have agreed to end: a rank that exits from now on is not replaced."""
+        self._store.set(keys.PHASE, "done")
+
+    def can_be_asked_to_save(self) -> None:
+        """Record that this process waits for requests to save (`planned_save`)."""
+        self._store.set(keys.listens(self._rank), str(self._born))
+
+    def _call_standbys(self) -> None:
+        """Tell the supervisor that ranks are under way and that it may start standbys."""
+        if self._supervised:
+            call(self._store, imported())
 
     def pass_loop(self, module: nn.Module) -> tuple[bytes, bytes] | None:
         """Skip a loop on a replacement that joins in a later one: give ``module`` the weights that the loop ended with.
@@ -112,8 +152,9 @@ class Succession:
         self._when_joined.append(do)
 
     def has_joined(self) -> None:
-        """Mark this replacement as joined, and make the calls that `when_joined` has collected."""
+        """Mark this replacement as joined, make the calls that `when_joined` has collected, and call for standbys."""
         self.newborn = False
         doing, self._when_joined = self._when_joined, []
         for do in doing:
             do()
+        self._call_standbys()

@@ -139,7 +139,7 @@ def store() -> Any:
 
 def test_who_may_strike_when(store: Any) -> None:
     """Ranks 0 and 2 are peers, 1 and 3."""
-    session: Any = SimpleNamespace(generations=Generations(store), grid=Grid(4, 2))
+    session: Any = SimpleNamespace(world=SimpleNamespace(generations=Generations(store), grid=Grid.of(4, 2)))
     ledger = _Ledger(session, "x")
 
     def enter(number: int, rank: int, point: Any, step: int, spaced: bool = True) -> bool:

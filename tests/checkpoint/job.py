@@ -13,7 +13,7 @@ from lightning_replica.checkpoint.location import Location, locate
 from lightning_replica.checkpoint.sharded import beside_trained, load_sharded, save_sharded
 from lightning_replica.core.grid import Grid
 from lightning_replica.groups.membership import make_groups
-from lightning_replica.sharding.optimizer import is_like
+from lightning_replica.sharding.piece import is_like
 from tests.support.ranks import open_world
 from tests.support.sharded import apply, new_state
 
@@ -175,7 +175,7 @@ class World:
         self._groups: dict[int, Any] = {}
 
     def run(self, case: str, replicas: int, partition: str, **more: Any) -> Run:
-        grid = Grid(self.size, replicas)
+        grid = Grid.of(self.size, replicas)
         if replicas not in self._groups:
             self._groups[replicas] = make_groups(grid, self.rank, timedelta(seconds=60))
         run = Run(case, self.rank, grid, partition, **more)

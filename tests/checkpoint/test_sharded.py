@@ -143,9 +143,9 @@ def test_survivors_write_what_their_peers_had(tmp_path: Path) -> None:
 
 
 def without_groups(rank: int, store: Any, root: str) -> dict[str, Any]:
-    run = Run("AdamW", 0, Grid(1, 1), "element")
+    run = Run("AdamW", 0, Grid.of(1, 1), "element")
     run.save(Path(root) / "step")
-    again = Run("AdamW", 0, Grid(1, 1), "element", fresh=True)
+    again = Run("AdamW", 0, Grid.of(1, 1), "element", fresh=True)
     again.load(Path(root) / "step")
     return {"same": again.facts() == run.facts()}
 

@@ -23,7 +23,7 @@ def lost(ranks: int, replicas: int, gone: set[int]) -> bool:
     """By the grid's own word."""
     if ranks == 1:
         return gone == {0}
-    grid = Grid(ranks, replicas)
+    grid = Grid.of(ranks, replicas)
     return any(gone.issuperset(grid.peers(rank)) for rank in range(grid.shards))
 
 

@@ -11,8 +11,8 @@ grids = st.tuples(st.integers(1, 8), st.integers(1, 8))
 @given(grids)
 def test_peers_and_replicas_cross_in_one_rank(rs: tuple[int, int]) -> None:
     replicas, shards = rs
-    grid = Grid(replicas * shards, replicas)
-    for rank in range(grid.world_size):
+    grid = Grid.of(replicas * shards, replicas)
+    for rank in range(grid.size):
         assert set(grid.peers(rank)) & set(grid.replica_ranks(rank)) == {rank}
         assert grid.replica_of(rank) * grid.shards + grid.shard_of(rank) == rank
         assert [grid.replica_of(peer) for peer in grid.peers(rank)] == list(range(replicas))
@@ -20,7 +20,7 @@ def test_peers_and_replicas_cross_in_one_rank(rs: tuple[int, int]) -> None:
 
 
 def test_peers_stand_half_a_world_apart() -> None:
-    assert Grid(8, 2).peers(1) == (1, 5)
+    assert Grid.of(8, 2).peers(1) == (1, 5)
 
 
 @pytest.mark.parametrize("replicas", [0, 3, 5, 8])
@@ -28,17 +28,17 @@ def test_replicas_that_do_not_divide(replicas: int) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"replicas={replicas} does not divide world_size=4.*Choose one of 1, 2, 4"
     ):
-        Grid(4, replicas)
+        Grid.of(4, replicas)
 
 
 def test_one_rank() -> None:
-    grid = Grid(1, 1)
+    grid = Grid.of(1, 1)
     assert (grid.shards, grid.peers(0), grid.replica_ranks(0)) == (1, (0,), (0,))
 
 
 def test_peers_on_one_node_are_named() -> None:
-    grid = Grid(8, 2)
+    grid = Grid.of(8, 2)
     assert grid.together(["a"] * 4 + ["b"] * 4) == ()
     assert grid.together(["a"] * 8) == ()  # where there is one node only, nothing can be done about it
     assert grid.together(["a"] * 6 + ["b"] * 2) == (0, 1)
-    assert Grid(8, 1).together(["a"] * 4 + ["b"] * 4) == ()
+    assert Grid.of(8, 1).together(["a"] * 4 + ["b"] * 4) == ()

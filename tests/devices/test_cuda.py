@@ -242,7 +242,7 @@ def open_abort_open(rank: int, store: Any) -> Any:
     own = ProcessGroups(store, rank, 1, Cuda(0), 60)
     sums = []
     for generation in range(3):
-        own.open(generation, lambda timeout: make_groups(Grid(1, 1), rank, timeout, on_host=False).all())
+        own.open(generation, lambda timeout: make_groups(Grid.of(1, 1), rank, timeout, on_host=False).all())
         for where in ("cuda", HOST):
             value = torch.full((1000,), 1.0 + generation, device=where)
             work = dist.all_reduce(value, async_op=True)

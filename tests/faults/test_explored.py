@@ -59,12 +59,12 @@ class Acts(RecoveryCallback):
     def on_recovery_regroup(self, trainer: Any, pl_module: Any, context: Any) -> None:
         second = self.case.faults[1]
         if self.rank == second.rank and self.to_come(1):
-            trainer.strategy.session.generations.store.wait([BACK])
+            trainer.strategy.session.world.generations.store.wait([BACK])
             self.reach(1, "regrouped")
 
     def on_recovery_repair(self, trainer: Any, pl_module: Any, context: Any) -> None:
         if self.rank == self.case.back:
-            trainer.strategy.session.generations.store.set(BACK, "")
+            trainer.strategy.session.world.generations.store.set(BACK, "")
         dist.barrier()  # nobody mirrors anything before the second fault has come
 
 

@@ -60,7 +60,7 @@ class Explorer:
         while self.todo:
             state, plan, failed, left = self.todo.pop()
             stopped = {rank for rank, _ in failed}
-            for rank in range(self.grid.world_size):
+            for rank in range(self.grid.size):
                 if rank in stopped:
                     continue
                 moved = self.rule.next(state, plan, rank)
@@ -112,7 +112,7 @@ class Explorer:
         return tuple(own._replace(at=PLANNED, raised=False) for own in state)
 
     def decide(self, state: State) -> Plan | None:
-        reports = [self.rule.report(state, rank) for rank in range(self.grid.world_size)]
+        reports = [self.rule.report(state, rank) for rank in range(self.grid.size)]
         lost = any(
             all(state[peer].new or state[peer].torn for peer in self.grid.peers(shard))
             for shard in range(self.grid.shards)
@@ -135,7 +135,7 @@ class Explorer:
         batch = bit("batch", plan.step - T)
         mirrored = all(
             state[peer].mirrors[self.rule.replica[rank]] & batch
-            for rank in range(self.grid.world_size)
+            for rank in range(self.grid.size)
             for peer in self.rule.peers[rank]
         )
         if mirrored and not any(own.new or own.corrupted for own in state) and all(own.held & batch for own in state):
@@ -160,7 +160,7 @@ class Explorer:
         plan = make_gasp_plan(left, self.grid)
         assert plan.step == T + max(own.known for own in state if not own.new)
         here = bit(plan.kind, plan.step - T)
-        everyone = list(range(self.grid.world_size))
+        everyone = list(range(self.grid.size))
         for given in (plan.pieces, plan.privates):
             assert set(given) == set(plan.ranks)
             assert sorted(rank for ranks in given.values() for rank in ranks) == everyone
@@ -212,7 +212,7 @@ class Explorer:
 def test_faults_anywhere(
     world_size: int, replicas: int, faults: int, each: bool, hooks: bool, bits: bool, first: list[int]
 ) -> None:
-    explorer = Explorer(Rule(Grid(world_size, replicas)), faults, each, hooks, bits, first)
+    explorer = Explorer(Rule(Grid.of(world_size, replicas)), faults, each, hooks, bits, first)
     explorer.run()
     assert len(explorer.decided) > 100
     assert (explorer.lost > 0) == (faults >= replicas)
@@ -223,11 +223,11 @@ def test_faults_anywhere(
 @pytest.mark.parametrize(("world_size", "replicas"), [(3, 3), (4, 2)])
 def test_two_faults_with_every_order_of_messages(world_size: int, replicas: int) -> None:
     first = [0] if replicas == 2 else range(world_size)
-    Explorer(Rule(Grid(world_size, replicas)), 2, True, True, True, first).run()
+    Explorer(Rule(Grid.of(world_size, replicas)), 2, True, True, True, first).run()
 
 
 def test_the_rule_is_needed() -> None:
     """If a commit could succeed before everyone has a complete gradient, some fault could not be repaired."""
-    explorer = Explorer(Rule(Grid(2, 2), enter_when_reduced=False), 1, True, True, False, [0, 1])
+    explorer = Explorer(Rule(Grid.of(2, 2), enter_when_reduced=False), 1, True, True, False, [0, 1])
     with pytest.raises((AssertionError, ProtocolError, RecoveryError)):
         explorer.run()

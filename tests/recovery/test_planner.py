@@ -10,7 +10,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ProtocolError, RecoveryError
 from lightning_replica.recovery.planner import Mirror, Move, Report, make_plan
 
-GRID = Grid(4, 2)
+GRID = Grid.of(4, 2)
 
 
 def at(rank: int, step: int = 5, **changes: object) -> Report:
@@ -110,7 +110,7 @@ def test_a_shard_corrupted_after_the_commit_is_left_out_of_rolling_forward() -> 
 
 
 def test_corrupted_shards_are_replaced_by_the_majority_only() -> None:
-    grid = Grid(3, 3)
+    grid = Grid.of(3, 3)
     reports = [corrupted(0), at(1), at(2)]
     mirrors = tuple(Mirror(rank, kind, 5) for rank in range(3) for kind in ("tail", "batch"))
     plan = make_plan([replace(report, mirrors=mirrors) for report in reports], grid, 3)
@@ -128,11 +128,11 @@ def test_a_lost_rank_whose_batch_start_was_not_mirrored_goes_back_to_the_tail() 
 
 
 def test_sources_share_the_load() -> None:
-    grid = Grid(3, 3)
+    grid = Grid.of(3, 3)
     mirrors = tuple(Mirror(rank, kind, 5) for rank in range(3) for kind in ("tail", "batch"))
     reports = [at(0, mirrors=mirrors), newborn(1), newborn(2)]
     assert {move.source for move in make_plan(reports, grid, 3).moves} == {0}
-    grid = Grid(4, 4)
+    grid = Grid.of(4, 4)
     mirrors = tuple(Mirror(rank, kind, 5) for rank in range(4) for kind in ("tail", "batch"))
     reports = [at(0, mirrors=mirrors), at(1, mirrors=mirrors), newborn(2), newborn(3)]
     assert {move.source for move in make_plan(reports, grid, 3).moves} == {0, 1}
@@ -179,13 +179,13 @@ def test_whoever_can_be_saved_is_saved(replicas: int, shards: int, data: st.Data
     """For any set of lost ranks: a plan exists exactly if every shard has a live holder, and covers every lost rank."""
     if replicas * shards < 2:
         return
-    grid = Grid(replicas * shards, replicas)
-    lost = data.draw(st.sets(st.integers(0, grid.world_size - 1)))
+    grid = Grid.of(replicas * shards, replicas)
+    lost = data.draw(st.sets(st.integers(0, grid.size - 1)))
     reports = []
-    for rank in range(grid.world_size):
+    for rank in range(grid.size):
         mirrors = tuple(Mirror(p, k, 5) for p in grid.peers(rank) for k in ("tail", "batch") if p != rank)
         reports.append(newborn(rank) if rank in lost else at(rank, mirrors=mirrors))
-    covered = all(set(grid.peers(rank)) - lost for rank in range(grid.world_size))
+    covered = all(set(grid.peers(rank)) - lost for rank in range(grid.size))
     if not covered:
         with pytest.raises(RecoveryError):
             make_plan(reports, grid, 3)
@@ -198,7 +198,7 @@ def test_whoever_can_be_saved_is_saved(replicas: int, shards: int, data: st.Data
 def healthy(grid: Grid, lost: set[int]) -> list[Report]:
     """All in the forward pass of step 5 but ``lost``, with everything mirrored."""
     reports = []
-    for rank in range(grid.world_size):
+    for rank in range(grid.size):
         mirrors = tuple(
             Mirror(peer, kind, 5) for peer in grid.peers(rank) for kind in ("tail", "batch") if peer != rank
         )
@@ -229,7 +229,7 @@ def healthy(grid: Grid, lost: set[int]) -> list[Report]:
 def test_the_truth_table_of_the_reference(
     world_size: int, replicas: int, lost: set[int], theirs: dict[int, int] | None
 ) -> None:
-    grid = Grid(world_size, replicas)
+    grid = Grid.of(world_size, replicas)
     reports = healthy(grid, lost)
     if theirs is None:
         with pytest.raises(RecoveryError, match="Every holder of shard"):
@@ -247,7 +247,7 @@ def test_the_truth_table_of_the_reference(
 
 def test_where_we_differ_from_the_reference() -> None:
     """Theirs always takes the next in the row; ours whoever has the least to send."""
-    grid = Grid(8, 4)
+    grid = Grid.of(8, 4)
     moves = {move.target: move.source for move in make_plan(healthy(grid, {1, 5}), grid, 3).moves}
     assert moves == {1: 3, 5: 7}  # theirs: 1 from 3, 5 from 7 too
     moves = {move.target: move.source for move in make_plan(healthy(grid, {1, 7}), grid, 3).moves}
@@ -255,7 +255,7 @@ def test_where_we_differ_from_the_reference() -> None:
 
 
 def test_whose_data_arrived_damaged_is_asked_last() -> None:
-    grid = Grid(3, 3)
+    grid = Grid.of(3, 3)
     reports = healthy(grid, {2})
     reports[2] = replace(reports[2], doubts=(0,))
     assert make_plan(reports, grid, 3).moves == (Move(1, 2, True),)
@@ -281,7 +281,7 @@ def test_twice_the_ranks_is_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> N
                 count += 1
                 return super().__getitem__(place)  # type: ignore[index]
 
-        grid = Grid(world_size, 2)
+        grid = Grid.of(world_size, 2)
         reports = Counted(healthy(grid, set(range(world_size // 4))))
         with monkeypatch.context() as patch:
             patch.setattr(Grid, "peers", counted)

@@ -189,7 +189,7 @@ def recovery(rank: int, store: Any, world_size: int, replicas: int) -> Recovery:
     generations, opened = Generations(store), groups(rank, store, world_size)
     monitor = Monitor(generations, opened.abort, lambda: None)
     return Recovery(
-        Grid(world_size, replicas),
+        Grid.of(world_size, replicas),
         rank,
         generations,
         opened,

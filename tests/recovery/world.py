@@ -62,16 +62,16 @@ class Rule:
 
     def __init__(self, grid: Grid, enter_when_reduced: bool = True) -> None:
         self.grid = grid
-        self.peers = [tuple(p for p in grid.peers(rank) if p != rank) for rank in range(grid.world_size)]
-        self.replica = [grid.replica_of(rank) for rank in range(grid.world_size)]
-        self.beside = [grid.replica_ranks(rank) for rank in range(grid.world_size)]
+        self.peers = [tuple(p for p in grid.peers(rank) if p != rank) for rank in range(grid.size)]
+        self.replica = [grid.replica_of(rank) for rank in range(grid.size)]
+        self.beside = [grid.replica_ranks(rank) for rank in range(grid.size)]
         self._enter_when_reduced = enter_when_reduced
 
     def start(self) -> State:
         """Every rank in the tail of step T."""
         return tuple(
             Rank(START, 0, 0, bit("tail", 0), self.with_mirrors((0,) * self.grid.replicas, rank, bit("tail", 0)))
-            for rank in range(self.grid.world_size)
+            for rank in range(self.grid.size)
         )
 
     def newborn(self) -> Rank:

@@ -17,7 +17,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, list[int], int, Partition]:
     numels = draw(st.lists(st.integers(0, 300), min_size=1, max_size=12))
     align = draw(st.sampled_from([1, 2, 16]))
     partition: Partition = draw(st.sampled_from(["element", "parameter"]))
-    grid = Grid(replicas * shards, replicas)
+    grid = Grid.of(replicas * shards, replicas)
     return plan_layout(grid, numels, draw(st.integers(1, 500)), partition, align), numels, align, partition
 
 
@@ -93,11 +93,11 @@ def test_parameters_do_not_overlap(case: Case) -> None:
 
 
 def test_the_picture_in_the_note() -> None:
-    layout = plan_layout(Grid(4, 2), [8], 8, align=1)
+    layout = plan_layout(Grid.of(4, 2), [8], 8, align=1)
     assert [(p.world.start, p.world.stop) for p in layout.pieces(0)] == [(0, 2), (4, 6)]
     assert [(p.local.start, p.local.stop) for p in layout.pieces(1)] == [(0, 2), (2, 4)]
 
 
 def test_nothing_to_train() -> None:
     with pytest.raises(ConfigurationError, match=r"no parameter to train.*requires_grad"):
-        plan_layout(Grid(2, 2), [], 10)
+        plan_layout(Grid.of(2, 2), [], 10)

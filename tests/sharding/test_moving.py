@@ -26,7 +26,7 @@ def make(rank: int, name: str, kwargs: dict[str, Any]) -> ShardedState:
     parameters = make_parameters(name)
     partition = "element" if issubclass(getattr(torch.optim, name), ELEMENT_WISE) else "parameter"
     return new_state(
-        Grid(4, 2), rank, parameters, [build(name, kwargs, parameters)], bucket_bytes=2000, partition=partition
+        Grid.of(4, 2), rank, parameters, [build(name, kwargs, parameters)], bucket_bytes=2000, partition=partition
     )
 
 
@@ -95,7 +95,7 @@ def test_every_optimizer_can_be_taken_back() -> None:
 def test_a_parameter_that_was_frozen_again_moves_too() -> None:
     def build_one(rank: int) -> tuple[ShardedState, list[nn.Parameter]]:
         parameters = [nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(40), requires_grad=False)]
-        return new_state(Grid(2, 2), rank, parameters, [AdamW(parameters)]), parameters
+        return new_state(Grid.of(2, 2), rank, parameters, [AdamW(parameters)]), parameters
 
     (source, theirs), (target, ours) = build_one(0), build_one(1)
     theirs[1].requires_grad_(True)
@@ -107,13 +107,13 @@ def test_a_parameter_that_was_frozen_again_moves_too() -> None:
     assert [p.requires_grad for p in ours] == [True, False]
     ours[1].requires_grad_(True)
     (ours[0].sum() + ours[1].sum()).backward()
-    assert all(id(buffers) in target.reducer.private for buffers in target.buffers)  # both are watched
+    assert all(id(buffers) in target.gradients._reducer.private for buffers in target.buffers)  # both are watched
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_user_code_wrote_are_taken_where_they_differ(dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(torch.ones(40, dtype=dtype))]
-    state = new_state(Grid(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], shared_memory=False)
+    state = new_state(Grid.of(2, 2), 0, parameters, [AdamW(parameters, lr=1e-3)], shared_memory=False)
     buffers = state.buffers[0]
     update(state, 1)
     buffers.params_from_main()

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.sharding.optimizer import ELEMENT_WISE, check_optimizer, is_like
+from lightning_replica.sharding.optimizer import ELEMENT_WISE, check_optimizer
+from lightning_replica.sharding.piece import is_like
 from lightning_replica.sharding.state import ShardedState
 from tests.support.ranks import run_ranks
 from tests.support.sharded import (

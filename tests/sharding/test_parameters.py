@@ -108,7 +108,7 @@ def dtypes_mix_in_one_optimizer(groups: Groups) -> None:
 
 
 def less_than_one_parameter_or_element_a_rank(groups: Groups) -> None:
-    alone = make_groups(Grid(4, 1), groups.rank, timedelta(seconds=60))
+    alone = make_groups(Grid.of(4, 1), groups.rank, timedelta(seconds=60))
     for partition in ("element", "parameter"):
         for shapes in ([(3,)], [(2, 2), (1,)], [(), (0,)]):
             for flags in ({}, {"foreach": True}, {"fused": True}):
@@ -198,7 +198,7 @@ def zeroed_gradients_are_gradients(groups: Groups) -> None:
 
 
 def hooks_run_once_a_step_on_every_rank(groups: Groups) -> None:
-    alone = make_groups(Grid(4, 1), groups.rank, timedelta(seconds=60))
+    alone = make_groups(Grid.of(4, 1), groups.rank, timedelta(seconds=60))
     twin = Twin(alone, plain((5,)), adamw, partition="parameter")  # three ranks own nothing
     calls = []
     twin.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: calls.append(("pre", optimizer)))

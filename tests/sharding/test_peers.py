@@ -36,7 +36,7 @@ def train(groups: Groups, dtype: torch.dtype, partition: str, request: Request) 
         state.before_backward(reduce=True)
         net(x).square().mean().backward()
         apply(state, request)
-        everyone = [0] * groups.grid.world_size
+        everyone = [0] * groups.grid.size
         dist.all_gather_object(everyone, digest(state))
         digests.append(everyone)
     state.release()
@@ -46,7 +46,7 @@ def train(groups: Groups, dtype: torch.dtype, partition: str, request: Request) 
 
 def train_all(rank: int, store: Any) -> list[Any]:
     open_world(rank, store, 4)
-    groups = {replicas: make_groups(Grid(4, replicas), rank, timedelta(seconds=60)) for replicas in (1, 2, 4)}
+    groups = {replicas: make_groups(Grid.of(4, replicas), rank, timedelta(seconds=60)) for replicas in (1, 2, 4)}
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for clip in (None, 0.01):

@@ -49,7 +49,7 @@ def train(groups: Groups, make: Callable[[Any], Optimizer], accumulate: int = 1,
     net = model()
     optimizer = make(net.parameters())
     state = make_state(groups, net.parameters(), optimizer, **options)
-    for step in batches(groups.grid.world_size, accumulate):
+    for step in batches(groups.grid.size, accumulate):
         state.begin_window(False)
         optimizer.zero_grad()
         for number, (x, y) in enumerate(step):
@@ -65,7 +65,7 @@ def train(groups: Groups, make: Callable[[Any], Optimizer], accumulate: int = 1,
 def train_ddp(groups: Groups, make: Callable[[Any], Optimizer], accumulate: int) -> nn.Module:
     net = model()
     optimizer, ddp = make(net.parameters()), DistributedDataParallel(net)
-    for step in batches(groups.grid.world_size, accumulate):
+    for step in batches(groups.grid.size, accumulate):
         optimizer.zero_grad()
         for number, (x, y) in enumerate(step):
             with nullcontext() if number == accumulate - 1 else ddp.no_sync():
@@ -83,7 +83,7 @@ def relative_distance(ours: nn.Module, theirs: list[Tensor]) -> float:
 
 def as_ddp_of_two(groups: Groups) -> None:
     """Two addends commute, halving is exact: not one bit may differ. DDP adds up a window's gradients as we do."""
-    alone = make_groups(Grid(2, 1), groups.rank, timedelta(seconds=60))
+    alone = make_groups(Grid.of(2, 1), groups.rank, timedelta(seconds=60))
     for make in MAKERS.values():
         for accumulate in (1, 3):
             theirs = train_ddp(groups, make, accumulate)

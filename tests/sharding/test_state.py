@@ -66,7 +66,7 @@ def train(
     ours, theirs = model(), model()
     their_optimizer, our_optimizer = optimizer(theirs, name), optimizer(ours, name)
     ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
-    grid = Grid(world_size, replicas)
+    grid = Grid.of(world_size, replicas)
     state = new_state(grid, rank, ours.parameters(), [our_optimizer], shared_memory=shared)
     state.connect(make_groups(grid, rank, timedelta(seconds=60), on_host), lambda: None)
     torch.manual_seed(rank)
@@ -98,7 +98,7 @@ def train(
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ours.parameters())).hexdigest()
     found = {"difference": difference, "weights": weights, "buckets": len(state.buffers[0].layout.buckets)}
     mappable = state.buffers[0].block.file >= 0
-    return {**found, "mapped": state.reducer.memory is not None, "mappable": mappable}
+    return {**found, "mapped": state.gradients.memory is not None, "mappable": mappable}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -132,7 +132,7 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
     """Rank 0 trains two steps; rank 1, fresh, takes its shard and both make one more."""
     open_world(rank, store, 2)
     net = model()
-    grid = Grid(2, 2)
+    grid = Grid.of(2, 2)
     state = new_state(grid, rank, net.parameters(), [optimizer(net, "AdamW")])
     state.connect(make_groups(grid, rank, timedelta(seconds=60)), lambda: None)
 
@@ -185,19 +185,19 @@ def test_a_parameter_in_two_optimizers() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizers = [torch.optim.SGD([parameter]), torch.optim.Adam([parameter])]
     with pytest.raises(ConfigurationError, match=r"Optimizers 0 and 1 hold the same parameter of shape \(3,\)"):
-        new_state(Grid(2, 2), 0, [parameter], optimizers)
+        new_state(Grid.of(2, 2), 0, [parameter], optimizers)
 
 
 def without_end(rank: int, store: Any) -> Any:
     """A collective on rank 0's device is still under way when its gradient is asked for: it never gets that far."""
     open_world(rank, store, 2)
     if rank == 1:
-        make_groups(Grid(2, 2), rank, timedelta(seconds=60), on_host=False)
+        make_groups(Grid.of(2, 2), rank, timedelta(seconds=60), on_host=False)
         store.wait(["asked"])
         return True
     net = model().to(torch.bfloat16)  # a checkpoint has its main parameters
     adam = optimizer(net, "AdamW")
-    state = new_state(Grid(2, 2), rank, net.parameters(), [adam], shared_memory=False)
+    state = new_state(Grid.of(2, 2), rank, net.parameters(), [adam], shared_memory=False)
 
     def check() -> None:
         raise Interrupted("the world moves on")
@@ -221,12 +221,12 @@ def test_no_commit_and_no_checkpoint_before_the_device_has_come_to_an_end() -> N
 def test_a_parameter_that_is_not_the_modules() -> None:
     parameter = nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigurationError, match=r"SGD holds a parameter of shape \(3,\) that is not one of the"):
-        new_state(Grid(2, 2), 0, [], [torch.optim.SGD([parameter])])
+        new_state(Grid.of(2, 2), 0, [], [torch.optim.SGD([parameter])])
 
 
 def test_gradients_live_in_the_flat_buffer_and_none_stays_none() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
-    state = new_state(Grid(2, 2), 0, parameters, [torch.optim.SGD(parameters)])
+    state = new_state(Grid.of(2, 2), 0, parameters, [torch.optim.SGD(parameters)])
     buffers = state.buffers[0]
     buffers.grads.fill_(7.0)
     parameters[1].grad = torch.tensor([3.0, 4.0])
@@ -243,7 +243,7 @@ def test_memory_format_is_kept() -> None:
     image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     turned = nn.Parameter(torch.randn(3, 5).t())
     values = [image.detach().clone(), turned.detach().clone()]
-    new_state(Grid(2, 1), 1, [image, turned], [torch.optim.SGD([image, turned])])
+    new_state(Grid.of(2, 1), 1, [image, turned], [torch.optim.SGD([image, turned])])
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert turned.stride() == (1, 5)
     assert all(torch.equal(a, b) for a, b in zip((image, turned), values, strict=True))

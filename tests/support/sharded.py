@@ -34,7 +34,7 @@ def digest(state: ShardedState) -> int:
 def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups:
     """The default group and those of one grid."""
     open_world(rank, store, world_size)
-    return make_groups(Grid(world_size, replicas), rank, timedelta(seconds=60))
+    return make_groups(Grid.of(world_size, replicas), rank, timedelta(seconds=60))
 
 
 def new_state(
@@ -90,7 +90,7 @@ def exact_share(gradient: Tensor, groups: Groups) -> Tensor:
 
     For N a power of two the average over ranks is then ``gradient`` to the last bit, whatever the order of summation.
     """
-    world_size = groups.grid.world_size
+    world_size = groups.grid.size
     owner = torch.arange(gradient.numel()).view(gradient.shape) % world_size
     return torch.where(owner == groups.rank, gradient * world_size, torch.zeros_like(gradient))
 

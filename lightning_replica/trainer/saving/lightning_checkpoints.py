@@ -117,7 +117,7 @@ class LightningCheckpoints(LightningCollectives):
 
     @property
     def _is_cut_off(self) -> bool:
-        return self._session is not None and self._session.is_over and self.world_size > 1
+        return self._session is not None and self._session.world.is_over and self.world_size > 1
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint. A replacement that has not joined yet removes none."""
@@ -139,7 +139,7 @@ class LightningCheckpoints(LightningCollectives):
         """Begin to write a sharded checkpoint, and return once its data is copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
         with self._faults_apart():
-            self._checkpoints.save_periodic(trainer, training, path, beside=self.session.beside())
+            self._checkpoints.save_periodic(trainer, training, path, beside=self.session.world.beside())
 
     def settle_save(self, path: Location) -> bool:
         """Wait for the checkpoint that `save_beside` has begun. Collective.

@@ -164,7 +164,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
     """
     if loops["epoch_progress"]["current"]["ready"] == 0:
         return None
-    if own and own["world_size"] == session.grid.world_size:
+    if own and own["world_size"] == session.world.size:
         host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
         private = _as_today(private)
         read = Snapshot(
@@ -237,7 +237,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
         window = trainer.accumulate_grad_batches
         begun = done // window * window  # to the window's start: its gradients are not in the checkpoint
         if own:
-            begun = _batches(trainer, session.grid.world_size, own["samples"], begun)
+            begun = _batches(trainer, session.world.size, own["samples"], begun)
         if begun != done or own:
             place, done = "batch", begun
         if place == "batch":
@@ -245,7 +245,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
     host["place"], host["logger_fx"] = place, [done == 1 if place else None, None]
     state = LoaderState(done - (place == "batch_end"))
     loaders = [_within(loader, state) for loader in training_loaders(trainer)]
-    return Snapshot("tail", 0, host, session.device.rng_state(), [], loaders, fresh=True)
+    return Snapshot("tail", 0, host, session.world.device.rng_state(), [], loaders, fresh=True)
 
 
 def _count_update(loops: dict[str, Any]) -> None:

@@ -1,0 +1,190 @@
+"""One process's connections to the other ranks: the store, the process groups, the monitor of generations."""
+
+import logging
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_replica.checkpoint.together import TogetherBeside
+from lightning_replica.control import keys
+from lightning_replica.control.generation import Generations
+from lightning_replica.control.journal import Journal
+from lightning_replica.control.monitor import Monitor
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.works import Ordered, Work, finish, wait
+from lightning_replica.devices.interface import Device, is_apart
+from lightning_replica.errors import CollectiveError, Interrupted
+from lightning_replica.groups.membership import Groups, make_groups
+from lightning_replica.groups.world import ProcessGroups
+from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.external import roll_call
+
+log = logging.getLogger(__name__)
+
+# How often a busy rank checks whether the next generation has begun; without recovery, only whether the run has ended.
+_LOOKS_S, _SELDOM_LOOKS_S = 0.5, 1.0
+
+
+class World:
+    """How this process talks to the other ranks, and how it stops talking when the generation ends.
+
+    Args:
+        grid: The table of ranks.
+        rank: This rank.
+        surroundings: How this process reaches the other ranks.
+        store: A connection of ``surroundings``.
+        device: The device that this rank trains on.
+        timeout_s: Time after which a collective fails on its own, in seconds.
+        options: What the user has chosen about recovery.
+        journal: Answers the collectives of a replacement that has not joined the other ranks yet.
+        orphaned: Called in the monitor's thread when the store is gone.
+
+    Attributes:
+        grid: The table of ranks.
+        rank: This rank.
+        size: Number of ranks.
+        born: The generation that this process was born into.
+        device: The device that this rank trains on.
+        generations: The log of generations.
+        process_groups: All groups of this process.
+        monitor: Watches for the next generation.
+        is_over: Whether the run has ended before its time. Ranks no longer communicate then.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        surroundings: Surroundings,
+        store: dist.Store,
+        device: Device,
+        timeout_s: float,
+        options: RecoveryOptions,
+        journal: Journal,
+        orphaned: Callable[[], None],
+    ) -> None:
+        self.grid, self.rank, self.size, self.device = grid, rank, grid.size, device
+        self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
+        self.born = surroundings.generation
+        self.generations = Generations(store, self.born)
+        self.process_groups = ProcessGroups(store, rank, self.size, device, timeout_s, self.look, journal)
+        watched = Generations(surroundings.connect())
+        self.monitor = Monitor(watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
+        self.monitor.start(self.born)
+        self.is_over = False
+        self._groups: Groups | None = None
+        self._follower: Callable[[Groups], None] | None = None
+        self._beside = (-1, 0)  # generation, and number of the newest call of `beside` in it
+
+    def open(self) -> None:
+        """Open the process groups. A replacement has only handles until it joins the other ranks."""
+        if self.born > 0:
+            self.process_groups.hold()
+        else:
+            self.process_groups.open(0, self.make_groups)
+
+    def make_groups(self, timeout: timedelta) -> Iterable[dist.ProcessGroup]:
+        """Make the package's own groups of a generation, and give them to the follower. Collective.
+
+        Args:
+            timeout: Time after which a collective fails while ranks connect.
+        """
+        self._groups = make_groups(self.grid, self.rank, timeout, self.device.is_host)
+        if self._follower is not None:
+            self._follower(self._groups)
+        return self._groups.all()
+
+    def follow(self, connect: Callable[[Groups], None]) -> None:
+        """Call ``connect`` with the groups of this generation and of every later one, in place of an earlier follower.
+
+        In a replacement, the first call comes when it joins the other ranks.
+        """
+        self._follower = connect
+        if self._groups is not None:
+            connect(self._groups)
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of this generation."""
+        if self._groups is None:
+            raise CollectiveError("This replacement has not joined the others yet; no collective is possible.")
+        return self._groups
+
+    def check(self) -> None:
+        """Raise `Interrupted` if this rank's generation is known to be over."""
+        self.monitor.check()
+
+    def look(self) -> None:
+        """Check like `check`, and have the monitor look at once. A waiting rank calls this again and again."""
+        self.monitor.look()
+
+    def wait(self, work: Work, tensor: Tensor | None = None) -> None:
+        """Wait for a collective to end.
+
+        Args:
+            work: What an ``async_op=True`` collective returned.
+            tensor: The tensor of the collective; None if it is in host memory.
+        """
+        if self._journal.mode == "reading":
+            return  # the journal has answered; a replacement that has not joined yet ignores new generations
+        if isinstance(work, dist.Work) and tensor is not None and is_apart(self.device, tensor):
+            wait(Ordered(work), self.look)
+            finish(self.look)
+        else:
+            wait(work, self.look)
+
+    def meet(self, name: str) -> None:
+        """Wait until all ranks have come to the meeting ``name`` in this generation."""
+        self.generations.meet(name, self.generations.current, self.size, self._patience_s)
+
+    def exchange_last(self, generation: int, plain: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange data with the ranks that are left: by the supervisor's record, or else all ranks that come."""
+        topic, generations = keys.gasping(generation), self.generations
+        if not self._surroundings.supervised:
+            return roll_call(generations, topic, self.rank, plain, generation, self.size)
+        lost = generations.lost(generation)
+        left = [rank for rank in range(self.size) if rank not in lost]
+        return generations.share(topic, self.rank, plain, generation, left, self._patience_s, given_up=True)
+
+    def beside(self) -> TogetherBeside:
+        """Return a `TogetherBeside` for work beside training, until the next generation begins. Called on all ranks."""
+        generation, store = self.generations.current, self._surroundings.connect()
+        number = self._beside[1] + 1 if self._beside[0] == generation else 0
+        self._beside = generation, number
+        generations = Generations(store)
+
+        def check() -> None:
+            if generations.begun(generation + 1):
+                raise Interrupted(f"generation {generation} is over")
+
+        return TogetherBeside(store, keys.beside(generation, number), self.rank, self.size, check)
+
+    def let_go(self) -> None:
+        """Stop the monitor and restart the device: the run has ended, and reporting its error may need the device."""
+        self.is_over = True
+        self.monitor.stop()
+        try:
+            self.device.restart()
+        except RuntimeError as error:
+            log.warning("rank %d: its device cannot be used any more: %s", self.rank, error)
+
+    def close(self) -> None:
+        """Leave the world."""
+        self.let_go()
+        self.process_groups.close()
+        if not self._surroundings.supervised:
+            self._surroundings.leave(self.size, failed=self.generations.verdict() is not None)
+
+    def _wake(self) -> None:
+        """End what this rank waits for, here and on the device: its generation is over. Called in the monitor's thread.
+
+        The device is stopped first: an aborted collective leaves arbitrary data in its tensors, and nothing must be
+        computed from that. The device of a replacement that has not joined yet is not stopped: it needs no other rank.
+        """
+        if self._journal.mode != "reading":
+            self.device.stop()
+        self.process_groups.abort()

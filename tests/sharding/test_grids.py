@@ -1,0 +1,162 @@
+"""Several grids in one world, as model parallelism has them: each shards its own model, under one commit."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_replica.core.grid import Grid
+from lightning_replica.errors import CollectiveError
+from lightning_replica.groups.membership import Groups, make_groups
+from lightning_replica.sharding.commit import Request, StepPhase
+from tests.support.ranks import open_world, run_ranks
+from tests.support.sharded import commit, digest, make_state, new_state
+
+# Two stages of a pipeline, say: ranks 0 and 2 hold the first, 1 and 3 the second.
+GRIDS = (Grid((0, 2), 2), Grid((1, 3), 1))
+
+
+def model(stage: int) -> nn.Module:
+    """The stages differ in size, so their commits would not fit together if they told which parameters are used."""
+    torch.manual_seed(stage)
+    net = nn.Sequential(nn.Linear(9, 30), nn.Tanh(), nn.Linear(30, 1))
+    if stage:
+        net.extend([nn.Tanh(), *(nn.Linear(1, 1) for _ in range(120))])
+        net.unused = nn.Parameter(torch.ones(3))
+    return net
+
+
+def batch(place: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + place))
+
+
+class Stage:
+    """One rank's part of a stage."""
+
+    def __init__(self, groups: Groups, stage: int, **options: Any) -> None:
+        self.net, self.groups = model(stage), groups
+        self.optimizer = AdamW(self.net.parameters(), lr=1e-2, weight_decay=0.1)
+        self.state = make_state(groups, self.net.parameters(), self.optimizer, **options)
+
+    def backward(self, step: int, factor: float = 1.0) -> None:
+        self.state.begin_window(False)
+        self.optimizer.zero_grad()
+        self.state.before_backward(reduce=True)
+        (self.net(batch(self.groups.place, step)).square().mean() * factor).backward()
+        self.state.after_backward(reduce=True)
+        self.state.reduce()
+
+    def finish(self) -> None:
+        self.state.update()
+        self.state.gather()
+
+    @property
+    def weights(self) -> list[list[float]]:
+        return [p.detach().flatten().tolist() for p in self.net.parameters()]
+
+
+def open_stage(rank: int, store: Any) -> tuple[Groups, int]:
+    open_world(rank, store, 4)
+    return make_groups(GRIDS[rank % 2], rank, timedelta(seconds=60)), rank % 2
+
+
+def both_stages(rank: int, store: Any, whole: bool) -> Any:
+    groups, number = open_stage(rank, store)
+    stage = Stage(groups, number, whole_gradients=whole)
+    for step in range(4):
+        stage.backward(step)
+        commit(stage.state)
+        stage.finish()
+    return stage.weights
+
+
+def one_stage(rank: int, store: Any, number: int) -> Any:
+    open_world(rank, store, 2)
+    stage = Stage(make_groups(Grid.of(2, 1), rank, timedelta(seconds=60)), number)
+    for step in range(4):
+        stage.backward(step)
+        commit(stage.state)
+        stage.finish()
+    return stage.weights
+
+
+def test_each_grid_trains_as_it_does_alone() -> None:
+    alone = [run_ranks(2, one_stage, number)[0] for number in (0, 1)]
+    assert alone[0] != alone[1]
+    for whole in (False, True):
+        assert run_ranks(4, both_stages, whole) == [alone[0], alone[1]] * 2
+
+
+def one_commit(rank: int, store: Any) -> Any:
+    """What each rank sees of requests that one rank makes, of infinities on one grid, and of the norm."""
+    groups, number = open_stage(rank, store)
+    stage, found = Stage(groups, number), []
+    stage.backward(0)
+    told = stage.state.commit(stage.state.part_of_commit(Request(), stop=rank == 2, save=rank == 3))
+    found.append([told.stop, told.save, told.used, told.grad_norm_sq])
+    own = sum(float(g.double().square().sum()) for b in stage.state.buffers for g in b.own_gradients())
+    total = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(total)
+    found.append(abs(told.grad_norm_sq / float(total) - 1) < 1e-6)  # that one sums squares in 64 bits
+    stage.finish()
+    before = stage.weights
+    stage.backward(1, factor=float("inf") if number == 1 else 1.0)
+    told = commit(stage.state, Request(scale=1.0))
+    stage.finish()
+    return [*found, told.non_finite, stage.weights == before, stage.state.step]
+
+
+def test_a_commit_is_everyone_s() -> None:
+    results = run_ranks(4, one_commit)
+    assert all(result == results[0] for result in results)
+    (stop, save, used, _), norm_is_that_of_both, non_finite, kept, steps = results[0]
+    assert (stop, save, used, norm_is_that_of_both) == (1, 1, [], True)
+    assert non_finite == 2  # both ranks of the second grid hold some of it
+    assert (kept, steps) == (True, 2)  # the first grid leaves its update out too
+
+
+def roll_forward(rank: int, store: Any) -> Any:
+    """Rank 0 misses the commit, and makes the update with what a rank of the other grid has seen."""
+    groups, number = open_stage(rank, store)
+    stage = Stage(groups, number)
+    stage.backward(0)
+    if rank == 0:
+        part, all_reduce = stage.state.part_of_commit(Request(clip_norm=0.01)), dist.all_reduce
+
+        def misses(tensor: torch.Tensor, **options: Any) -> Any:
+            all_reduce(tensor, group=options["group"])
+            raise CollectiveError("cut off")
+
+        dist.all_reduce = misses
+        try:
+            stage.state.commit(part)
+        except CollectiveError:
+            dist.all_reduce = all_reduce
+        assert stage.state.phase is StepPhase.ENTERED
+        seen = torch.zeros(4, dtype=torch.float64)
+        dist.broadcast(seen, 1)
+        stage.state.roll_forward(tuple(seen.tolist()))
+        stage.state.gather()
+    else:
+        told = commit(stage.state, Request(clip_norm=0.01))
+        dist.broadcast(torch.tensor(told.vector, dtype=torch.float64), 1)
+        stage.finish()
+    return [digest(stage.state), stage.weights]
+
+
+def test_a_rank_rolls_forward_with_the_commit_of_another_grid() -> None:
+    results = run_ranks(4, roll_forward)
+    assert results[0] == results[2]
+    assert results[1][1] == results[3][1]
+
+
+def test_a_grid_numbers_its_ranks_by_place() -> None:
+    grid = Grid((5, 9, 2, 7), 2)
+    assert [grid.place_of(rank) for rank in (5, 9, 2, 7)] == [0, 1, 2, 3]
+    assert (grid.peers(9), grid.replica_ranks(2), grid.shard_of(7), grid.replica_of(7)) == ((9, 7), (2, 7), 1, 1)
+    parameter = nn.Parameter(torch.ones(64))
+    state = new_state(grid, 7, [parameter], [SGD([parameter], lr=0.1)], shared_memory=False)
+    assert {piece.rank for piece in state.optimizers[0].pieces} <= {9, 7}
