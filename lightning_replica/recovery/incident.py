@@ -1,10 +1,13 @@
 """An incident: everything that went wrong between two good steps, and how it ended."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from datetime import datetime, timedelta, timezone
+from typing import Any, Literal, get_args
 
-from lightning_replica.control.faults import Fault, most_telling
+from lightning_replica.control.faults import Detected, Fault, most_telling
+from lightning_replica.core.points import PHASES
 from lightning_replica.recovery.interface import Kind
 
 SCHEMA = 1  # version of the line that `to_json` returns
@@ -85,8 +88,25 @@ class Incident:
         """The highest level of recovery that was needed."""
         return "replacement" if self.replaced else "repair" if self.moves else "retry"
 
+    @property
+    def failed(self) -> bool:
+        """Whether training did not resume."""
+        return self.outcome == "failed"
+
+    @property
+    def began(self) -> datetime:
+        """The time when the first fault was seen."""
+        time = datetime.fromisoformat(self.time)
+        return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
+
+    @property
+    def ended(self) -> datetime:
+        """The time when the first good step was completed, or the recovery had failed."""
+        length_s = max(self.recovery_s, sum(self.phases_s.values()), self.first_good_step_s or 0.0)
+        return self.began + timedelta(seconds=length_s)
+
     def to_json(self) -> str:
-        """Return the incident as one line of JSON."""
+        """Return the incident as one line of JSON, in which times are rounded to a microsecond."""
         plain: dict[str, Any] = {
             "schema": SCHEMA,
             "incident": self.number,
@@ -112,10 +132,75 @@ class Incident:
         }
         return json.dumps(plain)
 
+    @classmethod
+    def of_json(cls, line: str) -> "Incident":
+        """Return the incident that a line of `to_json` describes.
+
+        Raises:
+            ValueError: If the line is no incident; the message says what is wrong.
+        """
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"no JSON ({error.msg} at character {error.pos + 1})") from None
+        if not isinstance(record, dict) or "schema" not in record:
+            raise ValueError("no incident: there is no 'schema'")
+        if record["schema"] != SCHEMA:
+            raise ValueError(f"schema {record['schema']!r} is not known, only {SCHEMA}: another version wrote it")
+        try:
+            return cls._of(record)
+        except KeyError as error:
+            raise ValueError(f"{error} is missing") from None
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a value is of another type than it should be ({error})") from None
+
+    @classmethod
+    def _of(cls, record: Mapping[str, Any]) -> "Incident":
+        datetime.fromisoformat(record["time"])
+        if not record["faults"]:
+            raise ValueError("it has no fault")
+        first, redone = record["first_good_step_s"], record["redone"]
+        return cls(
+            number=int(record["incident"]),
+            time=record["time"],
+            outcome=_one_of("outcome", record["outcome"], ("recovered", "failed")),
+            error=str(record["error"]),
+            faults=tuple(map(_fault, record["faults"])),
+            generation=int(record["generation"]),
+            step=int(record["step"]),
+            epoch=int(record["epoch"]),
+            kind=_one_of("kind", record["kind"], get_args(Kind)),
+            replaced=tuple(map(int, record["replaced"])),
+            forward=tuple(map(int, record["forward"])),
+            moves=tuple(map(_transferred, record["moves"])),
+            phases_s={phase: float(record["phases_ms"].get(phase) or 0.0) / 1000 for phase in PHASES},
+            recovery_s=float(record["recovery_s"]),
+            first_good_step_s=None if first is None else float(first),
+            redone_batches=int(redone["batches"]),
+            redone_s=float(redone["seconds"]),
+            teller=-1,  # the line does not say
+        )
+
+
+def _fault(record: Mapping[str, Any]) -> Fault:
+    detected = _one_of("detected", record["detected"], get_args(Detected))
+    return Fault(detected, tuple(map(int, record["ranks"])), str(record["text"]))
+
+
+def _transferred(record: Mapping[str, Any]) -> Transferred:
+    source, target, size = (int(record[name]) for name in ("source", "target", "bytes"))
+    return Transferred(source, target, size, float(record["seconds"]), bool(record["host"]))
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+    return value
+
 
 def describe(incident: Incident) -> str:
     """Return one line for the user: what happened, what was decided, where each shard came from, how long it took."""
-    if incident.outcome == "failed":
+    if incident.failed:
         where = f" at step {incident.step}" if incident.step >= 0 else ""  # unknown on a replacement: -1
         return f"recovery failed{where}: {incident.error}"
     who = ", ".join(map(str, incident.replaced))

@@ -10,8 +10,8 @@ from typing import Any
 import matplotlib
 
 from lightning_replica.core.output import size
+from lightning_replica.recovery.incident import Incident
 from lightning_replica.report.picture import DARK, LIGHT, MARKS, Theme, draw, headline, seconds
-from lightning_replica.report.timeline import Incident
 
 _SVG: Any = {"svg.hashsalt": "lightning-replica", "svg.fonttype": "path"}  # the same log gives the same file
 _HEADER = ("#", "when (UTC)", "step", "what happened", "then", "shards", "recovery", "first good step", "done again")
@@ -82,12 +82,13 @@ def page(incidents: Sequence[Incident], log: Path) -> str:
 
 
 def _row(each: Incident) -> str:
-    again = f"{each.redone}; from the {'batch' if each.kind == 'batch' else 'tail of the step'} on"
+    redone = f"{each.redone_batches} batches, {each.redone_s:.2f} s"
+    again = f"{redone}; from the {'batch' if each.kind == 'batch' else 'tail of the step'} on"
     shards = "<br>".join(f"{move.source} → {move.target}, {size(move.bytes)}" for move in each.moves)
     first = "-" if each.first_good_step_s is None else seconds(each.first_good_step_s)
     cells = [
         ("plain", str(each.number)),
-        ("plain", f"{each.time:%Y-%m-%d %H:%M:%S.}{each.time.microsecond // 1000:03d}"),
+        ("plain", f"{each.began:%Y-%m-%d %H:%M:%S.}{each.began.microsecond // 1000:03d}"),
         ("plain", f"{each.step:,}<br><small>epoch {each.epoch}</small>"),
         ("what", _what(each)),
         ("plain", _then(each)),
@@ -100,9 +101,9 @@ def _row(each: Incident) -> str:
 
 
 def _what(each: Incident) -> str:
-    colour = MARKS[each.detected][1]
-    text = f'<span class="mark" style="color: {colour}">{each.detected}</span> {html.escape(each.why)}'
-    others = [fault for fault in each.faults if fault != each.why]
+    colour = MARKS[each.fault.detected][1]
+    text = f'<span class="mark" style="color: {colour}">{each.fault.detected}</span> {html.escape(each.fault.text)}'
+    others = [fault.text for fault in each.faults if fault != each.fault]
     if others:
         items = "".join(f"<li>{html.escape(fault)}</li>" for fault in others)
         text += f"<details><summary>{len(others)} more</summary><ul>{items}</ul></details>"
@@ -111,13 +112,13 @@ def _what(each: Incident) -> str:
 
 def _then(each: Incident) -> str:
     if each.failed:
-        return f'<span class="failed">failed</span><br><small>{html.escape(each.failed)}</small>'
+        return f'<span class="failed">failed</span><br><small>{html.escape(each.error)}</small>'
     who = f"<br><small>rank {', '.join(map(str, each.replaced))}</small>" if each.replaced else ""
     return f"{html.escape(each.level)}{who}"
 
 
 def _phases(each: Incident) -> str:
-    items = "".join(f"<li>{phase} {seconds(ms / 1000)}</li>" for phase, ms in each.phases_ms.items())
+    items = "".join(f"<li>{phase} {seconds(length)}</li>" for phase, length in each.phases_s.items())
     return f"<details><summary>phases</summary><ul>{items}</ul></details>"
 
 

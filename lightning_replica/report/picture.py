@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 from lightning_replica.core.output import size
 from lightning_replica.core.points import PHASES
-from lightning_replica.report.timeline import Incident
+from lightning_replica.recovery.incident import Incident
 
 # Shape and colour of the mark for each way in which a fault is noticed.
 MARKS: dict[str, tuple[str, str]] = {
@@ -57,11 +57,11 @@ DARK = Theme("#0d1117", "#e6edf3", "#8d96a0", "#30363d", "#ff7b72")
 
 def headline(incidents: Sequence[Incident]) -> tuple[str, str]:
     """Return a summary of the incidents: a headline, and the line below it."""
-    failed = sum(bool(incident.failed) for incident in incidents)
+    failed = sum(incident.failed for incident in incidents)
     count = f"{len(incidents)} incident{'s' * (len(incidents) != 1)}"
     outcome = f"{failed} not recovered" if failed else "all recovered" if len(incidents) > 1 else "recovered"
     well = [incident.recovery_s for incident in incidents if not incident.failed]
-    begin, end = incidents[0].time, incidents[-1].time
+    begin, end = incidents[0].began, incidents[-1].began
     steps = sorted({incidents[0].step, incidents[-1].step})
     parts = [f"{begin:%Y-%m-%d %H:%M:%S}" + (f" to {end:%Y-%m-%d %H:%M:%S}" if end > begin else "") + " UTC"]
     parts.append("step" + "s" * (len(steps) > 1) + " " + " to ".join(f"{step:,}" for step in steps))
@@ -111,15 +111,15 @@ def seconds(value: float) -> str:
 
 def _lanes(incidents: Sequence[Incident]) -> dict[int, int]:
     """Return the place from the top of each rank that takes part in an incident; -1 stands for an unknown rank."""
-    ranks = {rank for each in incidents for rank in (*each.ranks, *each.replaced)}
+    ranks = {rank for each in incidents for rank in (*each.fault.ranks, *each.replaced)}
     ranks |= {rank for each in incidents for move in each.moves for rank in (move.source, move.target)}
-    if any(not each.ranks for each in incidents):
+    if any(not each.fault.ranks for each in incidents):
         ranks.add(-1)
     return {rank: place for place, rank in enumerate(sorted(ranks, key=lambda rank: (rank < 0, rank)))}
 
 
 def _draw_lanes(axes: Axes, incidents: Sequence[Incident], lanes: dict[int, int], theme: Theme) -> None:
-    begin, end = incidents[0].time, max(each.end for each in incidents)
+    begin, end = incidents[0].began, max(each.ended for each in incidents)
     margin = max((end - begin) * 0.04, timedelta(seconds=1 if len(incidents) > 1 else 30))
     low, high = _number(begin - margin), _number(end + margin)
     axes.set_xlim(low, high)
@@ -138,11 +138,11 @@ def _draw_lanes(axes: Axes, incidents: Sequence[Incident], lanes: dict[int, int]
 
 def _draw_incident(axes: Axes, each: Incident, lanes: dict[int, int], theme: Theme, many: bool) -> None:
     """Draw which ranks failed, how long training stood still, and which rank sent its shard to which."""
-    at, end, small = _number(each.time), _number(each.end), 0.65 if many else 1.0
+    at, end, small = _number(each.began), _number(each.ended), 0.65 if many else 1.0
     axes.axvspan(at, end, color=theme.line, alpha=0.35, linewidth=0, zorder=0)
     if each.failed:
         axes.axvline(end, color=theme.alarm, linewidth=1.2, linestyle=(0, (3, 2)), zorder=2)
-    sent = _number(each.time + timedelta(seconds=_until_repaired(each)))
+    sent = _number(each.began + timedelta(seconds=_until_repaired(each)))
     for move in each.moves:
         arrow = {
             "arrowstyle": "-|>", "color": theme.faint, "linewidth": 1.1 * small, "shrinkA": 2, "shrinkB": 6 * small,
@@ -150,15 +150,15 @@ def _draw_incident(axes: Axes, each: Incident, lanes: dict[int, int], theme: The
         }  # fmt: skip
         axes.annotate("", (sent, lanes[move.target]), (sent, lanes[move.source]), arrowprops=arrow, zorder=3)
         axes.plot(sent, lanes[move.source], ".", color=theme.faint, markersize=5 * small, zorder=3)
-    for rank in each.ranks or (-1,):
-        shape, colour = MARKS[each.detected]
+    for rank in each.fault.ranks or (-1,):
+        shape, colour = MARKS[each.fault.detected]
         axes.barh(lanes[rank], end - at, left=at, height=0.34, color=colour, alpha=0.55, zorder=2)
         axes.plot(at, lanes[rank], shape, color=colour, markersize=10 * small, markeredgecolor=theme.page, zorder=4)
 
 
 def _until_repaired(each: Incident) -> float:
     """Return the seconds from the fault to the end of the phase in which shards are sent."""
-    after = sum(each.phases_ms[phase] for phase in PHASES[PHASES.index("repair") + 1 :]) / 1000
+    after = sum(each.phases_s[phase] for phase in PHASES[PHASES.index("repair") + 1 :])
     return max(0.0, _total(each) - after)
 
 
@@ -166,7 +166,7 @@ def _name_steps(axes: Axes, incidents: Sequence[Incident], theme: Theme, room: f
     """Write steps above the marks, as many as there is room for."""
     free = float("-inf")
     for each in incidents:
-        at = _number(each.time)
+        at = _number(each.began)
         if at >= free:
             colour = theme.alarm if each.failed else theme.faint
             axes.text(at, -0.72, f"step {each.step:,}", color=colour, size=8, ha="center", va="bottom")
@@ -191,7 +191,7 @@ def _row(axes: Axes, place: int, each: Incident, theme: Theme, longest: float) -
     if each.first_good_step_s:
         axes.barh(place, each.first_good_step_s, height=0.14, color=theme.faint, alpha=0.55, zorder=2)
     for phase in PHASES:
-        length = each.phases_ms[phase] / 1000
+        length = each.phases_s[phase]
         axes.barh(place, length, left=start, height=0.62, color=COLOURS[phase], zorder=3)
         start += length
     if start < total:  # failed attempts, and the time before the first phase
@@ -212,17 +212,21 @@ def _label(axes: Axes, place: int, each: Incident, theme: Theme) -> None:
     def at(inches: float) -> float:
         return (inches - _ROWS_LEFT) / (_WIDTH - _ROWS_LEFT - _EDGE)
 
-    shape, mark = MARKS[each.detected]
+    shape, mark = MARKS[each.fault.detected]
     axes.text(at(_NUMBER), place, f"#{each.number}", color=theme.faint, ha="right", **words)
     axes.plot(at(_MARK), place, shape, color=mark, markersize=7, markeredgecolor=theme.page, **side)
     axes.text(at(_STEP), place, f"step {each.step:,}", color=theme.faint, ha="right", **words)
     axes.text(
-        at(_WORDS), place, _cut(each.failed or each.why), color=theme.alarm if each.failed else theme.text, **words
+        at(_WORDS),
+        place,
+        _cut(each.error or each.fault.text),
+        color=theme.alarm if each.failed else theme.text,
+        **words,
     )
 
 
 def _total(each: Incident) -> float:
-    return max(each.recovery_s, sum(each.phases_ms.values()) / 1000)
+    return max(each.recovery_s, sum(each.phases_s.values()))
 
 
 def _short(each: Incident, total: float) -> str:
@@ -246,7 +250,7 @@ def _legends(figure: Figure, incidents: Sequence[Incident], theme: Theme, upper:
         "handletextpad": 0.4, "columnspacing": 1.3, "borderaxespad": 0.0, "borderpad": 0.0,
     }  # fmt: skip
     right = 1 - _EDGE / _WIDTH
-    seen = {each.detected for each in incidents}
+    seen = {each.fault.detected for each in incidents}
     marks: dict[str, Line2D] = {
         name: Line2D(
             [], [], marker=shape, color="none", markerfacecolor=colour, markeredgecolor=theme.page, markersize=9

@@ -30,11 +30,16 @@ KINDS: tuple[Detected, ...] = (
 
 def incident(number: int, **changes: Any) -> dict[str, Any]:
     time = datetime(2026, 11, 21, 12, tzinfo=timezone.utc) + timedelta(minutes=7 * number)
+    kind = number % len(KINDS)
+    fault = {
+        "detected": changes.get("detected", KINDS[kind]),
+        "ranks": changes.get("ranks", [] if kind == 4 else [number % 4]),
+        "text": changes.get("why", f"Rank {number % 4} died (SIGKILL)"),
+    }
     return {
         "schema": 1, "incident": number, "time": time.isoformat(timespec="milliseconds"), "outcome": "recovered",
-        "error": "", "detected": KINDS[number % len(KINDS)], "ranks": [] if number % len(KINDS) == 4 else [number % 4],
-        "why": f"Rank {number % 4} died (SIGKILL)",
-        "faults": [{"detected": "peer gone", "ranks": [], "text": "rank 1: a peer <is> gone"}],
+        "error": "", "detected": fault["detected"], "ranks": fault["ranks"], "why": fault["text"],
+        "faults": [fault, {"detected": "peer gone", "ranks": [], "text": "rank 1: a peer <is> gone"}],
         "level": "replacement", "generation": number, "step": 10 * number, "epoch": 1, "kind": "batch", "replaced": [2],
         "forward": [0, 1], "moves": [{"source": 0, "target": 2, "bytes": 2**20, "seconds": 0.01, "host": True}],
         "phases_ms": {"stop": 1, "clean": 2.5, "regroup": 900, "repair": 20, "rollback": 10, "resume": 5},
@@ -125,11 +130,12 @@ def test_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
         ('{"schema": 1, "inci', "no JSON (Unterminated string starting at at character 15)"),
         ("[]", "no incident: there is no 'schema'"),
         ({"schema": 2}, "schema 2 is not known, only 1: another version wrote it"),
-        ({"schema": 1, "time": "2026-11-21T12:00:00+00:00", "detected": "death"}, "'outcome' is missing"),
+        ({"schema": 1, "time": "2026-11-21T12:00:00+00:00", "detected": "death"}, "'faults' is missing"),
         (incident(1, time="today"), "Invalid isoformat string: 'today'"),
-        (incident(1, detected="aliens"), "detected='aliens' is not known"),
-        (incident(1, outcome="?"), "outcome='?' is neither 'recovered' nor 'failed'"),
+        (incident(1, detected="aliens"), "detected='aliens' is none of death, hang, "),
+        (incident(1, outcome="?"), "outcome='?' is none of recovered, failed"),
         (incident(1, moves=3), "a value is of another type than it should be"),
+        (incident(1, faults=[]), "it has no fault"),
         (incident(1, step="x"), "invalid literal for int"),
     ],
 )
