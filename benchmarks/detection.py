@@ -62,7 +62,7 @@ def blocked(rank: int, port: int, count: int, results: Any) -> None:
         else:
             generations.meet("blocked", generation, RANKS, 60)
             try:
-                works.wait(dist.all_reduce(torch.ones(10), async_op=True), monitor.look)
+                works.wait(dist.all_reduce(torch.ones(10), async_op=True), monitor.check_now)
             except (Interrupted, CollectiveError):
                 ended = time.monotonic()
             seen.append(ended - float(store.get(f"began/{generation}")))

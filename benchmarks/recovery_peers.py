@@ -225,7 +225,7 @@ def supervise_torchft(own: list[str], environment: dict[str, str], tuned: bool) 
     """Starts four processes and starts again whichever dies, at once."""
     from torchft.coordination import LighthouseServer
 
-    # Defaults, but for joining: a minute would be waited at the start and after every loss.
+    # Defaults, but for newborn: a minute would be waited at the start and after every loss.
     options = {"join_timeout_ms": 200, "heartbeat_timeout_ms": 500} if tuned else {}
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **options)
     environment = {**environment, "TORCHFT_LIGHTHOUSE": lighthouse.address()}

@@ -95,24 +95,24 @@ class Generations:
         """Return the fault that ended the generation before ``generation``."""
         return Fault.from_json(self.store.get(keys.generation(generation)).decode())
 
-    def taint(self, generation: int) -> None:
+    def record_corruption(self, generation: int) -> None:
         """Record that wrong bits were found in the generation before ``generation``, whichever process begins that.
 
         This is not part of the fault that ends a generation: if several faults occur at a time, only one is recorded.
         """
-        self.store.set(keys.tainted(generation), "")
+        self.store.set(keys.corruption(generation), "")
 
-    def is_tainted(self, generation: int) -> bool:
-        """Return whether `taint` was called for ``generation``."""
-        return self.store.check([keys.tainted(generation)])
+    def has_corruption(self, generation: int) -> bool:
+        """Return whether `record_corruption` was called for ``generation``."""
+        return self.store.check([keys.corruption(generation)])
 
-    def spoil(self) -> None:
+    def forbid_saving(self) -> None:
         """Record that no rank's shard can be trusted, so that this run writes no checkpoint any more."""
-        self.store.set(keys.SPOILED, "")
+        self.store.set(keys.SAVING_FORBIDDEN, "")
 
-    def is_spoiled(self) -> bool:
-        """Return whether `spoil` was called."""
-        return self.store.check([keys.SPOILED])
+    def saving_is_forbidden(self) -> bool:
+        """Return whether `forbid_saving` was called."""
+        return self.store.check([keys.SAVING_FORBIDDEN])
 
     def give_up(self, why: str, asked: bool = False) -> None:
         """End the run: every rank that waits, or begins to wait, raises an error with the text ``why``.

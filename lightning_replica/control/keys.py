@@ -39,12 +39,12 @@ def generation(number: int) -> str:
     return f"generation/{number}"
 
 
-def tainted(number: int) -> str:
+def corruption(number: int) -> str:
     """Return the key that is present if a shard was wrong when the generation began. Written by the shard's rank."""
-    return f"tainted/{number}"
+    return f"corruption/{number}"
 
 
-SPOILED = "spoiled"
+SAVING_FORBIDDEN = "saving_forbidden"
 """Present once no rank's shard can be trusted any more. Written by the rank that finds this out."""
 
 

@@ -82,7 +82,7 @@ class Monitor:
         if self.over:
             raise Interrupted(f"generation {self._generation} is over")
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         """Do what `check` does, then make the thread look at once, for the next call. Called while the rank waits.
 
         Raises:

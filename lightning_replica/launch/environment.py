@@ -64,14 +64,14 @@ class RankEnvironment:
     """The surroundings of a rank that a supervisor has started.
 
     Attributes:
-        host: Address at which the store listens.
+        address: Address at which the store listens.
         port: Its port.
         supervisor: Process id of the supervisor.
         generation: Generation that the process is born into.
         spool: See `Surroundings.spool`.
     """
 
-    host: str
+    address: str
     port: int
     supervisor: int
     generation: int
@@ -100,7 +100,7 @@ class RankEnvironment:
 
     def connect(self) -> dist.Store:
         """Open a new connection to the supervisor's store."""
-        return connect(self.host, self.port)
+        return connect(self.address, self.port)
 
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""
@@ -110,7 +110,7 @@ class RankEnvironment:
         return {
             **loopback_interface(),
             **inherited,
-            _STORE: f"{self.host}:{self.port}",
+            _STORE: f"{self.address}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
             _WORLD_SIZE: str(world_size),
@@ -118,7 +118,7 @@ class RankEnvironment:
             "LOCAL_RANK": str(rank),
             "NODE_RANK": "0",
             "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": self.host,
+            "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
 

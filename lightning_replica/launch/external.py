@@ -102,13 +102,13 @@ class ExternalEnvironment:
     """The surroundings of a rank that another launcher has started.
 
     Attributes:
-        host: Address at which the store listens.
+        address: Address at which the store listens.
         port: Its port.
         attempt: Name of the job and the attempt.
         served: The store itself, if this rank serves it.
     """
 
-    host: str
+    address: str
     port: int
     attempt: str
     served: dist.TCPStore | None = None
@@ -143,7 +143,7 @@ class ExternalEnvironment:
 
     def connect(self) -> dist.Store:
         """Open a new connection to the store."""
-        return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.host, self.port))
+        return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.address, self.port))
 
     def leave(self, world_size: int, failed: bool) -> None:
         """Leave the run, as the last thing that a rank does. A rank that serves the store waits for the others."""

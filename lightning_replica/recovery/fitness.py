@@ -24,7 +24,7 @@ def clean(device: Device, state: Recoverable, generations: Generations) -> tuple
     if survived.level == "nothing":
         raise DeviceLostError("its memory or its context is lost")
     if survived.level == "spoiled":
-        generations.spoil()
+        generations.forbid_saving()
         raise RecoveryError(
             "A memory error may have come before the newest update, and so be in every rank's shard. Go on from the"
             " last checkpoint."

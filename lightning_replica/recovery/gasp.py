@@ -22,7 +22,7 @@ from lightning_replica.errors import RecoveryError
 from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
-from lightning_replica.recovery.interface import Host, Recoverable
+from lightning_replica.recovery.interface import HostState, Recoverable
 from lightning_replica.recovery.planner import Decision, Report, can_send, decide
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Gasp:
         self._began = time.monotonic()
 
     def run(
-        self, state: Recoverable, host: Host, report: Callable[[], Report], write: Callable[[GaspPlan], str]
+        self, state: Recoverable, host: HostState, report: Callable[[], Report], write: Callable[[GaspPlan], str]
     ) -> str:
         """Write the checkpoint together with all other survivors.
 
@@ -139,12 +139,12 @@ class Gasp:
         self,
         generation: int,
         state: Recoverable,
-        host: Host,
+        host: HostState,
         report: Callable[[], Report],
         write: Callable[[GaspPlan], str],
     ) -> str:
         reach("gasp")
-        if self._generations.is_spoiled():
+        if self._generations.saving_is_forbidden():
             raise RecoveryError("What is left of this run cannot be trusted. Go on from an earlier checkpoint.")
         device = self._groups.device
         if not device.is_host:

@@ -24,12 +24,12 @@ class Recoverable(Protocol):
         """Whether this rank could make the next update without any other rank."""
 
     @property
-    def torn(self) -> bool:
-        """Whether the shard's memory cannot be trusted."""
+    def intact(self) -> bool:
+        """Whether the shard's memory can be trusted."""
 
     @property
     def corrupted(self) -> str:
-        """How the shard's bits were found to be wrong, in which case ``torn`` is true; empty if they were not."""
+        """How the shard's bits were found to be wrong, in which case ``intact`` is false; empty if they were not."""
 
     @property
     def commit_vector(self) -> tuple[float, ...] | None:
@@ -39,7 +39,7 @@ class Recoverable(Protocol):
         """Return, by name, the tensors of the shard and those it is made from: a peer or a gather can restore them."""
 
     def lose(self) -> None:
-        """Mark the shard as ``torn`` until a peer's is taken, because memory of a tensor in `held` was hit."""
+        """Mark the shard as lost until a peer's is taken, because memory of a tensor in `held` was hit."""
 
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Make the committed update. Called only if ``entered`` is true.
@@ -49,7 +49,10 @@ class Recoverable(Protocol):
         """
 
     def roll_back(self, kind: Kind) -> None:
-        """Discard the step under way. Called on every rank, after any rolling forward and `Host.restore_groups`."""
+        """Discard the step under way.
+
+        Called on every rank, after any rolling forward and `HostState.restore_groups`.
+        """
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Return a description of the shard in plain data, and the flat tensors that hold the shard.
@@ -59,13 +62,13 @@ class Recoverable(Protocol):
         """
 
     def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
-        """Take a peer's shard. If this raises half-way, ``torn`` is true."""
+        """Take a peer's shard. If this raises half-way, ``intact`` is false."""
 
     def rebuild(self) -> None:
         """Rebuild the parameters from the shards. Collective."""
 
 
-class Host(Protocol):
+class HostState(Protocol):
     """The state of one rank outside the shard: loops, schedulers, metrics, random numbers, data position."""
 
     def held(self, kind: Kind) -> tuple[int, ...]:

@@ -36,12 +36,13 @@ class Report:
         tries: Recoveries at this step so far.
         raised: The rank's own exception that stopped it; empty if other ranks stopped it.
         device: The error of its device that stopped it; empty if none did.
-        doubts: Ranks whose data has arrived damaged at this rank in this recovery.
-        joining: Whether it is a new process in its first recovery. It may have received its state by now.
+        damaged_from: Ranks whose data has arrived damaged at this rank in this recovery.
+        newborn: Whether it is a new process in its first recovery. It may have received its state by now.
         hook: The recovery hook that failed last on this rank in this recovery, and its error.
         hook_failures: How often hooks have failed on this rank in this recovery.
         corrupted: How its shard was found to be wrong, in which case it is not ``intact``; empty if it was not.
-        tainted: Whether any rank, even one that is gone by now, has found wrong bits since this rank last trained.
+        corruption_seen: Whether any rank, even one that is gone by now, has found wrong bits since this rank last
+            trained.
         links: For every process group, whether its device has connections that could resume.
         resumed: The step at which they last resumed; -1 if they never did.
         settings: What it trains with, by name, as short text; empty if `settings_step` is -1.
@@ -60,12 +61,12 @@ class Report:
     mirrors: tuple[Mirror, ...] = ()
     tries: int = 0
     raised: str = ""
-    doubts: tuple[int, ...] = ()
-    joining: bool = False
+    damaged_from: tuple[int, ...] = ()
+    newborn: bool = False
     hook: str = ""
     hook_failures: int = 0
     corrupted: str = ""
-    tainted: bool = False
+    corruption_seen: bool = False
     device: str = ""
     links: tuple[bool, ...] = ()
     resumed: int = -1
@@ -76,11 +77,11 @@ class Report:
     @classmethod
     def of_nothing(cls, rank: int) -> "Report":
         """Return the report of a replacement that has nothing yet, or of a rank that is gone."""
-        return cls(rank, -1, False, False, -1, (), (), (), joining=True)
+        return cls(rank, -1, False, False, -1, (), (), (), newborn=True)
 
     @property
-    def newborn(self) -> bool:
-        """Whether this is a replacement that has nothing yet."""
+    def is_empty(self) -> bool:
+        """Whether the rank is a replacement that has nothing yet."""
         return self.step < 0
 
     def holds(self, kind: Kind, step: int) -> bool:
@@ -95,7 +96,7 @@ class Report:
     def from_plain(cls, plain: dict[str, Any]) -> "Report":
         """Return the report that `to_plain` has turned into ``plain``."""
         mirrors = tuple(Mirror(**mirror) for mirror in plain["mirrors"])
-        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "doubts", "links")}
+        steps = {name: tuple(plain[name]) for name in ("commit", "batch", "tail", "damaged_from", "links")}
         groups = Held(**{name: tuple(keys) for name, keys in plain["groups"].items()})
         settings = tuple((name, value) for name, value in plain["settings"])
         return cls(**{**plain, **steps, "mirrors": mirrors, "groups": groups, "settings": settings})
@@ -160,7 +161,7 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
     _check_hope(reports, grid, max_tries)
     decision = decide(reports, grid)
     step, kind = decision.step, decision.kind
-    stuck = [report.rank for report in reports if not report.newborn and not report.holds(kind, step)]
+    stuck = [report.rank for report in reports if not report.is_empty and not report.holds(kind, step)]
     if stuck:
         raise RecoveryError(
             f"Ranks {stuck} hold no snapshot of the tail of step {step}, and some lost rank's state at the start of the"
@@ -197,12 +198,12 @@ def _can_resume(reports: Sequence[Report], step: int) -> bool:
     """
     links = reports[0].links
     return any(links) and all(
-        report.links == links and report.resumed != step and not report.joining for report in reports
+        report.links == links and report.resumed != step and not report.newborn for report in reports
     )
 
 
 def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
-    if all(report.newborn for report in reports):
+    if all(report.is_empty for report in reports):
         raise RecoveryError("Every rank is lost; there is nobody to take the state from.")
     step = max(report.step for report in reports)
     if all(report.raised for report in reports):
@@ -258,7 +259,7 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
     made of wrong bits may have entered the batch, and the state of hooks that were called between tail and batch.
     """
     tail, batch = (_can_start(reports, grid, kind, step) for kind in ("tail", "batch"))
-    if tail and any(report.corrupted or report.tainted for report in reports):
+    if tail and any(report.corrupted or report.corruption_seen for report in reports):
         return "tail"
     if batch and _is_safe(reports, grid, step):
         return "batch"
@@ -268,7 +269,7 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
 def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> bool:
     """Return whether every survivor has its snapshot, and every replacement has a peer that can send it one."""
     return all(
-        _holds_mirror(reports, grid, report.rank, kind, step) if report.newborn else report.holds(kind, step)
+        _holds_mirror(reports, grid, report.rank, kind, step) if report.is_empty else report.holds(kind, step)
         for report in reports
     )
 
@@ -285,7 +286,7 @@ def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, s
     themselves, none could restore it in any case, and the result is true.
     """
     peers = [peer for peer in grid.peers(rank) if peer != rank and reports[peer].intact]
-    return all(can_send(reports[peer], rank, kind, step) for peer in peers) if peers else not reports[rank].newborn
+    return all(can_send(reports[peer], rank, kind, step) for peer in peers) if peers else not reports[rank].is_empty
 
 
 def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
@@ -310,7 +311,7 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
         if report.intact:
             continue
         sources = [peer for peer in grid.peers(report.rank) if reports[peer].intact]
-        if report.newborn:
+        if report.is_empty:
             sources = [peer for peer in sources if can_send(reports[peer], report.rank, kind, step)]
         if not sources:
             raise RecoveryError(
@@ -318,7 +319,7 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
                 " mirrored again."
             )
         # Prefer peers whose data did not arrive damaged; among them, the one that has the least to send.
-        source = min(sources, key=lambda rank: (rank in report.doubts, load[rank]))
+        source = min(sources, key=lambda rank: (rank in report.damaged_from, load[rank]))
         load[source] += 1
-        moves.append(Move(source, report.rank, report.newborn))
+        moves.append(Move(source, report.rank, report.is_empty))
     return tuple(moves)

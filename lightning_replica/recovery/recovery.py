@@ -20,7 +20,7 @@ from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.incident import Transferred
-from lightning_replica.recovery.interface import Host, Recoverable
+from lightning_replica.recovery.interface import HostState, Recoverable
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
@@ -83,17 +83,17 @@ class Recovery:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
         self._monitor, self._mirrors, self._connect, self._wait = monitor, mirrors, connect, wait
         self._options, self._hook = options, hook
-        self._newborn = False  # a replacement that has nothing yet
+        self._is_empty = False  # a replacement that has nothing yet
         self._committed: tuple[int, tuple[float, ...]] = (0, ())
         self._tries = (0, 0)  # the step, and the number of recoveries at it
         self._links: tuple[bool, ...] = ()  # for every group, whether the device has connections that could resume
         self._resumed = -1  # the step at which they last resumed
         self._raised = self._device_said = ""  # this rank's own errors, until a plan accounts for them
         self._because: Detected = "device error"
-        self._doubts: list[int] = []  # the source of each damaged transfer in this recovery
+        self._damaged_from: list[int] = []  # the source of each damaged transfer in this recovery
         self._job = generations.job()
         # Of the recovery under way:
-        self._joining, self._left = False, 0  # `_left`: the generation in which this rank last trained
+        self._newborn, self._left = False, 0  # `_left`: the generation in which this rank last trained
         self._hook_failures, self._hook_said = 0, ""
         self._moves: list[Transferred] = []
         self.planned_step = -1
@@ -110,7 +110,7 @@ class Recovery:
     def recover(
         self,
         state: Recoverable,
-        host: Host,
+        host: HostState,
         newborn: bool,
         raised: str,
         device_said: str = "",
@@ -132,8 +132,8 @@ class Recovery:
             DeviceLostError: If this process cannot continue; the other ranks can recover without it.
         """
         timeline, self._left = Timeline(), self.generation - newborn
-        self._newborn = self._joining = newborn
-        self._raised, self._device_said, self._because, self._doubts = raised, device_said, because, []
+        self._is_empty = self._newborn = newborn
+        self._raised, self._device_said, self._because, self._damaged_from = raised, device_said, because, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
         fault = None if newborn else self._fault(state, raised)
         while True:
@@ -179,9 +179,9 @@ class Recovery:
             return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
         return Fault("peer gone", (), f"rank {self._rank}: {seen}")
 
-    def _attempt(self, state: Recoverable, host: Host, fault: Fault | None, timeline: Timeline) -> Plan:
+    def _attempt(self, state: Recoverable, host: HostState, fault: Fault | None, timeline: Timeline) -> Plan:
         if state.corrupted:  # first of all: the others must learn of it even if this rank is lost
-            self._generations.taint(self.generation + 1)
+            self._generations.record_corruption(self.generation + 1)
         timeline.enter(Phase.STOP)
         if fault is not None:
             self._generations.begin(self.generation + 1, fault)
@@ -197,7 +197,7 @@ class Recovery:
         self._generations.move_on()
         self._monitor.moved_to(self.generation)
         reports = self._exchange_reports(self.report(state, host))
-        replaced = tuple(report.rank for report in reports if report.joining)
+        replaced = tuple(report.rank for report in reports if report.newborn)
         check_settings(reports, host.settings_advice)
         plan = make_plan(reports, self._grid, self._options.max_tries)
         self.planned_step = plan.step
@@ -213,7 +213,7 @@ class Recovery:
         if self._rank in plan.forward:
             state.roll_forward(plan.commit)
         self._committed = (plan.step, plan.commit)
-        if not self._newborn:
+        if not self._is_empty:
             host.restore_groups(plan.kind, plan.step)
         state.roll_back(plan.kind)
         for move in plan.moves:
@@ -243,7 +243,7 @@ class Recovery:
             rank=self._rank,
             world_size=self._grid.size,
             generation=self.generation,
-            newborn=self._joining,
+            newborn=self._newborn,
             faults=tuple(self._generations.fault(k) for k in range(self._left + 1, newest + 1)),
             replaced=replaced,
         )
@@ -251,11 +251,11 @@ class Recovery:
             context = replace(context, step=plan.step, kind=plan.kind, forward=plan.forward, moves=plan.moves)
         self._hook(context)
 
-    def report(self, state: Recoverable, host: Host) -> Report:
+    def report(self, state: Recoverable, host: HostState) -> Report:
         """Return this rank's report."""
-        if self._newborn:
+        if self._is_empty:
             said = replace(Report.of_nothing(self._rank), hook=self._hook_said, hook_failures=self._hook_failures)
-            return replace(said, doubts=tuple(self._doubts), groups=self._groups.held())
+            return replace(said, damaged_from=tuple(self._damaged_from), groups=self._groups.held())
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -265,7 +265,7 @@ class Recovery:
         return Report(
             rank=self._rank,
             step=state.step,
-            intact=not state.torn,
+            intact=state.intact,
             entered=state.entered,
             committed=committed,
             commit=vector,
@@ -274,13 +274,13 @@ class Recovery:
             mirrors=self._mirrors.held(),
             tries=tries if step == state.step else 0,
             raised=self._raised,
-            doubts=tuple(self._doubts),
-            joining=self._joining,
+            damaged_from=tuple(self._damaged_from),
+            newborn=self._newborn,
             hook=self._hook_said,
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,
             device=self._device_said,
-            tainted=self._tainted(),
+            corruption_seen=self._corruption_seen(),
             links=self._links,
             resumed=self._resumed,
             settings=tuple(host.settings(newest).items()) if tails else (),
@@ -288,9 +288,9 @@ class Recovery:
             groups=self._groups.held(),
         )
 
-    def _tainted(self) -> bool:
+    def _corruption_seen(self) -> bool:
         newest = self._generations.newest(self.generation)
-        return any(self._generations.is_tainted(k) for k in range(self._left + 1, newest + 1))
+        return any(self._generations.has_corruption(k) for k in range(self._left + 1, newest + 1))
 
     def _exchange_reports(self, own: Report) -> list[Report]:
         topic, timeout_s = keys.report(self.generation), self._options.rendezvous_timeout_s
@@ -299,7 +299,7 @@ class Recovery:
         )
         return [Report.from_plain(report) for report in plain]
 
-    def _move(self, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+    def _move(self, move: Move, plan: Plan, state: Recoverable, host: HostState) -> None:
         if self._rank not in (move.source, move.target):
             return
         tag = Tag(self._job, self.generation, plan.step)
@@ -324,14 +324,14 @@ class Recovery:
 
     def _doubt(self, source: int, error: TransferError) -> None:
         """Note that data of ``source`` was damaged: the next plan prefers another peer. Give up after ``max_tries``."""
-        self._doubts.append(source)
-        if len(self._doubts) >= self._options.max_tries:
+        self._damaged_from.append(source)
+        if len(self._damaged_from) >= self._options.max_tries:
             raise RecoveryError(
-                f"Rank {self._rank} could not get its shard {len(self._doubts)} times, from ranks"
-                f" {', '.join(map(str, self._doubts))}: {error}"
+                f"Rank {self._rank} could not get its shard {len(self._damaged_from)} times, from ranks"
+                f" {', '.join(map(str, self._damaged_from))}: {error}"
             ) from error
 
-    def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+    def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: HostState) -> None:
         if move.host:
             own = host.private(plan.kind, plan.step)
             channel.send_plain(
@@ -346,7 +346,7 @@ class Recovery:
         for tensor in tensors:
             channel.send(tensor)
 
-    def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: Host) -> None:
+    def _take(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: HostState) -> None:
         if move.host:
             came = channel.receive_plain()
             host.adopt(plan.kind, plan.step, came["replicated"], came["private"])
@@ -354,7 +354,7 @@ class Recovery:
         state.import_shard(channel.receive_plain(), channel.receive)
         if state.step != plan.step:
             raise TransferError(f"Rank {move.source} sent its shard at step {state.step}, not {plan.step}.")
-        self._newborn = False  # it has all that its peers have; if another rank is lost now, it can send
+        self._is_empty = False  # it has all that its peers have; if another rank is lost now, it can send
 
     def _count_try(self, step: int, tries: int) -> None:
         self._tries = (step, tries + 1)

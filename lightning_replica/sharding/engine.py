@@ -12,8 +12,8 @@ A step, on every rank:
       after_backward                 after it
       unscale, clip                  where gradients are whole: the user's hooks see the result
     reduce                           the shard's averaged gradient is complete
-    look                             before the mirrors are sent
-    part_of_commit, hear, commit     from here on the step may have happened on another rank
+    digest                           before the mirrors are sent
+    part_of_commit, compare, commit   from here on the step may have happened on another rank
     update                           from here on it has happened here; needs no other rank
     gather                           collective
 
@@ -200,17 +200,17 @@ class Engine(Recoverable, Protocol):
     def reduce(self) -> None:
         """Complete the shard's averaged gradient. Collective."""
 
-    def look(self) -> Digest | None:
+    def digest(self) -> Digest | None:
         """Return the digest of this rank's shard, for its peers to compare; None if nothing is checked.
 
         Called before the commit, and once more at the end of a fit, where no commit follows.
         """
 
-    def hear(self, digests: Mapping[int, Digest]) -> None:
+    def compare(self, digests: Mapping[int, Digest]) -> None:
         """Compare the digests of all holders of this shard.
 
         Args:
-            digests: What `look` has returned, by rank; that of this rank too.
+            digests: What `digest` has returned, by rank; that of this rank too.
 
         Raises:
             CorruptedShardError: If this rank's shard is wrong, or the digests do not show whose is.

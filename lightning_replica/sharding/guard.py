@@ -154,9 +154,9 @@ class Guard:
         if self._memory is None or self._memory.step != step:
             self.renew(step, optimizers)
         elif not self._memory.untouched():
-            self.look(step, optimizers)
+            self.digest(step, optimizers)
 
-    def look(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> Digest | None:
+    def digest(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> Digest | None:
         """Take the digest again, after the user's hooks.
 
         Returns:
@@ -170,7 +170,7 @@ class Guard:
         self._memory = now
         return Digest(now.words, _fold(now.values), bool(self._changed))
 
-    def hear(self, step: int, digests: Mapping[int, Digest]) -> None:
+    def compare(self, step: int, digests: Mapping[int, Digest]) -> None:
         """Compare the digests of all peers, this rank's own included.
 
         Raises:

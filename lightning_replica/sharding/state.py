@@ -71,7 +71,7 @@ class ShardedState:
         self._request = Request()
         self._backup: Backup | None = None
         self._before_window: list[Tensor] | None = None
-        self._hit = False  # a fault hit memory of the device, which may hold anything now
+        self._memory_lost = False  # a fault hit memory of the device, which may hold anything now
 
     @property
     def buffers(self) -> list[Buffers]:
@@ -98,7 +98,7 @@ class ShardedState:
         self._before_window = None
         self.gradients.map()
         if weights_may_differ and self._is_written():
-            self.look()  # now, because adopting the weights hides changes of the shard's bits
+            self.digest()  # now, because adopting the weights hides changes of the shard's bits
             with self._fence:
                 if self.settings.recoverable:
                     self._before_window = [buffers.main.clone() for buffers in self.buffers]
@@ -140,14 +140,14 @@ class ShardedState:
         """Complete the shard's averaged gradient."""
         self.gradients.reduce(self.optimizers, self._backup)
 
-    @ranged("look")
-    def look(self) -> Digest | None:
+    @ranged("digest")
+    def digest(self) -> Digest | None:
         """Return the digest of this rank's shard, for its peers to compare; None if nothing is checked."""
-        return self._guard.look(self.step, self.optimizers)
+        return self._guard.digest(self.step, self.optimizers)
 
-    def hear(self, digests: Mapping[int, Digest]) -> None:
+    def compare(self, digests: Mapping[int, Digest]) -> None:
         """Compare the digests of all holders of this shard."""
-        self._guard.hear(self.step, digests)
+        self._guard.compare(self.step, digests)
 
     def part_of_commit(self, request: Request, stop: bool = False, save: bool = False) -> Tensor:
         """Return this rank's part of the commit, computed from the gradient of the rank's own pieces."""
@@ -201,7 +201,7 @@ class ShardedState:
         commit = Commit.of(vector.tolist())
         if self._backup is not None:
             self._backup.keep_shard()
-        self.look()
+        self.digest()
         with self._fence:
             self.phase = StepPhase.UPDATING
             reach("update")
@@ -251,10 +251,13 @@ class ShardedState:
         return self.phase in (StepPhase.ENTERED, StepPhase.COMMITTED)
 
     @property
-    def torn(self) -> bool:
-        """Whether the shard's bits are wrong, or a fault came while the shard was changing and there is no copy."""
+    def intact(self) -> bool:
+        """Whether the shard is whole: no bits were found to be wrong, and no fault came while the shard was changing.
+
+        If there is a copy of the shard, it may have been changing.
+        """
         backed = self._backup is not None and self._backup.whole
-        return bool(self.corrupted) or (self.phase is StepPhase.UPDATING and not backed)
+        return not self.corrupted and (self.phase is not StepPhase.UPDATING or backed)
 
     @property
     def corrupted(self) -> str:
@@ -274,7 +277,7 @@ class ShardedState:
 
     def lose(self) -> None:
         """Mark the shard as lost: memory in `held` was hit. A peer sends it again, a gather rebuilds parameters."""
-        self.phase, self._backup, self._hit = StepPhase.UPDATING, None, True
+        self.phase, self._backup, self._memory_lost = StepPhase.UPDATING, None, True
 
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Make the update whose commit another rank saw succeed."""
@@ -296,12 +299,12 @@ class ShardedState:
             if kind == "tail" and self._before_window is not None:
                 for buffers, value in zip(self.buffers, self._before_window, strict=True):
                     buffers.main.copy_(value)
-            if self._hit or not (self.settings.manual or self._groups.on_host):
+            if self._memory_lost or not (self.settings.manual or self._groups.on_host):
                 for buffers in self.buffers:
                     buffers.grads.zero_()  # elements without gradient count too, and may hold anything now
-        if not self.torn:
+        if self.intact:
             self._idle()
-        self._backup, self._before_window, self._hit = None, None, False
+        self._backup, self._before_window, self._memory_lost = None, None, False
         self.follow_groups()
         if not self.settings.manual:
             self.gradients.drop()
@@ -318,7 +321,7 @@ class ShardedState:
 
     def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
         """Take a peer's shard: ``receive`` fills one flat tensor after the other, as `export_shard` lists them."""
-        self.phase = StepPhase.UPDATING  # torn until all of it has arrived
+        self.phase = StepPhase.UPDATING  # not intact until all of it has arrived
         for optimizer, layout in zip(self.optimizers, manifest["layouts"], strict=True):
             self.gradients.watch(*optimizer.follow_layout(layout))
         moving.import_shard(self.optimizers, manifest, receive)

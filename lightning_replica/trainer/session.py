@@ -147,7 +147,7 @@ class Session:
 
         def connect(groups: Groups) -> None:
             mirrors.connect(groups.peers, groups.grid.peers(groups.rank))
-            state.connect(groups, world.look)
+            state.connect(groups, world.check_now)
 
         world.follow(connect)
 

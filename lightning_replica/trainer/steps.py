@@ -28,7 +28,7 @@ from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, Request, make_engine
 from lightning_replica.state.checkpoint_files import CheckpointFiles
-from lightning_replica.state.host import LightningHost
+from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.logger_rows import LoggerRows
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
@@ -88,7 +88,7 @@ class Training:
         )
         parameters = list(module.parameters())
         self.state = make_engine(session.world.grid, session.rank, parameters, optimizers, settings, self.device.fence)
-        self.host = LightningHost(trainer, self.state, self.device)
+        self.host = LightningHostState(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
@@ -194,7 +194,7 @@ class Training:
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
             self._snapshot_taken("tail", taken.step)
-            found = state.look()
+            found = state.digest()
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
@@ -203,7 +203,7 @@ class Training:
         if self.recoverable:
             session.mirrors.settle()
             if found is not None:
-                state.hear({**session.mirrors.digests(taken.step), session.rank: found})
+                state.compare({**session.mirrors.digests(taken.step), session.rank: found})
         reach("before_commit")
         commit = state.commit(part)
         session.recovery.committed(state.step + 1, commit.vector)
@@ -266,11 +266,11 @@ class Training:
         Raises:
             CorruptedShardError: If this rank's shard is wrong. Peers compare here because no commit follows.
         """
-        found = self.state.look()
+        found = self.state.digest()
         if found is not None:
             told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
             peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
-            self.state.hear({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
+            self.state.compare({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
         self._session.disarm(self._module, self.host.result)
 
     def report(self) -> None:
@@ -404,7 +404,7 @@ class Training:
 
     def check(self) -> None:
         """Raise `Interrupted` if this rank's generation is known to be over. Called while a collective waits."""
-        self._session.world.look()
+        self._session.world.check_now()
 
     @property
     def device(self) -> Device:

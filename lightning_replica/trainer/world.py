@@ -71,7 +71,7 @@ class World:
         self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
         self.born = surroundings.generation
         self.generations = Generations(store, self.born)
-        self.process_groups = ProcessGroups(store, rank, self.size, device, timeout_s, self.look, journal)
+        self.process_groups = ProcessGroups(store, rank, self.size, device, timeout_s, self.check_now, journal)
         watched = Generations(surroundings.connect())
         self.monitor = Monitor(watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
         self.monitor.start(self.born)
@@ -118,9 +118,9 @@ class World:
         """Raise `Interrupted` if this rank's generation is known to be over."""
         self.monitor.check()
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         """Check like `check`, and have the monitor look at once. A waiting rank calls this again and again."""
-        self.monitor.look()
+        self.monitor.check_now()
 
     def wait(self, work: Work, tensor: Tensor | None = None) -> None:
         """Wait for a collective to end.
@@ -132,10 +132,10 @@ class World:
         if self._journal.mode == "reading":
             return  # the journal has answered; a replacement that has not joined yet ignores new generations
         if isinstance(work, dist.Work) and tensor is not None and is_apart(self.device, tensor):
-            wait(Ordered(work), self.look)
-            finish(self.look)
+            wait(Ordered(work), self.check_now)
+            finish(self.check_now)
         else:
-            wait(work, self.look)
+            wait(work, self.check_now)
 
     def meet(self, name: str) -> None:
         """Wait until all ranks have come to the meeting ``name`` in this generation."""

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.recovery.mirror import Mirrors
-from lightning_replica.state.host import LightningHost
+from lightning_replica.state.host_state import LightningHostState
 from tests.callbacks.training import Hooked, train
 from tests.support import job, world
 from tests.support.job import Case, Fault
@@ -22,7 +22,7 @@ def never(*_: Any) -> Any:
 
 
 def off(case: Case, out: Path) -> None:
-    for cls, names in ((LightningHost, ["begin_window", "enter_commit"]), (Mirrors, ["begin", "settle"])):
+    for cls, names in ((LightningHostState, ["begin_window", "enter_commit"]), (Mirrors, ["begin", "settle"])):
         for name in names:
             setattr(cls, name, never)
     job.run(case, out, recovery=False)

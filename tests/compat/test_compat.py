@@ -16,11 +16,11 @@ from lightning_replica._compat import lightning as compat
 from lightning_replica._compat import torch as torch_compat
 
 # What was followed, and how it read in lightning 2.6.6. If one changes: read what changed, follow it in
-# lightning_replica/trainer/fit_loop.py or state/host.py, then put the new digest here.
+# lightning_replica/trainer/fit_loop.py or state/host_state.py, then put the new digest here.
 FOLLOWED: dict[str, tuple[Callable[..., Any], str]] = {
     "the loop of _FitLoop.run (ReplicaFitLoop._epochs)": (compat._FitLoop.run, "93956bf26623"),
     "the loop of _TrainingEpochLoop.run (ReplicaEpochLoop.run)": (compat._TrainingEpochLoop.run, "f225cc90deca"),
-    "a batch and its tail (ReplicaEpochLoop._tail, LightningHost._transfer)": (
+    "a batch and its tail (ReplicaEpochLoop._tail, LightningHostState._transfer)": (
         compat._TrainingEpochLoop.advance,
         "dd4eb4d2b65d",
     ),

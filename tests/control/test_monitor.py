@@ -77,10 +77,10 @@ def test_a_rank_that_waits_has_it_look_at_once() -> None:
     monitor.start(0)
     try:
         Generations(store).begin(1, Fault("exception", (1,), "x"))
-        monitor.look()
+        monitor.check_now()
         assert woken.wait(timeout=10)
         with pytest.raises(Interrupted, match="generation 0 is over"):
-            monitor.look()
+            monitor.check_now()
     finally:
         monitor.stop()  # nor does it wait here
 

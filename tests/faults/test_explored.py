@@ -99,7 +99,7 @@ STORIES = {
         Fault("kill", 0, "met", STEP), Fault("kill", 2, "regrouped", STEP), lost=((1, 0),), back=1
     ),
     # The shard is back in the tail, without what the hook has written to weights; then all would go on from the window,
-    # in which it counts. With `LightningHost.restore_groups` keeping all snapshots, as `restore` dropped them before.
+    # in which it counts. With `restore_groups` keeping all snapshots, as `restore` dropped them before.
     "another snapshot than the shard's": Story(
         (Fault("raise", 0, "met", STEP), Fault("kill", 0, "regrouped", STEP)),
         devices=2,

@@ -35,7 +35,7 @@ def test_exception_before_the_commit_does_the_batch_again() -> None:
         ({}, True),
         ({"links": (True, True)}, False),  # its last collective had just made one
         ({"links": ()}, False),
-        ({"joining": True}, False),
+        ({"newborn": True}, False),
         ({"resumed": 4}, True),
         ({"resumed": 5}, False),  # and then came this
     ],
@@ -88,7 +88,7 @@ def test_a_corrupted_shard_comes_from_the_peer_and_the_tail_is_done_again() -> N
 
 def test_the_tail_is_done_again_though_whoever_found_wrong_bits_is_lost() -> None:
     """Others know; its peers may have seen parameters made of wrong bits all the same."""
-    others = [at(0, tainted=True), at(2, tainted=True), at(3, tainted=True)]
+    others = [at(0, corruption_seen=True), at(2, corruption_seen=True), at(3, corruption_seen=True)]
     plan = make_plan([others[0], newborn(1), *others[1:]], GRID, 3)
     assert (plan.step, plan.kind, plan.moves) == (5, "tail", (Move(3, 1, host=True),))
     assert make_plan([at(0), newborn(1), at(2), at(3)], GRID, 3).kind == "batch"
@@ -257,9 +257,9 @@ def test_where_we_differ_from_the_reference() -> None:
 def test_whose_data_arrived_damaged_is_asked_last() -> None:
     grid = Grid.of(3, 3)
     reports = healthy(grid, {2})
-    reports[2] = replace(reports[2], doubts=(0,))
+    reports[2] = replace(reports[2], damaged_from=(0,))
     assert make_plan(reports, grid, 3).moves == (Move(1, 2, True),)
-    reports[2] = replace(reports[2], doubts=(0, 1))
+    reports[2] = replace(reports[2], damaged_from=(0, 1))
     assert make_plan(reports, grid, 3).moves == (Move(0, 2, True),)
 
 

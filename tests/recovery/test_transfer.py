@@ -233,7 +233,7 @@ def distrust(rank: int, store: Any) -> Any:
         try:
             own._move(plan.moves[0], plan, shard, None)
         except (TransferError, RecoveryError) as error:
-            said.append([type(error).__name__, str(error), list(own._doubts)])
+            said.append([type(error).__name__, str(error), list(own._damaged_from)])
     return said
 
 

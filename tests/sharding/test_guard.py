@@ -103,15 +103,15 @@ def test_a_flip_is_found_at_once_or_in_its_turn(seed: int) -> None:
     full, sampled = Guard("full", 1, 0), Guard("sampled", 1, 0)
     full.renew(4, optimizers)
     sampled.renew(4, optimizers)
-    whole = [Guard("sampled", 0, 0).look(step, optimizers) for step in range(PARTS)]
+    whole = [Guard("sampled", 0, 0).digest(step, optimizers) for step in range(PARTS)]
     what = flip_bit(optimizers, seed)
     with pytest.raises(CorruptedShardError, match=f"rank 1 is corrupted at step 4: .*at rest .{what.split()[-1]}:"):
         full.check()
     assert full.found
-    seen = [Guard("sampled", 0, 0).look(step, optimizers) for step in range(PARTS)]
+    seen = [Guard("sampled", 0, 0).digest(step, optimizers) for step in range(PARTS)]
     changed = [step for step in range(PARTS) if seen[step] != whole[step]]
     assert len(changed) == 1
-    found = sampled.look(4, optimizers)
+    found = sampled.digest(4, optimizers)
     assert found is not None
     assert found.changed == (changed == [4])
 
@@ -148,7 +148,7 @@ def test_what_torch_has_done_is_no_alarm(lawful: Any) -> None:
     guard.renew(1, optimizers)
     lawful(optimizers)
     guard.check(after_hooks=True)
-    found = guard.look(1, optimizers)
+    found = guard.digest(1, optimizers)
     assert found is not None
     assert not found.changed
     update(optimizers[0])
@@ -198,10 +198,10 @@ def test_what_torch_does_not_see_is_no_alarm_if_all_peers_did_it() -> None:
             state["exp_avg"].data.mul_(2)
         if step == 2:
             guard.check(after_hooks=True)  # known by now
-        found = guard.look(step, optimizers)
+        found = guard.digest(step, optimizers)
         assert found is not None
         assert found.changed == (step == 1)
-        guard.hear(step, {0: found, 1: found})
+        guard.compare(step, {0: found, 1: found})
     flip_bit(optimizers, 1)
     with pytest.raises(CorruptedShardError):  # between commit and update there are no hooks
         guard.check()
@@ -211,19 +211,19 @@ def test_a_change_is_remembered_until_the_peers_have_judged_it() -> None:
     optimizers = [sharded()]
     guard = Guard("full", 0, 0)
     guard.renew(1, optimizers)
-    right = guard.look(1, optimizers)
+    right = guard.digest(1, optimizers)
     flip_bit(optimizers, 1)
-    guard.look(1, optimizers)
+    guard.digest(1, optimizers)
     update(optimizers[0])  # as manual optimization does before its commit
     guard.renew(1, optimizers)
-    found = guard.look(1, optimizers)
+    found = guard.digest(1, optimizers)
     assert right is not None
     assert found is not None
     assert found.changed
     with pytest.raises(CorruptedShardError, match="at rest"):
         guard.check(after_hooks=True)
     with pytest.raises(CorruptedShardError, match="at rest"):
-        guard.hear(1, {0: found, 1: right})
+        guard.compare(1, {0: found, 1: right})
     guard.reset(1, optimizers)
     assert not guard.found
     guard.check()
@@ -235,11 +235,11 @@ def test_off_does_nothing() -> None:
     guard.renew(1, optimizers)
     flip_bit(optimizers, 1)
     guard.keep(1, optimizers)
-    assert guard.look(1, optimizers) is None
+    assert guard.digest(1, optimizers) is None
     guard.check()
 
 
 def test_an_empty_shard() -> None:
     guard = Guard("sampled", 0, 0)
     guard.renew(0, [])
-    assert guard.look(0, []) == Digest(0, 0, False)
+    assert guard.digest(0, []) == Digest(0, 0, False)

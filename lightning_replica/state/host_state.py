@@ -28,8 +28,8 @@ from lightning_replica.state.structure import Outline, Structure, follow
 log = logging.getLogger(__name__)
 
 
-class LightningHost:
-    """The `recovery.interface.Host` of a Trainer.
+class LightningHostState:
+    """The `recovery.interface.HostState` of a Trainer.
 
     Args:
         trainer: The trainer that fits.
@@ -159,7 +159,7 @@ class LightningHost:
         snapshots.restore(self._trainer, taken)
         self._device.set_rng_state(taken.rng)
 
-    # recovery.interface.Host
+    # recovery.interface.HostState
 
     def held(self, kind: Kind) -> tuple[int, ...]:
         """Return the steps of the snapshots of ``kind`` that this rank holds."""
@@ -212,7 +212,7 @@ class LightningHost:
             mark_stepped(optimizer)
 
     def restore_groups(self, kind: Kind, step: int) -> None:
-        """Restore the param groups before shards move, and drop all other snapshots; see `Host.restore_groups`."""
+        """Restore the param groups before shards move, and drop all other snapshots; see `HostState.restore_groups`."""
         self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         taken = self._held[kind, step]
         if taken.structure is not None:
