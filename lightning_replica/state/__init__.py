@@ -2,6 +2,6 @@
 
 Read in this order: snapshot (the state at one point of training), host_state (the snapshots that a rank holds), then
 the parts of a snapshot: metrics, module_buffers, callback_state, attributes/, frozen, own_states, structure,
-loop_results, data/ (the position in the data, and the workers of loaders). The rest deals with what a run writes to the outside:
-written, logger_rows, logger_runs, checkpoint_files. May import `launch` and below.
+loop_results, data/ (the position in the data, and the workers of loaders). The rest deals with what a run writes to the
+outside: written, logger_rows, logger_runs, checkpoint_files. May import `launch` and below.
 """
