@@ -10,7 +10,6 @@ is not mirrored: a replacement then has a peer's.
 """
 
 import copy
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,11 @@ from torch import Tensor, nn
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST, on_host, same_bits
+from lightning_replica.state.atoms import ATOMS, is_same_atom
 
 _LARGE_BYTES = 64 * 1024
 _MANY = 64  # elements; a larger tensor among the logged values is not mirrored
 _DEEP = 16  # containers in containers; deeper ones are not followed, because they may contain themselves
-_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _NUMBERS = frozenset((type(None), bool, int, float))
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -175,15 +174,15 @@ def _is_same(now: Any, then: Any, tensors: dict[int, tuple[Tensor, int]], depth:
     kind = type(now)
     if kind is not type(then):
         return False
-    if kind in _ATOMS:
-        return now is then or (now == then and (kind is not float or math.copysign(1, now) == math.copysign(1, then)))
+    if kind in ATOMS:
+        return is_same_atom(now, then)
     if kind in _TENSORS:
         return _is_same_tensor(now, then, tensors)
     if depth > _DEEP or kind not in (dict, list, tuple) or len(now) != len(then):
         return False
     if kind is dict:
         keys = zip(now, then, strict=True)
-        if not all(a is b or (type(a) is type(b) and type(a) in _ATOMS and a == b) for a, b in keys):
+        if not all(a is b or (type(a) in ATOMS and is_same_atom(a, b)) for a, b in keys):
             return False
         now, then = now.values(), then.values()
     # A deep copy of an object is the object itself only if that cannot change.
@@ -213,7 +212,7 @@ def _tensors_of(state: Any, depth: int = 0) -> Iterable[tuple[int, tuple[Tensor,
 
 def _value_to_plain(value: Any) -> Any:
     """Return a logged value as plain data; an empty list if it is not mirrored."""
-    if type(value) in _ATOMS:
+    if type(value) in ATOMS:
         return [value]
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized:
         return []

@@ -16,6 +16,7 @@ from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state import attributes
 from lightning_replica.state.attributes import Copies
+from lightning_replica.state.attributes.plain_form import _generator
 
 Pair = namedtuple("Pair", "a b")
 
@@ -341,6 +342,15 @@ def test_a_replacement_gets_generators_in_containers_and_new_ones() -> None:
     # The objects stay: whoever else holds one draws from it.
     assert all(now is before for now, before in zip(other.listed, listed, strict=True))
     assert other.draw() == module.draw()
+
+
+def test_the_state_of_a_generator_that_cannot_be_here_is_left_out() -> None:
+    """A generator on a GPU has a state of 16 bytes. In a process without GPU, nothing can take it."""
+    here = torch.Generator().manual_seed(3)
+    state = here.get_state()
+    assert _generator(torch.zeros(16, dtype=torch.uint8), here) is here
+    assert torch.equal(here.get_state(), state)
+    assert _generator(torch.zeros(16, dtype=torch.uint8), None) is None
 
 
 def test_zeros_have_signs() -> None:

@@ -24,9 +24,9 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.attributes.plain_form import from_plain, plain_values, to_plain
 from lightning_replica.state.attributes.values import (
-    ATOMS,
     CONTAINERS,
     DEEP,
     GENERATORS,

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_replica.core import plain
+from lightning_replica.devices.host import HOST
+from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.attributes.values import (
-    ATOMS,
     CONTAINERS,
     DEEP,
     GENERATORS,
@@ -152,10 +153,20 @@ def from_plain(sent: Any, current: Any = None) -> Any:
     return container
 
 
+def _torch_generator(state: Tensor, current: Any) -> torch.Generator | None:
+    """Return a generator whose states are as large as ``state``, which differs from device to device."""
+    if isinstance(current, torch.Generator) and current.get_state().shape == state.shape:
+        return current
+    new = (torch.Generator(device) for device in (HOST, plain.own_device()))
+    return next((generator for generator in new if generator.get_state().shape == state.shape), None)
+
+
 def _generator(state: Any, current: Any) -> Any:
     """Return the generator that is there, with the state; a new one where there is none of that kind."""
     if isinstance(state, Tensor):
-        generator: Any = current if isinstance(current, torch.Generator) else torch.Generator()
+        generator: Any = _torch_generator(state, current)
+        if generator is None:
+            return current
     elif isinstance(state, dict):
         name = state["bit_generator"]
         fits = isinstance(current, np.random.Generator) and type(current.bit_generator).__name__ == name

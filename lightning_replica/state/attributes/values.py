@@ -1,6 +1,5 @@
 """Values as they were: what a snapshot keeps of an attribute, and how the attribute is restored from it."""
 
-import math
 import operator
 import random
 import weakref
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.torch import write_count
 from lightning_replica.errors import RecoveryError
+from lightning_replica.state.atoms import ATOMS, is_same_atom
 
-ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
 LARGE_BYTES: Final = 4 * 2**20
 MANY: Final = 1000  # items of a container; if it has more, the container is copied, but not what its items hold
 DEEP: Final = 8  # containers in containers; deeper ones are not followed, because they may contain themselves
@@ -156,7 +155,7 @@ def same(a: Kept, b: Kept) -> bool:
         return a.itself is b.itself
     if isinstance(a, KeptGenerator):
         return _same_state(a.state, b.state)
-    return type(a) in ATOMS and a == b and (type(a) is not float or math.copysign(1, a) == math.copysign(1, b))
+    return type(a) in ATOMS and is_same_atom(a, b)
 
 
 def fill(container: Any, items: list[Any], keys: list[Any] | None) -> None:
