@@ -12,12 +12,11 @@ before 1.6, and files written after ``torch.serialization.set_crc32_options(Fals
 
 import zipfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import IO
 
-from lightning_replica.checkpoint import store
-from lightning_replica.checkpoint.files import damaged
-from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.files import damaged, is_file, opened
+from lightning_replica.checkpoint.location import Location, is_web
 from lightning_replica.errors import CheckpointError
 
 _BEGINS = b"PK\x03\x04"
@@ -27,9 +26,7 @@ _READER = "PytorchStreamReader"  # the beginning of the errors of torch's archiv
 
 def can_be_checked(path: Location) -> bool:
     """Return whether ``path`` is a file or object that can be read twice. torch itself downloads HTTP URLs."""
-    if isinstance(path, Url):
-        return path.protocol not in ("http", "https") and store.is_object(path)
-    return path.is_file()
+    return not is_web(path) and is_file(path)
 
 
 def check_archive(path: Location) -> None:
@@ -42,7 +39,7 @@ def check_archive(path: Location) -> None:
         CheckpointError: If the file is damaged. The message names the damaged record, if one can be named.
         OSError: If there is no such file, or it cannot be opened.
     """
-    with _opened(path) as stream:
+    with opened(path) as stream:
         problem = damage_in(stream)
     if problem:
         raise damaged(path, problem)
@@ -99,7 +96,3 @@ def _is_strange(record: zipfile.ZipInfo) -> bool:
     """Return whether torch cannot have written such a record: it compresses none, and writes no directories."""
     others = record.flag_bits & ~_FLAGS or record.external_attr or record.compress_type != zipfile.ZIP_STORED
     return bool(others) or record.compress_size != record.file_size
-
-
-def _opened(path: Location) -> AbstractContextManager[IO[bytes]]:
-    return store.opened(path) if isinstance(path, Url) else path.open("rb")

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_replica.checkpoint import attempts, publish, store
 from lightning_replica.checkpoint.attempts import Attempt
-from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.location import Location, Url, by_kind
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import CheckpointError
@@ -73,7 +73,7 @@ class Destination(AbstractContextManager["Destination"]):
 
 def destination(path: Location) -> Destination:
     """Return the destination for one save of the checkpoint ``path``."""
-    return _InStore(path) if isinstance(path, Url) else _OnDisk(path)
+    return by_kind(path, _OnDisk, _InStore)
 
 
 class _OnDisk(Destination):

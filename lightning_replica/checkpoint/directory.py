@@ -20,7 +20,7 @@ from lightning_replica.checkpoint import coverage, publish, store
 from lightning_replica.checkpoint.attempts import may_have
 from lightning_replica.checkpoint.contents import PLAIN, read_contents, read_plain
 from lightning_replica.checkpoint.files import Readable
-from lightning_replica.checkpoint.location import Given, Location, Url, locate
+from lightning_replica.checkpoint.location import Given, Location, Url, by_kind, is_web, locate
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 from lightning_replica.checkpoint.storage import STEP, TRACKER, storage_of
 from lightning_replica.core import checks
@@ -73,8 +73,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: Given) -> None:
         self.path = locate(path)
-        if isinstance(self.path, Url):
-            store.look_for_package(self.path)
+        by_kind(self.path, lambda _: None, store.look_for_package)
         self._storage = storage_of(self.path)
 
     def path_of(self, step: int) -> Location:
@@ -240,7 +239,7 @@ def examine(path: Location, verify: bool = False) -> Entry:
         verify: Whether to compare checksums too, which reads every byte.
     """
     try:
-        found = publish.published(path) if isinstance(path, Url) else path
+        found: Readable = by_kind(path, lambda directory: directory, publish.published)
     except CheckpointError as error:
         return Entry(path, None, str(error))
     return _examined(path, found, verify)
@@ -248,24 +247,27 @@ def examine(path: Location, verify: bool = False) -> Entry:
 
 def holds_others(path: Location) -> bool:
     """Return whether ``path`` is a directory but not a checkpoint itself, so that it may hold checkpoints."""
-    if isinstance(path, Url):
-        names = store.listed(path)
+
+    def in_store(url: Url) -> bool:
+        names = store.listed(url)
         return bool(names) and not may_have(names)
-    return path.is_dir() and not (path / MANIFEST).exists()
+
+    return by_kind(path, lambda place: place.is_dir() and not (place / MANIFEST).exists(), in_store)
 
 
 def exists(path: Location) -> bool:
     """Return whether there is anything at ``path``."""
-    return store.is_object(path) or bool(store.listed(path)) if isinstance(path, Url) else path.exists()
+    return by_kind(path, lambda place: place.exists(), lambda url: store.is_object(url) or bool(store.listed(url)))
 
 
 def may_be_sharded(path: Location) -> bool:
     """Return whether ``path`` is a directory, and therefore not an ordinary ``.ckpt``."""
-    if isinstance(path, Url):
-        if path.protocol in ("http", "https") or store.is_object(path):  # permission to read need not include listing
-            return False
-        return bool(store.listed(path))
-    return path.is_dir() or publish.aside(path).is_dir()
+
+    def in_store(url: Url) -> bool:
+        # Whether it is an object is asked first: permission to read need not include listing.
+        return not is_web(url) and not store.is_object(url) and bool(store.listed(url))
+
+    return by_kind(path, lambda place: place.is_dir() or publish.aside(place).is_dir(), in_store)
 
 
 def find(path: Given) -> tuple[Location, tuple[str, ...]]:

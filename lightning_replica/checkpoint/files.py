@@ -9,7 +9,7 @@ from typing import IO, TypeAlias
 
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import Attempt
-from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.location import Location, Url, by_kind
 from lightning_replica.checkpoint.manifest import MANIFEST
 from lightning_replica.errors import CheckpointError
 
@@ -68,7 +68,21 @@ def files_of(directory: Readable) -> Files:
     """Return the files directly in ``directory``."""
     if isinstance(directory, Files):
         return directory
-    return _Stored(directory, store.objects(directory)) if isinstance(directory, Url) else _Local(directory)
+    return by_kind(directory, _Local, lambda url: _Stored(url, store.objects(url)))
+
+
+def is_file(path: Location) -> bool:
+    """Return whether ``path`` is a file or an object of a store, and not a directory."""
+    return by_kind(path, Path.is_file, store.is_object)
+
+
+def opened(path: Location) -> AbstractContextManager[IO[bytes]]:
+    """Open a file, or an object of a store, for reading.
+
+    Raises:
+        OSError: If there is no such file; CheckpointError where it is an object.
+    """
+    return by_kind(path, lambda file: file.open("rb"), store.opened)
 
 
 def files_of_attempt(attempt: Attempt) -> Files:

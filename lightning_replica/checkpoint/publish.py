@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.checkpoint.files import Files, Readable, damaged, files_of, files_of_attempt
-from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.location import Location, Url, by_kind
 from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest, parse
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
@@ -84,8 +84,10 @@ def published(path: Readable) -> Files:
     """
     if isinstance(path, Files):
         return path
-    if isinstance(path, Url):
-        return _published_attempt(path)
+    return by_kind(path, _published_directory, _published_attempt)
+
+
+def _published_directory(path: Path) -> Files:
     for directory in (path, aside(path)):
         if directory.is_dir():
             return files_of(directory)

@@ -7,7 +7,7 @@ from typing import Protocol
 from lightning_replica.checkpoint import publish, store
 from lightning_replica.checkpoint.attempts import attempts_at, may_have
 from lightning_replica.checkpoint.files import Files, Readable
-from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.location import Location, Url, by_kind
 from lightning_replica.checkpoint.manifest import MANIFEST, WRITTEN
 from lightning_replica.errors import CheckpointError
 
@@ -71,7 +71,7 @@ class Storage(Protocol):
 
 def storage_of(path: Location) -> Storage:
     """Return the storage for the directory ``path``."""
-    return _InStore(path) if isinstance(path, Url) else _OnDisk(path)
+    return by_kind(path, _OnDisk, _InStore)
 
 
 class _OnDisk:

@@ -43,12 +43,13 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         CheckpointError: If there is no checkpoint, or no whole one in a directory of checkpoints.
     """
+    from lightning_replica.checkpoint.files import is_file
     from lightning_replica.checkpoint.location import locate
     from lightning_replica.cli import one_file
 
     path = locate(options.checkpoint)
-    if one_file.is_one(path):
-        facts, problems = one_file.look(path, options.verify, options.tensors)
+    if is_file(path):
+        facts, problems = one_file.inspect(path, options.verify, options.tensors)
         if options.json:
             _write_json(problems, None, [facts])
         else:

@@ -13,9 +13,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.archive import damage_in
-from lightning_replica.checkpoint.location import Location, Url
+from lightning_replica.checkpoint.files import opened
+from lightning_replica.checkpoint.location import Location
 from lightning_replica.core.output import size, table
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
@@ -29,12 +29,7 @@ class _Foreign:
     types: list[str]
 
 
-def is_one(path: Location) -> bool:
-    """Return whether ``path`` is a file or an object of a store, and not a directory."""
-    return store.is_object(path) if isinstance(path, Url) else path.is_file()
-
-
-def look(path: Location, verify: bool, tensors: bool) -> tuple[dict[str, Any], list[str]]:
+def inspect(path: Location, verify: bool, tensors: bool) -> tuple[dict[str, Any], list[str]]:
     """Inspect a file.
 
     Args:
@@ -64,7 +59,7 @@ def look(path: Location, verify: bool, tensors: bool) -> tuple[dict[str, Any], l
 
 def _opened(path: Location) -> AbstractContextManager[IO[bytes]]:
     try:
-        return store.opened(path) if isinstance(path, Url) else path.open("rb")
+        return opened(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
