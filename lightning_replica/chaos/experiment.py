@@ -8,7 +8,7 @@ import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -16,14 +16,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_replica._compat.lightning import leave_config_unsaved
 from lightning_replica.chaos.fault_injector import FaultInjector
 from lightning_replica.chaos.fingerprint import Fingerprint
-from lightning_replica.chaos.places import PlaceCallback
+from lightning_replica.chaos.places import Place, PlaceCallback
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.recovery.incident import Incident
 from lightning_replica.report.log import IncidentLog
-
-if TYPE_CHECKING:
-    from lightning_replica.chaos.places import Place
 
 VARIABLE = "LIGHTNING_REPLICA_CHAOS"
 PLACES, STRUCK, INCIDENTS = "places{}.json", "struck.jsonl", "incidents.jsonl"
@@ -115,7 +112,7 @@ class _Map(PlaceCallback):
         self._folder = folder
         self._last: dict[str, int] = defaultdict(int)
 
-    def reach(self, trainer: pl.Trainer, place: "Place") -> None:
+    def reach(self, trainer: pl.Trainer, place: Place) -> None:
         self._last[place] = trainer.strategy.state.step  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:

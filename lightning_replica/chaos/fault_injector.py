@@ -7,31 +7,27 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 
-from lightning_replica.chaos.faults import Dice, InjectedFault, parse_all
+from lightning_replica.chaos.faults import Dice, FaultKind, InjectedFault, parse_all
 from lightning_replica.chaos.flip import flip_bit
-from lightning_replica.chaos.places import PLACES, PlaceCallback
+from lightning_replica.chaos.places import PLACES, Place, PlaceCallback
 from lightning_replica.control import keys
 from lightning_replica.control.phase import phase_of
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.core.points import PHASES
 from lightning_replica.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_replica.chaos.faults import FaultKind
-    from lightning_replica.chaos.places import Place
-    from lightning_replica.trainer.session import Session
+from lightning_replica.trainer.session import Session
 
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 113  # exit code of a rank that an injected "exit" has ended
 # Random faults strike here only if the user asks for it: only the writing of sharded checkpoints reaches these places.
 _RARE = ("save", "publish", "gasp", "gasp_write", "track")
-_USUAL: tuple["Place", ...] = tuple(place for place in PLACES if place not in _RARE)
+_USUAL: tuple[Place, ...] = tuple(place for place in PLACES if place not in _RARE)
 
 
 class Injected(RuntimeError):
@@ -71,8 +67,8 @@ class FaultInjector(PlaceCallback):
         mtbf_s: float | None = None,
         count: int = 3,
         seed: int = 0,
-        kinds: Sequence["FaultKind"] = ("kill", "exception"),
-        points: Sequence["Place"] | None = None,
+        kinds: Sequence[FaultKind] = ("kill", "exception"),
+        points: Sequence[Place] | None = None,
         spaced: bool = False,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -121,7 +117,7 @@ class FaultInjector(PlaceCallback):
             return self._dice.draw([(0, at) for at in self._dice.arrivals(self._mtbf_s, self._count)], world_size)
         return []
 
-    def reach(self, trainer: pl.Trainer, place: "Place") -> None:
+    def reach(self, trainer: pl.Trainer, place: Place) -> None:
         """Make this rank fail if one of its faults is due at this place."""
         if self._ledger is None or not any(fault.point == place for fault in self._mine.values()):
             return
@@ -179,7 +175,7 @@ class _Ledger:
         key: Key of the record in the store.
     """
 
-    def __init__(self, session: "Session", key: str) -> None:
+    def __init__(self, session: Session, key: str) -> None:
         self._session, self._store, self._key = session, session.world.generations.store, key
 
     def enter(self, number: int, fault: InjectedFault, step: int, spaced: bool) -> bool:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,9 +16,7 @@ from torch import Tensor
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_replica.trainer.strategy import ReplicaZeroStrategy
+from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 
 def digest(*values: Any) -> str:
@@ -132,5 +130,5 @@ class Fingerprint(pl.Callback):
         append(self._folder / f"rank{trainer.global_rank}.jsonl", json.dumps({"fit": self._fit, **record}) + "\n")
 
 
-def _strategy(trainer: pl.Trainer) -> "ReplicaZeroStrategy":
+def _strategy(trainer: pl.Trainer) -> ReplicaZeroStrategy:
     return trainer.strategy  # type: ignore[return-value]

@@ -4,13 +4,9 @@ import enum
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from lightning_replica.core.points import reach
+from lightning_replica.core.points import Point, reach
 from lightning_replica.core.ranges import Range
-
-if TYPE_CHECKING:
-    from lightning_replica.core.points import Point
 
 log = logging.getLogger(__name__)
 

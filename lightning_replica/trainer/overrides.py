@@ -1,10 +1,13 @@
 """What the user's hooks may read or change, judged by which hooks are overridden."""
 
+import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+log = logging.getLogger(__name__)
 
 # Hooks that run between a backward pass and the update. User code that overrides one wants to see gradients.
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
@@ -17,6 +20,19 @@ _CHANGE_WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero
 def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Return the name of an overridden hook that may read gradients, or None if there is none."""
     return _first(trainer, module, _SEE_GRADIENTS_IN_MODULE, _SEE_GRADIENTS, foreign_only=False)
+
+
+def whole_gradients_for(trainer: pl.Trainer, chosen: bool | Literal["auto"]) -> bool:
+    """Return whether gradients are whole. "auto" means: where manual optimization or a hook shows them to users."""
+    module = trainer.lightning_module
+    if chosen != "auto":
+        return chosen
+    if not module.automatic_optimization:
+        return True
+    hook = who_sees_gradients(trainer, module)
+    if hook is not None and trainer.is_global_zero:
+        log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", hook)
+    return hook is not None
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

@@ -19,12 +19,10 @@ from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.points import at_step, reach
 from lightning_replica.core.works import finish
 from lightning_replica.devices.interface import Device
-from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
-from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
+from lightning_replica.errors import DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.launch.rank import enter
 from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
-from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, Request, make_engine
 from lightning_replica.state.checkpoint_files import CheckpointFiles
@@ -34,8 +32,9 @@ from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
-from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.trainer.overrides import may_change_weights, whole_gradients_for
 from lightning_replica.trainer.precision import ShardedStep
+from lightning_replica.trainer.saving.last_save import LastSave
 from lightning_replica.trainer.session import Session
 
 log = logging.getLogger(__name__)
@@ -59,6 +58,7 @@ class Training:
 
     Attributes:
         recoverable: Whether the fit recovers from faults. If not, nothing is kept for recovery.
+        last_save: Writes the last checkpoint of a run that cannot continue.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Training:
         self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
         self.recoverable = session.options.recovery
         self.manual = not module.automatic_optimization
-        self.whole_gradients = _resolve(whole_gradients, trainer)
+        self.whole_gradients = whole_gradients_for(trainer, whole_gradients)
         settings = EngineSettings(
             bucket_bytes=bucket_bytes,
             partition=partition,
@@ -92,7 +92,7 @@ class Training:
         self._module_buffers = BufferSync(module, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
-        self._write_last: Callable[[GaspPlan], str] | None = None
+        self.last_save = LastSave(session)
         self._planned: PlannedSave | None = None
         self._may_change_weights = may_change_weights(trainer, module)
         self._weights_touched = True  # code before the first step may have changed weights
@@ -138,7 +138,7 @@ class Training:
         if self._told_to_end:
             self._session.mirrors.settle()
             self._session.world.generations.give_up("All ranks have agreed to save and end.", asked=True)
-            self._end_with_gasp()
+            self._end_with_last_save()
         if self._planned is not None and self._planned.is_due:
             self._session.mirrors.settle()
             self._planned.write()
@@ -328,7 +328,7 @@ class Training:
             step = session.recovery.planned_step if session.newborn else self.state.step
             self._incidents.failed(str(final), step)
             if session.options.gasp:
-                self._end_with_gasp()
+                self._end_with_last_save()
             session.world.let_go()
             raise
         for each in self._written:
@@ -344,27 +344,9 @@ class Training:
         self._incidents.went_on(outcome)
         return self.host.resume
 
-    def _end_with_gasp(self) -> NoReturn:
-        """Write the last checkpoint with all ranks that are left, and end this process.
-
-        Raises:
-            SystemExit: With a code of `exit_codes`.
-        """
-        session = self._session
-        self._released = True  # the process ends: copying parameters out of their buffers would use up the grace period
-        if self._write_last is None:
-            raise ReplicaError("Nobody has said where the last checkpoint goes.")
-        try:
-            path = session.gasp().run(
-                self.state, self.host, lambda: session.recovery.report(self.state, self.host), self._write_last
-            )
-        except DeviceLostError as lost:
-            session.exits.without_device(str(lost))
-        except (RecoveryError, CheckpointError) as error:
-            log.error("rank %d: the last checkpoint could not be written: %s", session.rank, error)
-            raise SystemExit(NOTHING_SAVED) from error
-        log.info("rank %d: the last checkpoint is %s", session.rank, path)
-        raise SystemExit(session.ending.code(GASP_WRITTEN))
+    def _end_with_last_save(self) -> NoReturn:
+        self._released = True  # copying parameters out of their buffers would use up the grace period
+        self.last_save.end(self.state, self.host)
 
     def weights_may_differ(self) -> None:
         """Note that user code may have written to the weights outside of a step's own hooks."""
@@ -379,10 +361,6 @@ class Training:
         if self._planned is None and self.recoverable:
             self._planned = PlannedSave(write)
             self._session.succession.can_be_asked_to_save()
-
-    def save_last_with(self, write: Callable[[GaspPlan], str]) -> None:
-        """Use ``write``, which returns a path, for the last checkpoint of a run that cannot continue."""
-        self._write_last = write
 
     def release(self) -> None:
         """Release the sharded state, the loggers and the callbacks: the trainer is done with this fit."""
@@ -415,16 +393,3 @@ class Training:
     def groups(self) -> Groups:
         """The process groups of this generation."""
         return self._session.world.groups
-
-
-def _resolve(whole_gradients: bool | Literal["auto"], trainer: pl.Trainer) -> bool:
-    """Return whether gradients are whole. "auto" means: where manual optimization or a hook shows them to users."""
-    module = trainer.lightning_module
-    if whole_gradients != "auto":
-        return whole_gradients
-    if not module.automatic_optimization:
-        return True
-    hook = who_sees_gradients(trainer, module)
-    if hook is not None and trainer.is_global_zero:
-        log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", hook)
-    return hook is not None

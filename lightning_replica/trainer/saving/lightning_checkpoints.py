@@ -204,7 +204,7 @@ class LightningCheckpoints(LightningCollectives):
             self.global_rank,
             self.session.ending.has_gasped,
         )
-        training.save_last_with(gasp.write)
+        training.last_save.write_with(gasp.write)
 
     @property
     def _is_fitting(self) -> bool:
