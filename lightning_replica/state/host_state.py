@@ -17,7 +17,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.engine import Engine
-from lightning_replica.state import data_setup
+from lightning_replica.state import data_setup, param_groups
 from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders, validation_loaders
 from lightning_replica.state.frozen import FrozenCopies
@@ -153,7 +153,7 @@ class LightningHostState:
         """Restore what `result` returned in earlier processes; the weights are in place already."""
         taken = Snapshot.from_bytes("tail", 0, replicated, private)
         taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
-        snapshots.restore_groups(self._trainer, taken)
+        param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
         snapshots.restore(self._trainer, taken)
@@ -189,7 +189,7 @@ class LightningHostState:
 
     def settings(self, step: int) -> dict[str, str]:
         """Return the hyperparameters of all param groups, from the snapshot of the tail that leads to ``step``."""
-        return snapshots.hyperparameters(self._held["tail", step].replicated["groups"])
+        return param_groups.hyperparameters(self._held["tail", step].replicated["groups"])
 
     def private(self, kind: Kind, step: int) -> bytes:
         """Return the private part of a snapshot, which is mirrored."""
@@ -207,7 +207,7 @@ class LightningHostState:
             for name, value in taken.replicated.pop("frozen").items():
                 parameters[name].copy_(value)
         taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
-        snapshots.restore_groups(self._trainer, taken)
+        param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
 
@@ -218,7 +218,7 @@ class LightningHostState:
         if taken.structure is not None:
             taken.structure.put_back(self._trainer.lightning_module)
         self._frozen.put_back(taken.frozen)
-        snapshots.restore_groups(self._trainer, taken)
+        param_groups.put_back(self._trainer, taken.replicated)
 
     def restore(self, kind: Kind, step: int) -> None:
         """Restore all host state from a snapshot, and set `resume`, so that the fit loop resumes there."""

@@ -8,7 +8,6 @@ mostly the same on every rank. They are in both parts, and a replacement uses it
 """
 
 import copy
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -22,7 +21,7 @@ from lightning_replica.core import plain
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.state import attributes, data_setup, own_states
+from lightning_replica.state import attributes, data_setup, own_states, param_groups
 from lightning_replica.state.attributes import Taken
 from lightning_replica.state.callback_state import (
     CallbackStates,
@@ -49,7 +48,6 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 
 # Attributes of the fit loop itself that callbacks (stochastic weight averaging) change.
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
-_SHORT = 120  # characters of a hyperparameter in a message
 
 
 @dataclass
@@ -258,7 +256,7 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
             copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
             for place, config in enumerate(trainer.lr_scheduler_configs)
         ],
-        "groups": _groups(trainer, tree),
+        "groups": param_groups.take(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(stateful(trainer)),
         "should_stop": trainer.should_stop,
@@ -326,21 +324,6 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
         put_states(module.modules(), snapshot.metric_states)
 
 
-def restore_groups(trainer: pl.Trainer, snapshot: Snapshot) -> None:
-    """Restore the param groups with their contents, and which parameters are trained."""
-    parameters = list(trainer.lightning_module.parameters())
-    for parameter, required in zip(parameters, snapshot.replicated["requires_grad"], strict=True):
-        parameter.requires_grad_(required)
-    for optimizer, groups in zip(trainer.optimizers, snapshot.replicated["groups"], strict=True):
-        del optimizer.param_groups[len(groups) :]
-        for place, saved in enumerate(groups):
-            group = {**copy.deepcopy(saved), "params": [parameters[index] for index in saved["params"]]}
-            if place < len(optimizer.param_groups):
-                optimizer.param_groups[place].update(group)
-            else:
-                optimizer.param_groups.append(group)
-
-
 def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """Take a snapshot of the trainer, and of the generators of its device, as they are now."""
     tree = Tree.of(trainer.lightning_module)
@@ -367,33 +350,3 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapsho
 def fetched_ahead(trainer: pl.Trainer) -> int:
     """Return how many batches Lightning's fetcher holds before the loop needs them: one if the data has no length."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-
-
-def _groups(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
-    """Return the param groups of all optimizers, with positions in the module in place of parameters."""
-    order = {id(parameter): index for index, parameter in enumerate(tree.parameters)}
-    return [
-        [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-        for optimizer in trainer.optimizers
-    ]
-
-
-def hyperparameters(groups: list[list[dict[str, Any]]]) -> dict[str, str]:
-    """Describe the param groups of all optimizers in short text, as far as they hold numbers, strings and flags."""
-    described = {}
-    for number, optimizer in enumerate(groups):
-        for name in dict.fromkeys(name for group in optimizer for name in group if name != "params"):
-            values = [_value(group.get(name)) for group in optimizer]
-            text = ", ".join(values if len(set(values)) > 1 else values[:1])
-            if len(text) > _SHORT:
-                text = f"{text[:_SHORT]} ... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
-            described[f"{name} of optimizer {number}"] = text
-    return described
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        value = value.tolist() if value.numel() <= 1 else ""
-    plain_value = value is None or isinstance(value, (bool, int, float, str))
-    numbers = isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value)
-    return repr(value) if plain_value or numbers else "..."
