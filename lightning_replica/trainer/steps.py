@@ -353,7 +353,7 @@ class Training:
         session = self._session
         self._released = True  # the process ends: copying parameters out of their buffers would use up the grace period
         if self._write_last is None:
-            raise ReplicaError("Nobody has said where the last checkpoint goes.")
+            raise ReplicaError("No directory is set for the last checkpoint.")
         try:
             path = session.gasp().run(
                 self.state, self.host, lambda: session.recovery.report(self.state, self.host), self._write_last
