@@ -1,13 +1,14 @@
-"""Many seeded faults in one run of `lightning-replica chaos`, on a training with all that can go out of step.
+"""Many seeded faults in one run of `lightning-replica chaos`, on a training with everything that can go out of step.
 
     python benchmarks/chaos.py                                  # 10 runs of 22 faults
     python benchmarks/chaos.py --kinds kill,exception --runs 1 --faults 5
     python benchmarks/chaos.py --outside 20 --targets rank,worker,standby,supervisor    # signals to any process
     python benchmarks/chaos.py --forked --jobs 4 --runs 12      # 48 runs: many more faults in the time
 
-Everything is as for a user: the tool runs this script (with --train), a lost rank's replacement starts Python and imports
-torch and lightning. With --forked, every Python is forked from one that has imported them, which saves most of the time;
-all else is the same. A run is flaky if it fails, or ends with other bits than the untouched one.
+Everything works as it does for a user: the tool runs this script (with --train), and the replacement of a lost rank
+starts Python and imports torch and lightning. With --forked, every Python is forked from one that has already imported
+them, which saves most of the time; everything else is the same. A run is flaky if it fails or ends with different bits
+than the untouched run.
 """
 
 import argparse
@@ -42,7 +43,7 @@ KINDS = "kill,exception,hang,exit,memory,corrupt,sigterm"
 
 
 class Module(L.LightningModule):
-    """Dropout, two schedulers, metrics that differ from rank to rank."""
+    """A model with dropout, two schedulers, and metrics that differ from rank to rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 class Tee(io.StringIO):
-    """Shows what is written, and keeps it."""
+    """Writes text to stdout and keeps it."""
 
     def write(self, text: str) -> int:
         sys.__stdout__.write(text)  # type: ignore[union-attr]
@@ -100,7 +101,7 @@ class Tee(io.StringIO):
 
 
 def run_forked(line: list[str]) -> tuple[int, str]:
-    """Runs the tool in this process, and every script that it starts in a fork of one that has imported torch."""
+    """Run the tool in this process, and every script that it starts in a fork of a process that has imported torch."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from lightning_replica.cli.main import main as tool
     from tests.support.forked_python import ForkedPython
@@ -119,7 +120,7 @@ def run_forked(line: list[str]) -> tuple[int, str]:
 
 
 def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
-    """Runs the tool; its exit code, its output, and the seconds that it took."""
+    """Run the tool; return its exit code, its output, and the seconds that it took."""
     command = [
         sys.executable,
         *([] if args.forked else ["-W", "ignore"]),
@@ -156,7 +157,7 @@ def measure(args: argparse.Namespace, out: Path) -> tuple[int, str, float]:
 
 
 def measure_all(args: argparse.Namespace, out: Path) -> tuple[int, list[str], float]:
-    """Runs the tool once, or `args.jobs` times side by side with seeds of their own: it waits a lot."""
+    """Run the tool once, or `args.jobs` times side by side with different seeds, because it mostly waits."""
     if args.jobs == 1:
         code, text, took_s = measure(args, out)
         return code, [text], took_s
@@ -186,21 +187,21 @@ def measure_all(args: argparse.Namespace, out: Path) -> tuple[int, list[str], fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--faults", type=int, default=22, help="in each run; some may find their point not reached")
+    parser.add_argument("--faults", type=int, default=22, help="faults in each run; some may not reach their point")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=KINDS)
-    parser.add_argument("--points", help="where faults strike (everywhere)")
+    parser.add_argument("--points", help="points where faults strike (all)")
     parser.add_argument("--outside", type=int, metavar="N", help="send N signals from outside in each run instead")
     parser.add_argument("--signals", default="kill,stop,segv,bus,abort")
     parser.add_argument("--targets", default="rank,worker,standby,supervisor")
     parser.add_argument("--forked", action="store_true", help="fork Pythons instead of starting them")
-    parser.add_argument("--workers", type=int, default=0, help="of each DataLoader")
+    parser.add_argument("--workers", type=int, default=0, help="workers of each DataLoader")
     parser.add_argument("--standby", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="how many times to run all this side by side")
-    parser.add_argument("--one-of-many", action="store_true", help="only print what the tool says")
-    parser.add_argument("--train", action="store_true", help="be the script that is tried")
+    parser.add_argument("--jobs", type=int, default=1, help="how many copies of this benchmark to run side by side")
+    parser.add_argument("--one-of-many", action="store_true", help="only print the output of the tool")
+    parser.add_argument("--train", action="store_true", help="act as the training script that the tool runs")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and fingerprints")
     args = parser.parse_args()
     if args.train:

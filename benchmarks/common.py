@@ -1,4 +1,4 @@
-"""The model and the bookkeeping that benchmarks share."""
+"""The model, the statistics and the tables that all benchmarks share."""
 
 import json
 import platform
@@ -24,14 +24,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape in, shape out: (batch, length, width)."""
+        """Map (batch, length, width) to the same shape."""
         hidden = self.norm1(x)
         x = x + self.attention(hidden, hidden, hidden, need_weights=False)[0]
         return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
-    """13.8 million parameters."""
+    """A transformer with 13.8 million parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,17 +40,17 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of (batch, length) tokens."""
+        """Return the logits of (batch, length) tokens."""
         return self.head(self.blocks(self.embedding(x)))
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of telling each token from itself: the arithmetic is real, the task need not be."""
+    """Return the cross-entropy of predicting each token from itself: only the arithmetic has to be realistic."""
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def spread(values: list[float]) -> str:
-    """Median, and the middle half."""
+    """Return the median and the middle half as text."""
     if len(values) < 4:
         return f"{statistics.median(values):.3g}"
     low, middle, high = statistics.quantiles(values, n=4)
@@ -58,14 +58,14 @@ def spread(values: list[float]) -> str:
 
 
 def machine() -> str:
-    """What this was measured on."""
+    """Return a description of this machine."""
     import os
 
     return f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def write(name: str, title: str, header: list[str], rows: list[list[str]], notes: str, raw: Any) -> None:
-    """Writes a table to ``results/<name>.md``, its raw figures beside it, and prints it."""
+    """Write a table to ``results/<name>.md`` and its raw figures to ``results/<name>.json``, and print the table."""
     RESULTS.mkdir(exist_ok=True)
     lines = [f"# {title}", "", f"{date.today().isoformat()}; {machine()}.", "", "| " + " | ".join(header) + " |"]
     lines += ["|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), "", notes.strip(), ""]

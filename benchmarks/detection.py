@@ -1,9 +1,9 @@
-"""How soon a fault is known: to the ranks that are blocked in a collective, and to the supervisor.
+"""How soon a fault is noticed, by ranks that are blocked in a collective and by the supervisor.
 
     python benchmarks/detection.py
 
-Nothing is imported or trained in between: real processes, real gloo groups, the package's own waits and supervisor.
-Times are read from the machine's one monotonic clock.
+It uses real processes, real gloo groups, and the package's own waits and supervisor; nothing is imported or trained in
+between. All times come from the machine's monotonic clock.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def client(port: int) -> dist.TCPStore:
 
 
 def blocked(rank: int, port: int, count: int, results: Any) -> None:
-    """Waits in a collective that rank 0 never joins; rank 0 raises instead."""
+    """Wait in a collective that rank 0 never joins; rank 0 raises instead."""
     torch.set_num_threads(1)
     store = client(port)
     generations = Generations(store)
@@ -55,7 +55,7 @@ def blocked(rank: int, port: int, count: int, results: Any) -> None:
         monitor.moved_to(generation)
         if rank == 0:
             generations.meet("blocked", generation, RANKS, 60)
-            time.sleep(0.1)  # now the others are in it
+            time.sleep(0.1)  # by now the others are in the collective
             began = time.monotonic()
             generations.begin(generation + 1, Fault("exception", (0,), "raised"))
             store.set(f"began/{generation}", str(began))
@@ -73,7 +73,7 @@ def blocked(rank: int, port: int, count: int, results: Any) -> None:
 
 
 def exceptions(count: int) -> list[float]:
-    """Seconds from a rank's exception to the moment in which a peer, blocked in a collective, comes out of it."""
+    """Return the seconds from a rank's exception to the moment when a peer leaves the collective that it is blocked in."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
@@ -87,7 +87,7 @@ def exceptions(count: int) -> list[float]:
 
 
 def deaths(count: int) -> list[float]:
-    """Seconds from a SIGKILL to the supervisor's own word that the rank has died."""
+    """Return the seconds from a SIGKILL to the supervisor's message that the rank has died."""
     seen = []
     for _ in range(count):
         started: list[subprocess.Popen[bytes]] = []
@@ -100,7 +100,7 @@ def deaths(count: int) -> list[float]:
 
         def kill(started: Any = started, running: Any = running, said: Any = said) -> None:
             running.wait()
-            time.sleep(0.1)  # the supervisor waits
+            time.sleep(0.1)  # by now the supervisor waits
             said.append(time.monotonic())
             os.kill(started[0].pid, signal.SIGKILL)
 

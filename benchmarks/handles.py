@@ -1,9 +1,9 @@
-"""What a handle costs: the same collective through torch's default group, and on the group behind it.
+"""What a handle costs: the same collective through torch's default group (a handle) and on the group behind it.
 
     python benchmarks/handles.py
 
-Two ranks over gloo, an all-reduce of one number, in turns. The package's own collectives, those of every step, do not go
-through handles; what Lightning, torchmetrics and the user's own code ask for does.
+Two ranks all-reduce one number over gloo, with and without a handle in turn. The package's own collectives in every
+step do not go through handles; those of Lightning, torchmetrics and user code do.
 """
 
 import multiprocessing

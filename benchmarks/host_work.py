@@ -2,8 +2,8 @@
 
     python benchmarks/host_work.py --ranks 2
 
-CPU time of the main thread inside the functions that do such work, for models that differ only in the bytes of their
-parameters. gloo's threads, which send the mirrors, are not in it.
+It measures the CPU time of the main thread inside the functions that do this work, for models that differ only in the
+size of their parameters. It does not include gloo's threads, which send the mirrors.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
 
 
 class Clock:
-    """Adds up CPU time of wrapped functions, step by step."""
+    """Adds up the CPU time of wrapped functions, step by step."""
 
     def __init__(self) -> None:
         self._inside = False
@@ -58,7 +58,7 @@ class Clock:
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # one of them calls another
+            if self._inside:  # one wrapped function calls another
                 return function(*args, **kwargs)
             began, self._inside = time.thread_time(), True
             try:
@@ -75,7 +75,7 @@ class Clock:
 
 
 class Module(L.LightningModule):
-    """Square layers with the same number of parameters, whatever their width."""
+    """Square layers; the number of parameter tensors does not depend on their width."""
 
     def __init__(self, width: int, clock: Clock) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Lightning's own tests with `replica_zero` in place of the strategy that they would get: what passes, what fails and why.
+"""Lightning's own tests with `replica_zero` in place of their strategy: which ones pass, which ones fail, and why.
 
-python benchmarks/lightning_tests.py CHECKOUT            # of Lightning, at the release that is installed
+python benchmarks/lightning_tests.py CHECKOUT            # a checkout of Lightning, at the installed release
 python benchmarks/lightning_tests.py CHECKOUT --folders loops checkpointing --out docs/lightning_tests.md
 
-Each test runs four times: with the strategy that Lightning chooses (what fails there is not counted), with "ddp", with
-"replica_zero", and with ``ReplicaZeroStrategy(recovery=False)``. Only tests whose Trainers have one device and leave the
-strategy to Lightning, or ask for "ddp", can be run so; `lightning_tests_plugin` replaces it. Results are kept in
-``--keep``, and a run that is there already is not made again.
+Each test runs four times: with the strategy that Lightning chooses (tests that fail there do not count), with "ddp",
+with "replica_zero", and with ``ReplicaZeroStrategy(recovery=False)``. This works only for tests that have a Trainer with
+one device that leaves the strategy to Lightning or asks for "ddp"; `lightning_tests_plugin` replaces the strategy. The
+results are kept in ``--keep``, and runs that are already there are not repeated.
 """
 
 import argparse
@@ -28,49 +28,60 @@ FOLDERS = (
     "loops checkpointing strategies trainer callbacks core models tuner overrides plugins loggers utilities profilers"
 )
 
-# Why a test fails that passes under DDP: a pattern of its name or its error, and what to say. The first that fits holds.
+# Why a test fails that passes under DDP: a pattern of its name or its error, and the reason. The first match counts.
 REASONS: list[tuple[str, str]] = [
-    ("one process fails only once", "Expects an error, and trains on in the same process: it must be started again."),
+    (
+        "only a new process can train",
+        "Expects an error and then trains again in the same process. After an error, this strategy needs a new process.",
+    ),
     (
         r"fetching_is_profiled|\[_\w*Loop\]",
-        "Looks for the names of Lightning's own loop classes in a profiler's report.",
+        "Looks for the names of Lightning's own loop classes in a profiler's report. Here the loops have other classes.",
     ),
-    (r"fit_loop\.restarting", "Looks at a private mark of Lightning's, by which nothing is steered here."),
-    ("resuming from a checkpoint that ended before", "Expects a warning that resuming is not exact. Here it is."),
+    (
+        r"fit_loop\.restarting",
+        "Checks a private flag of Lightning (`fit_loop.restarting`) that has no effect here.",
+    ),
+    (
+        "resuming from a checkpoint that ended before",
+        "Expects a warning that resuming is not exact. Here resuming is exact.",
+    ),
     (
         "test_loop_state_on_exception",
-        "Calls a loop's `reset` by itself and looks at what it leaves to Lightning's resuming. Here the snapshot that the"
-        " fit goes on from says where the loops stand.",
+        "Calls a loop's `reset` and checks the state from which Lightning would resume. Here a fit takes the progress of"
+        " its loops from a snapshot.",
     ),
     (
         "test_resume_training_with",
-        "Counts how often data is begun. A fit that goes on from a checkpoint begins it twice: as Lightning sets it up, and"
-        " where the checkpoint says.",
+        "Counts how often iteration over the data begins. A fit that resumes from a checkpoint begins it twice: when"
+        " Lightning sets the data up, and at the position in the checkpoint.",
     ),
     (
         "save_and_restore_dataloaders",
-        "The state that a loader tells in its own `state_dict` is not kept: a number of batches says where it stands. So an"
-        " epoch that `max_steps` has cut short is over, and the next one begins with the first batch.",
+        "Expects a loader's own `state_dict` to be kept. Here the position is a number of batches. So an epoch that"
+        " `max_steps` has cut short is over, and the next epoch begins with the first batch.",
     ),
-    ("hold the same parameter", "Gives a parameter to two optimizers, which is refused."),
+    ("hold the same parameter", "Gives one parameter to two optimizers, which this strategy refuses."),
     (
         r"returned by torch\.save|call_count|name='zero_grad'|type object 'Mock'",
-        "Puts a mock in place of what this strategy calls in another way, or not: torch.save, `Optimizer.zero_grad`, a"
+        "Mocks a function that this strategy calls in another way or not at all: torch.save, `Optimizer.zero_grad`, a"
         " callback's methods, a logger's `log_metrics`.",
     ),
-    ("PicklingError|can_be_pickled", "Pickles a Trainer after its fit, which holds connections here."),
-    ("saved_by_type_stateful", "Has callbacks whose `state_key` is a class, as those of old versions of Lightning."),
-    ("cannot shard LBFGS", "Trains with LBFGS, which is refused."),
-    ("_ddp_kwargs", "Looks at a private attribute of `DDPStrategy`."),
+    ("PicklingError|can_be_pickled", "Pickles a Trainer after its fit. Here such a Trainer holds connections."),
+    ("saved_by_type_stateful", "Has callbacks whose `state_key` is a class, as in old versions of Lightning."),
+    ("cannot shard LBFGS", "Trains with LBFGS, which this strategy refuses."),
+    ("_ddp_kwargs", "Reads a private attribute of `DDPStrategy`."),
 ]
 
 
 def main() -> None:
-    """Runs and reports."""
+    """Run the tests and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--folders", nargs="+", default=FOLDERS.split())
-    parser.add_argument("--release", default=lightning.__version__, help="of Lightning, that the tests are of")
+    parser.add_argument(
+        "--release", default=lightning.__version__, help="release of Lightning that the tests come from"
+    )
     parser.add_argument("--keep", type=Path, default=Path("lightning_tests_results"))
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "lightning_tests.md")
     arguments = parser.parse_args()
@@ -83,7 +94,7 @@ def main() -> None:
 
 
 def _run(tests: Path, folder: str, run: str, keep: Path) -> None:
-    """Runs the tests of a folder in one way, unless that has been done."""
+    """Run the tests of a folder in one way, unless there is a result already."""
     out = (keep / f"{folder}.{run}.jsonl").resolve()
     if out.exists():
         return
@@ -101,7 +112,7 @@ def _run(tests: Path, folder: str, run: str, keep: Path) -> None:
 
 
 def _read(keep: Path, run: str, folders: list[str]) -> dict[str, dict[str, Any]]:
-    """By test: how it ended, what its Trainers were given, and the error."""
+    """Return for every test how it ended, what was done with its Trainers, and the error."""
     found: dict[str, dict[str, Any]] = {}
     for folder in folders:
         for line in map(json.loads, (keep / f"{folder}.{run}.jsonl").read_text().splitlines()):
@@ -113,7 +124,7 @@ def _read(keep: Path, run: str, folders: list[str]) -> dict[str, dict[str, Any]]
 
 
 def _report(results: dict[str, dict[str, dict[str, Any]]], folders: list[str], release: str) -> str:
-    """The page."""
+    """Return the page."""
     apply = {
         name: test
         for name, test in results["auto"].items()
@@ -122,9 +133,9 @@ def _report(results: dict[str, dict[str, dict[str, Any]]], folders: list[str], r
     lines = [
         "# Lightning's own tests",
         "",
-        f"tests/tests_pytorch of Lightning {release} with lightning {lightning.__version__} and torch {torch.__version__}."
-        " Made by `benchmarks/lightning_tests.py`, which says how. A test applies if its Trainers have one device and leave"
-        " the strategy to Lightning, and if it passes as it is.",
+        f"tests/tests_pytorch of Lightning {release}, run with lightning {lightning.__version__} and torch"
+        f" {torch.__version__} by `benchmarks/lightning_tests.py`. A test applies if it passes unchanged and has a Trainer"
+        " with one device that leaves the strategy to Lightning or asks for `ddp`.",
         "",
         "| folder | tests | apply | pass with `ddp` | with `replica_zero` | with `recovery=False` |",
         "|---|---|---|---|---|---|",
@@ -139,13 +150,13 @@ def _report(results: dict[str, dict[str, dict[str, Any]]], folders: list[str], r
 
 
 def _failures(results: dict[str, dict[str, dict[str, Any]]], apply: dict[str, Any]) -> list[str]:
-    """Why tests fail, and which."""
+    """Return the lines that group the failed tests by reason."""
     why: dict[str, list[str]] = collections.defaultdict(list)
     for name in apply:
-        test = results["replica_zero"].get(name, {"outcome": "missing", "error": "the run ended before it"})
+        test = results["replica_zero"].get(name, {"outcome": "missing", "error": "the run ended before this test"})
         if test["outcome"] != "passed":
             under_ddp = results["ddp"].get(name, {}).get("outcome") == "passed"
-            why[_reason(name, test["error"]) if under_ddp else "They fail under `ddp` too."].append(name)
+            why[_reason(name, test["error"]) if under_ddp else "Fails under `ddp` too."].append(name)
     lines = ["## What fails", ""]
     for reason, names in sorted(why.items(), key=lambda item: -len(item[1])):
         short = collections.Counter(re.sub(r"\[.*", "", name.removeprefix("tests/tests_pytorch/")) for name in names)

@@ -1,9 +1,9 @@
-"""pytest plugin: Lightning's own tests with another strategy in place of the one that they would get.
+"""pytest plugin that runs Lightning's own tests with a different strategy.
 
 ``LIGHTNING_TESTS_STRATEGY`` is the strategy ("ddp", "replica_zero", or "replica_zero_off" for the latter with
-``recovery=False``); without it nothing is replaced. ``LIGHTNING_TESTS_OUT`` is the file that
-gets a line of JSON for every test. A Trainer's strategy is replaced where the test leaves it to Lightning, or asks for
-"ddp", and where the Trainer has one device: then this process is the only rank, as if a launcher had started it.
+``recovery=False``); if it is not set, nothing is replaced. ``LIGHTNING_TESTS_OUT`` is the file that gets a line of JSON
+for every test. The plugin replaces a Trainer's strategy if the Trainer has one device and the test leaves the strategy
+to Lightning or asks for "ddp". This process is then the only rank, as if a launcher had started it.
 """
 
 import json
@@ -25,11 +25,11 @@ STRATEGY = os.environ.get("LIGHTNING_TESTS_STRATEGY", "")
 OUT = Path(os.environ["LIGHTNING_TESTS_OUT"])
 OURS = STRATEGY.startswith("replica_zero")
 _PLAIN = ("auto", "ddp", "ddp_find_unused_parameters_true")
-_TRAINERS: list[str] = []  # what has become of the trainers of the test that runs
+_TRAINERS: list[str] = []  # what was done with the trainers of the current test
 
 
 def _replace() -> None:
-    """Lets every Trainer choose as said above."""
+    """Make every Trainer choose its strategy as described above."""
     connector = accelerator_connector._AcceleratorConnector
     init = connector.__init__
 
@@ -45,7 +45,7 @@ def _replace() -> None:
 
 
 def _applies(arguments: dict[str, Any]) -> bool:
-    """Whether a connector's arguments ask for what can be replaced; a test that needs several ranks is left out."""
+    """Return whether the strategy in these arguments can be replaced; skip a test that needs several ranks."""
     devices = arguments.get("devices", "auto")
     if isinstance(devices, int) and devices > 1:
         pytest.skip("needs several ranks")
@@ -59,7 +59,7 @@ def _applies(arguments: dict[str, Any]) -> bool:
 def a_world_of_one(
     restore_env_variables: None, teardown_process_group: None, thread_police_duuu_daaa_duuu_daaa: None
 ) -> Iterator[None]:
-    """Each test finds itself in the only rank of a world of its own."""
+    """Make the process of each test the only rank of a new world."""
     _TRAINERS.clear()
     if OURS:
         store = serve(LOOPBACK)
@@ -69,7 +69,7 @@ def a_world_of_one(
     before, hook = dict(os.environ), sys.excepthook
     yield
     if OURS:
-        rank._entered.clear()  # the next test is a rank of another world
+        rank._entered.clear()  # the next test belongs to another world
         sys.excepthook = hook
         if session._current is not None:
             session._current.close()
@@ -80,12 +80,12 @@ def a_world_of_one(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins."""
+    """Replace the strategies."""
     _replace()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves what an earlier run has found to apply, where ``LIGHTNING_TESTS_ONLY`` names its file."""
+    """Keep only the tests that apply according to an earlier run, if ``LIGHTNING_TESTS_ONLY`` names its file."""
     if "LIGHTNING_TESTS_ONLY" in os.environ:
         lines = map(json.loads, Path(os.environ["LIGHTNING_TESTS_ONLY"]).read_text().splitlines())
         wanted = {line["test"] for line in lines if line["outcome"] == "passed" and "applies" in line["trainers"]}
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-    """Writes down how a test has ended, in its own time or while it was set up or cleaned up after."""
+    """Record how a test has ended: its call, or a failure in its set-up or clean-up."""
     result = yield
     report = result.get_result()  # type: ignore[attr-defined]
     if report.when == "call" or report.outcome != "passed":

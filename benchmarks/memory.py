@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py --ranks 4
 
-A model of some 66 M parameters takes three steps of a tiny batch under each strategy, in processes of its own. Memory
-is the proportional set size (Pss, which shares out pages that several ranks have mapped) after the last step, less
-what the process had before the model was built; the activations of so small a batch do not count.
+A model of about 67 M parameters makes three steps with a tiny batch under each strategy, each time in new processes.
+Memory is the proportional set size (Pss, which divides shared pages among the ranks that map them) after the last step,
+minus that of the process before the model was built. The activations of such a small batch are negligible.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CONTENDERS = [
 
 
 class Module(L.LightningModule):
-    """Square layers, and the memory that they take."""
+    """Square layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Module(L.LightningModule):
 
 
 def expected(contender: str, ranks: int) -> float:
-    """Bytes per parameter."""
+    """Return the bytes per parameter by the formula."""
     if contender.startswith("DDP"):
         return BYTES["parameters"] + BYTES["gradients"] + BYTES["AdamW"]
     shards = ranks / int(contender.split("R=")[1][0])
@@ -74,7 +74,7 @@ def strategy_of(contender: str) -> Any:
 
 
 def memory() -> int:
-    """Proportional set size, bytes."""
+    """Return the proportional set size in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])
@@ -99,7 +99,7 @@ def rank_main(ranks: int, contender: str) -> None:
 
 
 class AtEnd(L.Callback):
-    """Measures after the last step."""
+    """Measures the memory after the last step."""
 
     def __init__(self, before: int) -> None:
         self.before = before

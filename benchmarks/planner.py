@@ -1,4 +1,4 @@
-"""How long one plan takes, by the number of ranks.
+"""How long it takes to make one plan, by number of ranks.
 
 python benchmarks/planner.py
 """
@@ -18,7 +18,7 @@ WORLDS = (1_000, 10_000, 100_000)
 
 
 def reports(grid: Grid, lost: range) -> list[Report]:
-    """Every rank in the forward pass of a step, but ``lost``, which are new."""
+    """Return the reports of ranks that are all in the forward pass of a step, except for ``lost``, which are new."""
     found = []
     for rank in range(grid.size):
         if rank in lost:

@@ -3,11 +3,11 @@
     python benchmarks/recoverable.py
     python benchmarks/recoverable.py --batch 16 --modes on      # a longer step
 
-Two trainings of the same model, each with its own supervisor and ranks, take turns on the machine: while one makes a
-block of steps, all processes of the other are stopped by SIGSTOP. So both see the same machine, and what one does in
-the background does not slow the other. Wall time is what counts, but on a machine that others use it is noisy; the CPU
-time of rank 0's process, all its threads, is less so. Figures are ratios of neighbouring blocks' medians; their
-confidence intervals are bootstrapped over pairs of blocks.
+Trainings of the same model, each with its own supervisor and ranks, take turns on the machine: while one makes a block
+of steps, SIGSTOP stops all processes of the others. So all of them see the same machine, and the background work of
+one does not slow the others down. Wall time matters most, but it is noisy on a machine that others use; the CPU time of
+rank 0's process, with all its threads, is less noisy. The figures are ratios of the medians of neighbouring blocks,
+with confidence intervals that are bootstrapped over pairs of blocks.
 """
 
 import argparse
@@ -46,7 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Ends(Callback):
-    """Rank 0 writes down when its steps ended, and the CPU time that it had used by then."""
+    """Records, on rank 0, when each step ended and how much CPU time the process had used by then."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Ends(Callback):
 
 
 def train(mode: str, ranks: int, batch: int, path: Path) -> None:
-    """Until it is killed."""
+    """Train until the process is killed."""
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (batch * ranks * 1000, LENGTH))
     trainer = L.Trainer(
@@ -76,7 +76,7 @@ def train(mode: str, ranks: int, batch: int, path: Path) -> None:
 
 
 class World:
-    """One training that can be stopped and let go on."""
+    """One training, which can be stopped and continued."""
 
     def __init__(self, mode: str, ranks: int, batch: int, path: Path) -> None:
         self.path = path
@@ -90,17 +90,17 @@ class World:
         )
 
     def ends(self) -> list[tuple[int, int]]:
-        lines = self.path.read_text().split("\n")[:-1]  # the last one may not be whole
+        lines = self.path.read_text().split("\n")[:-1]  # the last line may be incomplete
         return [(int(now), int(used)) for now, used in map(str.split, lines)]
 
     def signal(self, signum: signal.Signals) -> None:
         os.killpg(self.process.pid, signum)
 
     def steps(self, count: int) -> tuple[float, float]:
-        """Lets it make ``count`` steps; the first two, where it wakes up, are not counted.
+        """Let the training make ``count`` steps, after two that do not count because the processes wake up in them.
 
         Returns:
-            The median step's seconds of wall time, and of CPU time.
+            The seconds of wall time and of CPU time of the median step.
         """
         before = len(self.ends())
         self.signal(signal.SIGCONT)
@@ -127,7 +127,7 @@ def worlds(modes: list[str], ranks: int, batch: int) -> Iterator[dict[str, World
 
 
 def against(own: list[float], off: list[float]) -> str:
-    """Median of the ratios of neighbouring blocks, and its 95 % confidence interval by bootstrap."""
+    """Return the median ratio of neighbouring blocks and its bootstrapped 95 % confidence interval as text."""
     ratios = [a / b for a, b in zip(own, off, strict=True)]
     draw = random.Random(0)
     medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
@@ -140,10 +140,10 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--path", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a rank in a step")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per rank and step")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block", type=int, default=6)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="those to compare with 'off'")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to compare with 'off'")
     args = parser.parse_args()
     if args.mode:
         train(args.mode, args.ranks, args.batch, args.path)
@@ -151,7 +151,7 @@ def main() -> None:
     modes = [mode for mode in MODES if mode == "off" or mode in args.modes]
     blocks: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
     with worlds(modes, args.ranks, args.batch) as found:
-        for world in found.values():  # nobody's warm-up disturbs the others
+        for world in found.values():  # so that no warm-up disturbs the others
             for other in found.values():
                 other.signal(signal.SIGSTOP)
             world.steps(10)

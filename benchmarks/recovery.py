@@ -1,11 +1,12 @@
-"""Recovery time by phase: 20 exceptions, 20 ranks killed, without and with a standby, in `benchmarks/common.py`'s model.
+"""Recovery time by phase, with the model of `benchmarks/common.py`: 20 exceptions, 20 kills, and 20 with a standby.
 
     python benchmarks/recovery.py
-    python benchmarks/recovery.py --standby 1 --kind SIGKILL   # only these, without a table
+    python benchmarks/recovery.py --standby 1 --kind SIGKILL   # only this kind, without a table
 
-Everything is as for a user: ranks are re-runs of this script, a killed rank's replacement starts Python, imports torch
-and lightning, builds model and data, and receives its shard. Figures are what the run itself says ("recovered at ..."),
-from the moment in which a survivor sees the fault to the moment in which it goes on.
+Everything works as it does for a user: ranks run this script again. The replacement of a killed rank starts Python,
+imports torch and lightning, builds model and data, and receives its shard. The figures come from the run's own log
+lines ("recovered at ..."). They measure the time from the moment when a survivor sees the fault to the moment when it
+resumes.
 """
 
 import argparse
@@ -33,12 +34,12 @@ from lightning_replica import ReplicaZeroStrategy
 
 warnings.filterwarnings("ignore")
 EVERY = 4  # steps between faults
-REFILL_S = 8.0  # in which a new standby imports everything; faults are not meant to come faster than that
+REFILL_S = 8.0  # time for a new standby to import everything; faults should not come faster than that
 PHASES = ["stop", "clean", "regroup", "repair", "rollback", "resume"]
 
 
 class Break(Callback):
-    """One fault every few steps, each on the next rank, in backward."""
+    """Causes a fault in backward every few steps, each time on the next rank."""
 
     def __init__(self, kind: str, count: int, marks: Path, pause_s: float) -> None:
         self.kind, self.count, self.marks, self.pause_s = kind, count, marks, pause_s
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--standby", type=int, default=0)
-    parser.add_argument("--marks", type=Path, help="where faults that have happened are marked")
+    parser.add_argument("--marks", type=Path, help="directory that records which faults have happened")
     args = parser.parse_args()
     if args.marks:
         train(args.kind, args.count, args.ranks, args.standby, args.marks)

@@ -1,12 +1,12 @@
 """What a killed rank costs, seen from outside: replica_zero, torchrun with a checkpoint every step, and torchft.
 
-    pip install torchft      # left out of the table if it is missing
+    pip install torchft      # the table leaves it out if it is missing
     python benchmarks/recovery_peers.py
 
-The same model and optimizer on four CPU ranks, gloo, in each system; every few steps a rank kills itself in its backward
-pass. All processes write down when each of their steps ended. What a kill costs is the time from the last good
-step's end to the next good step's end, less the median step. For torchft, which goes on without the lost rank, the
-time until the world is whole again stands beside it.
+Every system trains the same model with the same optimizer on four CPU ranks over gloo. Every few steps, a rank kills
+itself in its backward pass. All processes record when each of their steps ended. The cost of a kill is the time from
+the end of the last good step to the end of the next good step, minus the median step. torchft continues without the
+lost rank, so the table also shows the time until all ranks are back.
 """
 
 import argparse
@@ -36,14 +36,14 @@ RANKS = 4
 
 
 class Trace:
-    """Where a process writes when its steps ended, and dies when it is its turn."""
+    """Records when the steps of a process ended, and kills the process when it is its turn."""
 
     def __init__(self, place: Path, rank: int, kills: int) -> None:
         self.place, self.rank, self.kills = place, rank, kills
         self.file = (place / f"steps{rank}").open("a")
 
     def kill(self, step: int) -> None:
-        """Dies in step ``step -> step + 1``, if a kill is due there on this rank."""
+        """Kill this process in the step from ``step`` to ``step + 1``, if a kill of this rank is due there."""
         number, due = divmod(step, EVERY)
         mark = self.place / f"kill{number}"
         if due or not 1 <= number <= self.kills or self.rank != number % RANKS or mark.exists():
@@ -52,7 +52,7 @@ class Trace:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def ended(self, step: int, world_size: int) -> None:
-        """The step that led to ``step`` is done."""
+        """Record that the step that led to ``step`` is done."""
         self.file.write(f"{step} {time.clock_gettime_ns(time.CLOCK_MONOTONIC)} {world_size}\n")
         self.file.flush()
 
@@ -68,11 +68,11 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-# One worker for each system
+# A worker of each system
 
 
 def with_torchrun(trace: Trace, steps: int) -> None:
-    """DDP; rank 0 writes weights and optimizer every step; torchrun starts all ranks again."""
+    """Train with DDP: rank 0 writes weights and optimizer after every step, and torchrun restarts all ranks."""
     dist.init_process_group("gloo")
     model, optimizer = parts()
     wrapped, latest = nn.parallel.DistributedDataParallel(model), trace.place / "latest.pt"
@@ -98,7 +98,7 @@ def with_torchrun(trace: Trace, steps: int) -> None:
 
 
 def with_torchft(trace: Trace, steps: int, tuned: bool) -> None:
-    """Four replica groups of one rank; a lost one is dropped, its successor gets the state from another."""
+    """Train with four replica groups of one rank: a lost one is dropped, and its successor gets another's state."""
     from datetime import timedelta
 
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
@@ -144,7 +144,7 @@ def with_torchft(trace: Trace, steps: int, tuned: bool) -> None:
 
 
 def with_replica_zero(trace: Trace, steps: int, standby: int) -> None:
-    """As a user has it: a LightningModule and a Trainer."""
+    """Train as a user does, with a LightningModule and a Trainer."""
     import lightning as L
     from lightning.pytorch.callbacks import Callback
     from torch.utils.data import DataLoader, TensorDataset
@@ -183,11 +183,11 @@ def with_replica_zero(trace: Trace, steps: int, standby: int) -> None:
     trainer.fit(Module(), DataLoader(TensorDataset(batches(trace.rank, steps + 1))))
 
 
-# Running them
+# Running the systems
 
 
 def run(system: str, kills: int, place: Path) -> None:
-    """One training with all its kills."""
+    """Run one training with all its kills."""
     own = [__file__, "--system", system, "--kills", str(kills), "--place", str(place)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if system == "torchrun":
@@ -201,7 +201,7 @@ def run(system: str, kills: int, place: Path) -> None:
             "0.1",
         ]
         command = [sys.executable, *launcher, "--max-restarts", str(kills), *own]
-        # Without it restarted workers read the addresses of those before them, and hang (torch 2.13, --standalone).
+        # Otherwise restarted workers read the addresses of their predecessors and hang (torch 2.13, --standalone).
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         finished(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -222,10 +222,10 @@ def finished(process: "subprocess.Popen[str]") -> None:
 
 
 def supervise_torchft(own: list[str], environment: dict[str, str], tuned: bool) -> None:
-    """Starts four processes and starts again whichever dies, at once."""
+    """Start four processes, and restart at once any that dies."""
     from torchft.coordination import LighthouseServer
 
-    # Defaults, but for newborn: a minute would be waited at the start and after every loss.
+    # Without "tuned", torchft waits for a minute at the start and after every loss: its default for joining.
     options = {"join_timeout_ms": 200, "heartbeat_timeout_ms": 500} if tuned else {}
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **options)
     environment = {**environment, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
@@ -244,15 +244,15 @@ def supervise_torchft(own: list[str], environment: dict[str, str], tuned: bool) 
             if process.poll() is not None:
                 processes[rank] = start(rank)
         time.sleep(0.005)
-    for process in processes.values():  # one that comes late finds no quorum any more
+    for process in processes.values():  # a process that comes late finds no quorum
         process.kill()
         process.wait()
     lighthouse.shutdown()
 
 
 def read(place: Path, kills: int) -> dict[str, list[float]]:
-    """Seconds that each kill cost, until the next good step and until all ranks are in again; and normal steps."""
-    first: dict[int, float] = {}  # end of a step, on the first rank that is through with it
+    """Return the seconds of each kill, until the next good step and until all ranks are back, and of normal steps."""
+    first: dict[int, float] = {}  # when the first rank ended each step
     whole: dict[int, float] = {}
     for rank in range(RANKS):
         for line in (place / f"steps{rank}").read_text().splitlines():
@@ -286,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--system", help="run one worker of this system")
-    parser.add_argument("--only", action="append", help="measure only this system, and keep the others' figures")
+    parser.add_argument("--only", action="append", help="measure only this system, and keep the figures of the others")
     parser.add_argument("--place", type=Path)
     args = parser.parse_args()
     steps = (args.kills + 1) * EVERY
@@ -317,7 +317,7 @@ def show(raw: dict[str, Any], kills: int) -> None:
 
 
 def in_again(whole: list[float]) -> str:
-    """Of those kills after which all ranks were in again before the next."""
+    """Return the time until all ranks were back, over the kills after which that happened before the next kill."""
     seen = [each for each in whole if not math.isnan(each)]
     return (
         spread(seen)

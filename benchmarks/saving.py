@@ -1,15 +1,16 @@
-"""What checkpoints cost: a dying gasp against raw writes, a periodic save against torch's own, to the same disk.
+"""What checkpoints cost on one disk: a dying gasp against raw writes, and a periodic save against torch's own.
 
-    python benchmarks/saving.py                  # 4 ranks, 100 million parameters; some minutes
+    python benchmarks/saving.py                  # 4 ranks, 100 million parameters; takes some minutes
     python benchmarks/saving.py --only gasp --rounds 5
 
-gasp: a job is sent SIGTERM in backward; what passes until its last checkpoint is published, by phase. In the same job, a
-few steps before, the same ranks write as many bytes to files of their own and bring them to the disk: the most that the
-disk gives. Memory is how much the peak of a rank's resident memory in the gasp is above what it had.
+gasp: a job gets SIGTERM in backward. The table shows the time until its last checkpoint is published, by phase. A few
+steps earlier in the same job, the same ranks write as many bytes to plain files, with fsync: the best that the disk can
+do. Memory is the peak of a rank's resident memory during the gasp, minus its resident memory before.
 
-periodic: in one job, in turn after each step: `CheckpointPublisher`'s save, without and with async_save, and
-torch.distributed.checkpoint's `save` and `async_save` of the same bytes (weights and both moments, each rank a quarter of
-every tensor, as DTensors). How long training stands still, and how long until it is on the disk.
+periodic: one job saves in several ways after each step, in turn: with `CheckpointPublisher`, without and with
+async_save, and with torch.distributed.checkpoint's `save` and `async_save` of the same bytes (weights and both moments,
+as DTensors of which each rank holds a quarter). The table shows how long training stands still, and how long it takes
+until the checkpoint is on the disk.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def fit(callbacks: list[Callback], steps: int) -> None:
 
 
 def write_raw(file: Path) -> float:
-    """Seconds until every rank's part of the bytes is on the disk."""
+    """Return the seconds until every rank's part of the bytes is on the disk."""
     content = torch.randn(TOTAL_BYTES // RANKS // 4).numpy().data
     dist.barrier()
     began = time.monotonic()
@@ -91,13 +92,13 @@ def write_raw(file: Path) -> float:
 
 
 def memory(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Return VmRSS or VmHWM of this process, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
 class Preempted(Callback):
-    """Writes raw after two steps, and is told to end in the fifth."""
+    """Writes raw bytes after two steps, and sends SIGTERM in the fifth step."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -111,7 +112,7 @@ class Preempted(Callback):
             return
         self.seen[point] = time.monotonic()
         if point == "gasp_write":
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             self.seen["before_bytes"] = memory("VmRSS")
         if point == "track":
             self.seen["peak_bytes"] = memory("VmHWM")
@@ -132,7 +133,7 @@ def gasp(out: Path) -> None:
 
 
 class Saves(Callback):
-    """Every way of saving, in turn, after each step; the first round does not count."""
+    """Saves in every way after each step, in turn; the first round does not count."""
 
     def __init__(self, out: Path, rounds: int) -> None:
         self.out, self.rounds = out, rounds
@@ -193,7 +194,7 @@ class Saves(Callback):
         mesh = init_device_mesh("cpu", (RANKS,))
         found: dict[str, Any] = {}
         for name, parameter in trainer.lightning_module.named_parameters():
-            part = parameter.detach().chunk(RANKS)[trainer.global_rank].clone()  # memory of its own, as FSDP has
+            part = parameter.detach().chunk(RANKS)[trainer.global_rank].clone()  # in memory of its own, as in FSDP
             for kind in ("weight", "exp_avg", "exp_avg_sq"):
                 local = part if kind == "weight" else torch.zeros_like(part) + 1
                 found[f"{kind}.{name}"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -212,7 +213,7 @@ def job(kind: str, out: Path, rounds: int, code: int) -> None:
 
 
 def measure_gasp(directory: Path) -> dict[str, float]:
-    """One job; phases end when the last rank has come to their end."""
+    """Run one job and return the time of each phase; a phase ends when the last rank has ended it."""
     job("gasp", directory, 0, 75)
     ended = time.monotonic()
     ranks = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(RANKS)]

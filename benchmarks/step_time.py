@@ -1,12 +1,12 @@
-"""Step time and bytes on the wire of `replica_zero` and its peers, through Lightning, alternated step by step.
+"""Step time and bytes on the wire of `replica_zero` and other strategies in Lightning, alternating step by step.
 
     python benchmarks/step_time.py --ranks 4 --steps 40
     python benchmarks/step_time.py --ranks 4 --steps 40 --sockets    # replica_zero without shared memory
 
-Every contender is a Trainer in a thread of its own, in the same processes. A baton goes round: one contender makes
-one step, with the others asleep, then the next. So all meet the same noise of the machine, and only steps of the same
-round are compared. Bytes are those that the loopback interface counts while a contender has the baton, headers
-included, divided by the ranks.
+Every contender is a Trainer in a thread of its own, in the same processes. The contenders pass a baton round: the one
+that holds it makes one step while the others sleep. So all of them see the same noise of the machine, and only steps of
+the same round are compared. Bytes are those that the loopback interface counts while a contender holds the baton, with
+headers, divided by the number of ranks.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CONTENDERS = ["DDP", "DDP, bucket views", "DDP + ZeroRedundancyOptimizer", "FSDP
 
 
 class Baton:
-    """Lets one contender run at a time, round and round."""
+    """Lets one contender run at a time, in rounds."""
 
     def __init__(self, contenders: int) -> None:
         self._turns = [threading.Semaphore(0) for _ in range(contenders)]
@@ -68,10 +68,10 @@ class Baton:
 
 
 class Turn:
-    """Passes the baton before every step and measures what lies between.
+    """Passes the baton on before every step, and measures the time and the bytes in between.
 
-    Called from the training step, not from a callback: a batch hook of the user's might change weights, for which
-    replica_zero looks.
+    The training step calls it, and not a callback: a user's batch hook might change weights, so replica_zero would
+    check them.
     """
 
     def __init__(self, number: int, baton: Baton) -> None:
@@ -109,7 +109,7 @@ class Module(L.LightningModule):
 
 
 class HSDPStrategy(DDPStrategy):
-    """Lightning's DDP strategy with FSDP2 in place of the wrapper: shards in a replica, two replicas."""
+    """Lightning's DDP strategy with FSDP2 in place of the wrapper: two replicas, each of them sharded."""
 
     def configure_ddp(self) -> None:
         module = self.lightning_module
@@ -130,7 +130,7 @@ def strategy_of(contender: str, sockets: bool) -> Any:
 
 
 def loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since boot."""
+    """Return the bytes sent over the loopback interface since boot."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split()[9])
@@ -159,7 +159,7 @@ def fit(number: int, turn: Turn, baton: Baton, ranks: int, steps: int, sockets: 
 def rank_main(ranks: int, steps: int, sockets: bool) -> None:
     torch.set_num_threads(1)
     baton = Baton(len(CONTENDERS))
-    # replica_zero opens the default process group, so it begins; Lightning's DDP finds it open.
+    # replica_zero goes first because it opens the default process group; Lightning's DDP finds it open.
     CONTENDERS.insert(0, CONTENDERS.pop())
     turns = [Turn(number, baton) for number in range(len(CONTENDERS))]
     threads = [

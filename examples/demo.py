@@ -1,8 +1,8 @@
 """Trains examples/gpt.py three times and compares every bit of the weights.
 
-In the first run a rank kills itself; the second is told to end, saves, and is started again; the third is left alone.
+In the first run, a rank kills itself. The second is told to end, saves, and is started again. The third is untouched.
 
-python examples/demo.py                     # rank 2 dies half way
+python examples/demo.py                     # rank 2 dies halfway
 python examples/demo.py --kill 0 --at 10    # rank 0 dies in step 10
 """
 
@@ -20,20 +20,20 @@ GASP_WRITTEN = 75  # lightning_replica.exit_codes
 
 
 def train(title: str, options: list[str], code: int = 0) -> None:
-    """Runs gpt.py, which must end with ``code``."""
+    """Run gpt.py, which must end with ``code``."""
     print(f"\n=== {title}: python examples/gpt.py {' '.join(options)}", flush=True)
     ended = subprocess.run([sys.executable, str(GPT), *options]).returncode
     if ended != code:
-        sys.exit(f"it ended with exit code {ended} instead of {code}")
+        sys.exit(f"gpt.py ended with exit code {ended} instead of {code}")
     if code:
         print(f"exit code {code}", flush=True)
 
 
 def main() -> int:
-    """Returns 0 if all runs end with the same bits."""
+    """Return 0 if all runs end with the same bits."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kill", type=int, default=2, metavar="RANK", help="rank that kills itself; 0 is allowed")
-    parser.add_argument("--at", type=int, metavar="STEP", help="when it does (default: half way)")
+    parser.add_argument("--at", type=int, metavar="STEP", help="when it kills itself (default: halfway)")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     steps = ["--steps", str(args.steps)]

@@ -3,7 +3,7 @@
     python examples/gpt.py                      # train
     python examples/gpt.py --kill 2 --at 20     # rank 2 kills itself after 20 steps
 
-Nothing in the model or the data knows of recovery; the one line that matters is `strategy="replica_zero"`.
+Nothing in the model or the data knows about recovery; the only line that matters is `strategy="replica_zero"`.
 """
 
 import argparse
@@ -108,7 +108,7 @@ class GPT(L.LightningModule):
 
     @torch.no_grad()
     def sample(self, prompt: bytes, count: int) -> str:
-        """Goes on from ``prompt`` for ``count`` bytes."""
+        """Return ``count`` bytes that continue ``prompt``, with the prompt itself."""
         self.eval()
         text = torch.tensor([list(prompt)])
         for _ in range(count):
@@ -118,7 +118,7 @@ class GPT(L.LightningModule):
 
 
 class Say(Callback):
-    """Prints the loss, from rank 0."""
+    """Prints the loss on rank 0."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -129,7 +129,7 @@ class Say(Callback):
 
 
 class Kill(Callback):
-    """Ends one rank as a machine that breaks would: SIGKILL, no clean-up, no last word."""
+    """Ends one rank as a broken machine would: SIGKILL, with no clean-up and no last message."""
 
     def __init__(self, rank: int, step: int) -> None:
         self.rank, self.step = rank, step
@@ -142,7 +142,7 @@ class Kill(Callback):
 
 
 class Preempt(Callback):
-    """Tells the run to end, as a scheduler that wants its machines back would: SIGTERM to the supervisor."""
+    """Ends the run as a scheduler that wants its machines back would: SIGTERM to the supervisor."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -154,7 +154,7 @@ class Preempt(Callback):
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over every bit of every parameter."""
+    """Return the SHA-256 of every bit of every parameter."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -162,20 +162,20 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--devices", type=int, default=4, help="number of ranks")
     parser.add_argument("--kill", type=int, metavar="RANK", help="rank that kills itself; 0 is allowed")
-    parser.add_argument("--preempt", action="store_true", help="the run gets a SIGTERM")
-    parser.add_argument("--at", type=int, metavar="STEP", help="when that happens (default: half way)")
-    parser.add_argument("--checkpoints", type=Path, help="save here when the run cannot go on; go on from what is here")
-    parser.add_argument("--result", type=Path, help="write fingerprint and a sample to this file")
+    parser.add_argument("--preempt", action="store_true", help="send SIGTERM to the run")
+    parser.add_argument("--at", type=int, metavar="STEP", help="when that happens (default: halfway)")
+    parser.add_argument("--checkpoints", type=Path, help="save here if the run cannot continue; resume from here")
+    parser.add_argument("--result", type=Path, help="write the fingerprint and a sample to this file")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Trains, and says what came of it."""
+    """Train, and print the result."""
     args = arguments()
     L.seed_everything(1, verbose=False)
     model = GPT()

@@ -13,12 +13,12 @@ from lightning_replica import ReplicaZeroStrategy
 
 
 def main() -> None:
-    """Trains a small GPT."""
+    """Train a small GPT."""
     parser = argparse.ArgumentParser(description="Trains a small GPT with `replica_zero`.")
     parser.add_argument("--devices", type=int, default=4, help="number of ranks")
     parser.add_argument("--replicas", type=int, default=2, help="copies of the optimizer state")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--width", type=int, default=320, help="of the model, a multiple of 5")
+    parser.add_argument("--width", type=int, default=320, help="width of the model, a multiple of 5")
     parser.add_argument("--depth", type=int, default=8, help="layers of the model")
     args = parser.parse_args()
 

@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 
 
 def main() -> None:
-    """Trains what the command line and its YAML say."""
+    """Train as the command line and its YAML file specify."""
     cli = LightningCLI(GPT, TextData)
     if cli.trainer.is_global_zero:
         print(f"fingerprint {fingerprint(cli.model)}")

@@ -1,8 +1,8 @@
-"""The strategy in a Hydra application, laid out as lightning-hydra-template has it.
+"""The strategy in a Hydra application, laid out like lightning-hydra-template.
 
 python examples/train_hydra.py
 python examples/train_hydra.py strategy.replicas=4 trainer.devices=8
-python examples/train_hydra.py +experiment=lost_rank       # the same fingerprint, though a rank dies
+python examples/train_hydra.py +experiment=lost_rank       # the same fingerprint, although a rank dies
 """
 
 import hydra
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
-    """Trains what the configuration says."""
+    """Train as the configuration specifies."""
     L.seed_everything(config.seed, verbose=False)
     data, model = instantiate(config.data), instantiate(config.model)
     callbacks = [instantiate(callback) for callback in config.callbacks.values()]

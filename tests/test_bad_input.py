@@ -29,7 +29,7 @@ def trainer(**options: Any) -> L.Trainer:
         ({"devices": 3}, r"replicas=2 does not divide world_size=3.*Choose one of 1, 3"),
         ({"devices": 4, "strategy": ReplicaZeroStrategy(replicas=8)}, r"replicas=8 does not divide.*one of 1, 2, 4"),
         ({"num_nodes": 2}, r"num_nodes=2.*torchrun.*set `num_nodes=1`"),
-        ({"plugins": MixedPrecision("bf16-mixed", "cuda")}, r"'bf16-mixed' is for cuda, the accelerator is cpu"),
+        ({"plugins": MixedPrecision("bf16-mixed", "cuda")}, r"'bf16-mixed' is for cuda, but the accelerator is cpu"),
     ],
 )
 def test_the_trainer_refuses(options: dict[str, Any], message: str) -> None:
@@ -153,7 +153,7 @@ def broken_shards(case: Case, out: Path) -> None:
         (other_replicas, "Ranks disagree on replicas: 1 on rank 0; 2 on rank 1. Start every rank from the same script"),
         (other_versions, r'Ranks disagree on torch: "1.0" on rank 0; "2'),
         (other_lightning, r'Ranks disagree on lightning: "1.0" on rank 0; "2'),
-        (anothers_checkpoint, r"optimizer has param groups of \[1\] parameters, the AdamW of this model of \[4\]"),
+        (anothers_checkpoint, r"optimizer has param groups of \[1\] parameters, but this model's AdamW has \[4\]"),
         (broken_shards, r"shards cannot be used: __0_0\.distcp has \d+ bytes"),
         (nothing_to_train, "There is no parameter to train"),
     ],
@@ -177,7 +177,7 @@ def test_a_second_fit_after_a_failed_one(tmp_path: Path) -> None:
     faults = tuple(Fault("raise", rank, "forward", 1) for rank in range(2))
     outcome = world.run(Case(faults=faults, devices=2), tmp_path, target=fit_again)
     assert outcome.code == 1
-    assert "An earlier run of this script has failed" in outcome.logs
+    assert "An earlier fit in this process has failed" in outcome.logs
     assert "Every rank raised an exception in the same step" in outcome.logs
 
 
@@ -189,7 +189,7 @@ def other_devices(case: Case, out: Path) -> None:
 def test_another_grid_in_the_same_script(tmp_path: Path) -> None:
     outcome = world.run(Case(devices=2), tmp_path, target=other_devices)
     assert outcome.code == 1
-    assert "2 ranks and replicas=2, this one asks for 2 ranks and replicas=1" in outcome.logs
+    assert "2 ranks and replicas=2, but this one asks for 2 ranks and replicas=1" in outcome.logs
 
 
 def fit_twice(case: Case, out: Path) -> None:

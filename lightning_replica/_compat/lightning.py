@@ -111,7 +111,7 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
     """
     if not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise ConfigurationError(
-            "`replica_zero` starts its ranks by running the script again, but this one came with `python -c` or from"
+            "`replica_zero` starts its ranks by running the script again, but this script came from `python -c` or"
             " standard input. Save it to a file and run it with `python train.py`."
         )
     if _HYDRA_AVAILABLE:
@@ -122,8 +122,8 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise ConfigurationError(
                     "`--multirun` trains several times in one process, but `replica_zero` starts its ranks by running"
-                    " the command line again, and ends with its training. Start one process for each job, e.g. in a"
-                    " shell loop."
+                    " the command line again, and the process ends with its training. Start one process for each job,"
+                    " e.g. in a shell loop."
                 )
             return _hydra_subprocess_cmd(rank)
     return _basic_subprocess_cmd(), None

@@ -151,7 +151,7 @@ def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _DCP_METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into the metadata of a checkpoint")
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in the metadata of a checkpoint")
         return super().find_class(module, name)
 
 

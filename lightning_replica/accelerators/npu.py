@@ -91,8 +91,8 @@ class NPUAccelerator(Accelerator):
         torch_npu = npu_package.load()
         if getattr(trainer.precision_plugin, "scaler", None) and not torch_npu.npu.utils.is_support_inf_nan():
             raise ConfigurationError(
-                f"precision={trainer.precision_plugin.precision!r} looks for gradients that overflow, but numbers of"
-                " this NPU saturate (Ascend 910A, or INF_NAN_MODE_ENABLE=0): nobody would see it. Set"
+                f"precision={trainer.precision_plugin.precision!r} must see gradients overflow, but numbers saturate on"
+                " this NPU (Ascend 910A, or INF_NAN_MODE_ENABLE=0), so an overflow would go unnoticed. Set"
                 " `Trainer(precision='bf16-mixed')` or '32-true'."
             )
         torch_npu.npu.empty_cache()
@@ -121,8 +121,8 @@ def chosen(devices: Devices, count: int) -> list[int]:
         return indices
     there = "1 NPU (0)" if count == 1 else f"{count} NPUs (0 to {count - 1})"
     raise ConfigurationError(
-        f"{devices=} for {there}. Give how many you want, a list of the indices of some (`devices=[0, 1]`), each once,"
-        f" or -1 for all. {npu_package.VISIBLE} says which of a machine's there are."
+        f"{devices=} does not fit {there}. Give a number of NPUs, a list of different indices (`devices=[0, 1]`), or"
+        f" -1 for all. {npu_package.VISIBLE} selects which of the machine's NPUs are visible."
     )
 
 

@@ -63,7 +63,7 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
         """Write a checkpoint if one is due at this step, or if the last one was not completed."""
         step = trainer.global_step
         due = self._every is not None and step != self._saved and step % self._every == 0
-        missing = (due or self._look) and not self._settle(trainer, "One is written now.")
+        missing = (due or self._look) and not self._settle(trainer, "Another is written now.")
         self._look = False
         if due or missing:
             self._saved = step
@@ -71,8 +71,8 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for a checkpoint that is under way; write it again if it was not completed."""
-        if not self._settle(trainer, "It is tried once more."):
-            self._save(trainer, beside=False, then="It was the last of this run.")
+        if not self._settle(trainer, "The save is tried once more."):
+            self._save(trainer, beside=False, then="This was the last checkpoint of this run.")
 
     def _save(self, trainer: pl.Trainer, beside: bool, then: str) -> None:
         strategy: Any = trainer.strategy
@@ -103,14 +103,14 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
             raise error
         if trainer.is_global_zero:
             warn(
-                f"the checkpoint of step {step} could not be written: {error} Training goes on, and those that are"
-                f" whole stay. {then} (`CheckpointPublisher(must_save=True)` would end the run.)"
+                f"the checkpoint of step {step} could not be written: {error} Training continues, and whole"
+                f" checkpoints stay. {then} (`CheckpointPublisher(must_save=True)` would end the run.)"
             )
 
     def _next(self, step: int) -> str:
         if self._every is None:
-            return "Make it possible to write there."
-        return f"The next is due at step {step - step % self._every + self._every}: make it possible to write by then."
+            return "Make sure that the next one can be written."
+        return f"The next is due at step {step - step % self._every + self._every}: make sure that it can be written."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step of the last save, and that of a checkpoint that may not be complete yet."""

@@ -44,7 +44,7 @@ class RecoveryReport(RecoveryCallback):
             isinstance(other, RecoveryReport) and other is not self and other._path == self._path for other in callbacks
         ):
             raise ConfigurationError(
-                f"Two RecoveryReport callbacks write to {self._path}. Keep one, or give them paths."
+                f"Two RecoveryReport callbacks write to {self._path}. Keep one, or give them different paths."
             )
 
     def on_incident(self, trainer: pl.Trainer, pl_module: pl.LightningModule, incident: Incident) -> None:

@@ -109,8 +109,8 @@ def _batches(untouched: RankPrint, hurt: RankPrint, cut_short: bool) -> list[str
         if expected is None:
             found.append(f"{_name(batch)} was not seen in the untouched run")
         elif seen != expected:
-            again = ", when it was done again," if expected & seen else ""
-            found.append(f"{_name(batch)}{again} had other data")
+            again = ", when it was repeated," if expected & seen else ""
+            found.append(f"{_name(batch)}{again} had different data")
     skipped = [batch for batch in untouched.batches if batch not in hurt.batches]
     if cut_short:
         last = max(hurt.batches, default=(-1, -1, -1))
@@ -131,7 +131,7 @@ def _steps(untouched: RankPrint, hurt: RankPrint, cut_short: bool, flipped: bool
         names = _differing([dict(state) for state in states])  # type: ignore[call-overload]
         found.append(f"{names} after step {step}{_of(fit)} ({len(wrong)} of {len(hurt.steps)} states differ)")
     if missing:
-        found.append(f"step {missing[0][1]}{_of(missing[0][0])} was not made, and {len(missing) - 1} more")
+        found.append(f"step {missing[0][1]}{_of(missing[0][0])} is missing, and {len(missing) - 1} more")
     return found
 
 
@@ -148,7 +148,7 @@ def _ends(untouched: RankPrint, hurt: RankPrint) -> list[str]:
 def _differing(states: list[Mapping[str, Any]]) -> str:
     """Name what is not the same in all of ``states``."""
     names = [text for key, text in _NAMES.items() if len({str(state.get(key)) for state in states}) > 1]
-    return f"other {', '.join(names)}" if names else "another number of steps"
+    return f"different {', '.join(names)}" if names else "a different number of steps"
 
 
 def _name(batch: Batch) -> str:

@@ -60,7 +60,7 @@ class Experiment:
             return cls(**json.loads(Path(path).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigurationError(
-                f"{VARIABLE}={path} is no experiment of `lightning-replica chaos` ({error}). Unset it to train."
+                f"{VARIABLE}={path} is not an experiment of `lightning-replica chaos` ({error}). Unset it to train."
             ) from error
 
     def write(self, path: Path) -> None:

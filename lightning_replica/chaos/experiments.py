@@ -108,7 +108,7 @@ class Laboratory:
         for rank in range(self.ranks):
             path = folder / PLACES.format(rank)
             if not path.exists():
-                raise ConfigurationError(f"Rank {rank} has not come to the end of its fit, though no fault struck.")
+                raise ConfigurationError(f"Rank {rank} has not reached the end of its fit, although no fault struck.")
             for place, step in json.loads(path.read_text()).items():
                 self.last[place] = min(step, self.last.get(place, step))
 
@@ -135,7 +135,7 @@ class Laboratory:
         """
         for fault in faults:
             if fault.rank >= self.ranks:
-                raise ConfigurationError(f"{fault} strikes rank {fault.rank}: there are ranks 0 to {self.ranks - 1}.")
+                raise ConfigurationError(f"{fault} strikes rank {fault.rank}, but the ranks are 0 to {self.ranks - 1}.")
         folder = self._new(name)
         code = self._execute(self._hurting(folder, len(faults), [str(fault) for fault in faults], spaced), folder)
         prints = _prints(folder)

@@ -77,7 +77,7 @@ class FaultInjector(PlaceCallback):
         checks.positive("mtbf_s", mtbf_s)
         checks.whole(1, count=count)
         if mtbf_steps is not None and mtbf_s is not None:
-            raise ConfigurationError(f"{mtbf_steps=} and {mtbf_s=} are two clocks: give one of them.")
+            raise ConfigurationError(f"{mtbf_steps=} and {mtbf_s=} exclude each other: give one of them.")
         self._listed = parse_all(faults)
         self._dice = Dice(seed, tuple(kinds), _USUAL if points is None else tuple(points))
         self._mtbf_steps, self._mtbf_s, self._count = mtbf_steps, mtbf_s, count
@@ -96,13 +96,13 @@ class FaultInjector(PlaceCallback):
         session = getattr(trainer.strategy, "session", None)
         if session is None:
             raise ConfigurationError(
-                f"FaultInjector needs `Trainer(strategy='replica_zero')`, this one has"
-                f" {type(trainer.strategy).__name__}: nothing would survive its faults."
+                f"FaultInjector needs `Trainer(strategy='replica_zero')`, but this Trainer has"
+                f" {type(trainer.strategy).__name__}, which would not survive the faults."
             )
         world_size = session.world.size
         for fault in self._listed:
             if fault.rank >= world_size:
-                raise ConfigurationError(f"{fault} strikes rank {fault.rank}: there are ranks 0 to {world_size - 1}.")
+                raise ConfigurationError(f"{fault} strikes rank {fault.rank}, but the ranks are 0 to {world_size - 1}.")
         everything = [*self._listed, *self._draw(world_size)]
         self._mine = {number: fault for number, fault in enumerate(everything) if fault.rank == session.rank}
         injectors = [callback for callback in trainer.callbacks if isinstance(callback, FaultInjector)]  # type: ignore[attr-defined]

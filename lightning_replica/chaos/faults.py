@@ -63,7 +63,7 @@ class InjectedFault:
             parts = int(rank), int(step), float(after_s)
         except ValueError:
             raise ConfigurationError(
-                f"{text!r} is no fault. Write kind:rank:point:step, for example kill:2:forward:30."
+                f"{text!r} is not a fault. Write kind:rank:point:step, for example kill:2:forward:30."
             ) from None
         return cls(kind, parts[0], point, parts[1], parts[2])  # type: ignore[arg-type]  # checked by the class
 
@@ -100,7 +100,7 @@ class Dice:
             for each in given:
                 checks.choice(name, each, known)
         if tuple(self.kinds) == ("corrupt",) and not set(self.points) & set(_AT_REST):
-            raise ConfigurationError(f"A flipped bit is only found at one of {', '.join(_AT_REST)}: add one to points.")
+            raise ConfigurationError(f"A flipped bit is found only at {', '.join(_AT_REST)}: add one to points.")
 
     def arrivals(self, mean: float, count: int) -> list[float]:
         """Return the times of ``count`` independent faults, which come every ``mean`` on average."""

@@ -88,7 +88,8 @@ class Fingerprint(pl.Callback):
             return
         if getattr(trainer.strategy, "session", None) is None:
             raise ConfigurationError(
-                f"Fingerprint needs `Trainer(strategy='replica_zero')`, this one has {type(trainer.strategy).__name__}."
+                "Fingerprint needs `Trainer(strategy='replica_zero')`, but this Trainer has"
+                f" {type(trainer.strategy).__name__}."
             )
         self._fit += 1
         self._begun = (-1, -1, -1)

@@ -274,10 +274,10 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         for chunk in self._chunks.values():
             stored = self.metadata.state_dict_metadata.get(chunk.name) if self.metadata is not None else None
             if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(f"The checkpoint holds no tensor {chunk.name!r}, which its contents list.")
+                raise CheckpointError(f"The checkpoint does not hold tensor {chunk.name!r}, which its contents list.")
             found = create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
             if sum(item.lengths.numel() for item in found) != chunk.data.numel():
-                raise CheckpointError(f"The checkpoint holds only a part of the tensor {chunk.name!r}.")
+                raise CheckpointError(f"The checkpoint holds only part of the tensor {chunk.name!r}.")
             items += found
         return LoadPlan(items)
 

@@ -40,7 +40,7 @@ class TensorInfo:
             ValueError: If they would, or if there is no tensor of this shape and stride.
         """
         if not all(type(each) is int and each >= 0 for each in (*self.shape, *self.stride)):
-            raise ValueError(f"there is no tensor of shape {self.shape} and stride {self.stride}")
+            raise ValueError(f"a tensor cannot have shape {self.shape} and stride {self.stride}")
         numel = 1
         for stride, length in sorted(zip(self.stride, self.shape, strict=True)):
             if length != 1 and stride != numel and 0 not in self.shape:
@@ -178,7 +178,7 @@ def read_contents(directory: Readable) -> Contents:
     try:
         return Contents.of_plain(read)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(directory, f"{CONTENTS} says what cannot be ({type(error).__name__}: {error})") from error
+        raise damaged(directory, f"{CONTENTS} holds impossible values ({type(error).__name__}: {error})") from error
 
 
 def weight_key(name: str) -> str:
@@ -210,8 +210,8 @@ def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequ
     _refuse("parameters or buffers", _weight_differences(saved.weights, weights))
     if len(saved.optimizers) != len(groups):
         raise CheckpointError(
-            f"The checkpoint is of another model: it has {len(saved.optimizers)} optimizers, and there are"
-            f" {len(groups)} here. Load it into the model that wrote it."
+            f"The checkpoint is of another model: it has {len(saved.optimizers)} optimizers, and this one"
+            f" has {len(groups)}. Load it into the model that wrote it."
         )
     _refuse(
         "param groups",

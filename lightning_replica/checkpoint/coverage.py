@@ -55,15 +55,15 @@ def _tiling(tensor: "TensorStorageMetadata", numel: int, dtype: str) -> str | No
     """Return what is wrong with the places of the chunks in the tensor, or None."""
     if tuple(tensor.size) != (numel,) or dtype_name(tensor.properties.dtype) != dtype:
         found = f"{list(tensor.size)} {dtype_name(tensor.properties.dtype)}"
-        return f"was to be {[numel]} {dtype}, and {METADATA} says {found}"
+        return f"should be {[numel]} {dtype}, but {METADATA} says {found}"
     end = 0
     for start, length in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in tensor.chunks):
         if start != end:
-            return f"has elements {min(start, end)} to {max(start, end)} {'twice' if start < end else 'nowhere'}"
+            return f"has elements {start} to {end} twice" if start < end else f"lacks elements {end} to {start}"
         end = start + length
     if end > numel:
-        return f"has elements {numel} to {end}, which it does not have"
-    return f"has elements {end} to {numel} nowhere" if end < numel else None
+        return f"has elements {numel} to {end} beyond its end"
+    return f"lacks elements {end} to {numel}" if end < numel else None
 
 
 def _lies_in(manifest: Manifest, file: str, end: int) -> bool:

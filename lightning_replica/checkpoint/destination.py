@@ -112,7 +112,7 @@ class _InStore(Destination):
             )
         except OSError as error:
             raise CheckpointError(
-                f"There is no directory to write into before the upload: {error}. Set TMPDIR."
+                f"No temporary directory could be made for the upload: {error}. Set TMPDIR."
             ) from error
         self.directory = Path(self._stack.enter_context(made))
         if not first:
@@ -134,7 +134,7 @@ class _InStore(Destination):
         for name, expected in manifest.files.items():
             if found.sizes.get(name) != expected.size_bytes:
                 raise CheckpointError(
-                    f"{self._attempt / name} was written with {expected.size_bytes} bytes, and the store lists"
+                    f"{self._attempt / name} was written with {expected.size_bytes} bytes, but the store lists"
                     f" {found.sizes.get(name, 'nothing')}."
                 )
         store.write(self._attempt / MANIFEST, manifest.as_bytes())
@@ -144,7 +144,7 @@ class _InStore(Destination):
                 if attempt.committed:
                     attempt.remove()
         except CheckpointError as error:  # readers take the newer of two attempts; the next start removes the other
-            log.warning("%s is written, but what it replaces could not be removed: %s", self._url, error)
+            log.warning("%s is written, but the former checkpoint could not be removed: %s", self._url, error)
 
     def _give_up(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is not None and issubclass(kind, Exception) and not self._published:

@@ -133,12 +133,12 @@ def parse(written: bytes) -> Any:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("it says something twice")
+        raise ValueError("it has a key twice")
     return found
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a valid number")
 
 
 def _whole(least: int, below: int) -> Callable[[Any], bool]:
@@ -184,7 +184,7 @@ def _check_types(content: Mapping[str, Any]) -> None:
     """Raise ValueError unless every entry has the type and range that a save writes: readers compare and show them."""
     for name, fits in _TYPES.items():
         if not fits(content[name]):
-            raise ValueError(f"its {name} is {content[name]!r:.60}")
+            raise ValueError(f"its {name} is {content[name]!r:.60}, which is not valid")
 
 
 def _crc(content: Mapping[str, Any]) -> int:

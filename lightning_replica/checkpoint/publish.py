@@ -109,7 +109,7 @@ def check(directory: Readable) -> Manifest:
     for name, expected in manifest.files.items():
         size = files.size(name)
         if size != expected.size_bytes:
-            raise damaged(files, f"{name} has {size} bytes, and was written with {expected.size_bytes}")
+            raise damaged(files, f"{name} has {size} bytes, but was written with {expected.size_bytes}")
     return manifest
 
 
@@ -157,7 +157,7 @@ def read_file(directory: Readable, name: str) -> bytes:
         raise damaged(files, f"its {MANIFEST} does not list {name}")
     content = files.read(name)
     if FileInfo.of_bytes(content) != expected:
-        raise damaged(files, f"size or checksum of {name} differs from what was written")
+        raise damaged(files, f"the size or checksum of {name} differs from what was written")
     return content
 
 
@@ -169,7 +169,7 @@ def read_manifest(directory: Readable) -> Manifest:
     """
     files = files_of(directory)
     if not files.has(MANIFEST):
-        raise damaged(files, f"it has no {MANIFEST}, so it was not written as a whole, or by something else")
+        raise damaged(files, f"it has no {MANIFEST}, so its save was not completed, or something else wrote it")
     try:
         read: dict[str, Any] = parse(files.manifest)
         written_by = read["format"]
@@ -178,7 +178,7 @@ def read_manifest(directory: Readable) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(files, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     raise CheckpointError(
-        f"The {MANIFEST} of the checkpoint {files} has format {written_by!r:.60}, and this version of"
+        f"The {MANIFEST} of the checkpoint {files} has format {written_by!r:.60}, but this version of"
         f" lightning_replica reads format {FORMAT}. Load it with the version that wrote it:"
         f" {read.get('versions')!r:.200}."
     )

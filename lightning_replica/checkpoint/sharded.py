@@ -139,7 +139,7 @@ def stage(
             return {}, None
         contents = describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, prepared)
         files = {
-            PLAIN: _as_bytes(plain, "what is kept beside the weights"),
+            PLAIN: _as_bytes(plain, "the state beside the weights"),
             CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
         }
         return files, contents
@@ -177,7 +177,7 @@ def write(staged: Staged, together: Together) -> None:
         manifest = replace(staged.described, files=files, writers=writers)
         problem = coverage.problem_of(metadata, manifest, staged.contents)
         if problem is not None:
-            raise CheckpointError(f"{staged.path} is not written, as it would not be whole: {problem}.")
+            raise CheckpointError(f"{staged.path} is not written, because it would not be whole: {problem}.")
         to.deliver([to.directory / METADATA])
         to.publish(manifest)
 
@@ -271,8 +271,8 @@ def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:
     content = dict(content)
     if not _is_plain(content):
         raise CheckpointError(
-            f"A checkpoint holds tensors and plain data only, but in {what} {_not_plain(content, 'checkpoint')}."
-            " Save numbers, strings, lists, dicts and tensors in its place."
+            f"A checkpoint holds only tensors and plain data, but in {what}, {_not_plain(content, 'checkpoint')}."
+            " Save numbers, strings, lists, dicts and tensors instead."
         )
     buffer = io.BytesIO()
     torch.save(content, buffer)

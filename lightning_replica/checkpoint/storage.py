@@ -91,7 +91,7 @@ class _OnDisk:
     def child(self, name: str) -> Path:
         path = self._path / _plain(self._path, name)
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link, and not followed. Name its target instead.")
+            raise CheckpointError(f"{path} is a symbolic link, which is not followed. Name its target instead.")
         return path
 
     def prepare(self) -> list[str]:
@@ -197,7 +197,7 @@ def _refuse_foreign(entry: Path) -> None:
     else:
         return
     if entry.is_symlink() or not ours:
-        raise CheckpointError(f"{entry} is not what a run writes under this name. Move it away.")
+        raise CheckpointError(f"{entry} has a name that a run uses, but something else wrote it. Move it away.")
 
 
 def _is_ours(temporary: Path) -> bool:

@@ -41,7 +41,7 @@ def weights_of(state: Engine, names: Sequence[str], extra_tensors: Mapping[str, 
     for name, tensor in extra_tensors.items():
         if name in weights:
             raise CheckpointError(
-                f"{name} is trained, and so already part of the checkpoint: leave it out of the extras."
+                f"{name} is trained, so it is already part of the checkpoint: leave it out of the extras."
             )
         weights[name] = TensorInfo.of(tensor.detach().contiguous())
     missing = [name for name in names if name not in weights]

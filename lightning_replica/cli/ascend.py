@@ -29,7 +29,7 @@ def _settings() -> Iterator[Check]:
     for harm in harms:
         yield Check("HCCL settings", "note", harm.given, harm.advice)
     if not harms:
-        yield Check("HCCL settings", "ok", "nothing is set with which recovery cannot work")
+        yield Check("HCCL settings", "ok", "no setting prevents recovery")
 
 
 def _calls() -> Check:

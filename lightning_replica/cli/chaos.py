@@ -25,15 +25,16 @@ examples:
   lightning-replica chaos --outside 10 --targets rank,worker,supervisor -- python train.py
   lightning-replica chaos --list kill:2:forward:30,exception:0:update:31 -- python train_cli.py fit -c train.yaml
 
-The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It has to start anew each time: one
-that goes on from a checkpoint of its own finds that of the run before. Compared are the weights, every rank's shard of
-the optimizer state, its random numbers and the batches that it saw: after every step, and at the end of `fit`, with
-schedulers and metrics too. Random faults leave each other time to recover, so that all of them are survivable.
+The script runs as it is, with `strategy="replica_zero"`; nothing is added to it. It must start from scratch each
+time: if it resumes from a checkpoint of its own, it finds that of the run before. The command compares the weights,
+every rank's shard of the optimizer state, its random numbers and the batches that it saw, after every step and at the
+end of `fit`; at the end, it also compares schedulers and metrics. Random faults leave enough time to recover in
+between, so all of them are survivable.
 
-With --outside, this command itself sends signals to processes of the job: at random times, to random processes,
-whatever they are doing. A "worker" is any process that a rank has started, above all a worker of its DataLoader. The
-supervisor is hit only if --targets names it: the job ends with it and is started again. Nothing stops the supervisor
-("stop"), and "term" is for the supervisor alone.
+With --outside, this command itself sends signals at random times to random processes of the job, whatever they are
+doing. A "worker" is any process that a rank has started, above all a DataLoader worker. The supervisor is hit only if
+--targets names it: the job then ends with it and is started again. "stop" never hits the supervisor, and "term" hits
+only the supervisor.
 
 signals: {", ".join(SIGNALS)}
 targets: {", ".join(ROLES)}
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "chaos",
-        help="does a training of yours survive faults, to the last bit?",
+        help="does your own training survive faults, to the last bit?",
         description="Runs a training script untouched, then with faults, and compares them bit by bit.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,18 +61,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--runs", type=int, default=1, metavar="K", help="runs with faults, each with its own seed (1)")
     many = parser.add_mutually_exclusive_group()
     many.add_argument("--faults", type=int, metavar="N", help="random faults in each run (3)")
-    many.add_argument("--mtbf-steps", type=float, metavar="STEPS", help="or one every so many steps, on average")
+    many.add_argument("--mtbf-steps", type=float, metavar="STEPS", help="or one fault every STEPS steps, on average")
     many.add_argument("--outside", type=int, metavar="N", help="or N signals from outside, to any process of the job")
-    many.add_argument("--list", metavar="FAULTS", help="or these: kind:rank:point:step, with commas between them")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run's faults (0)")
+    many.add_argument("--list", metavar="FAULTS", help="or these faults: kind:rank:point:step, separated by commas")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run's faults (0)")
     parser.add_argument("--kinds", default=_USUAL_KINDS, help=f"kinds of random faults ({_USUAL_KINDS})")
-    parser.add_argument("--points", help="where they strike (everywhere that the script comes to)")
-    parser.add_argument("--signals", default=_USUAL_SIGNALS, help=f"sent by --outside ({_USUAL_SIGNALS})")
+    parser.add_argument("--points", help="points where they strike (all that the script reaches)")
+    parser.add_argument("--signals", default=_USUAL_SIGNALS, help=f"signals that --outside sends ({_USUAL_SIGNALS})")
     parser.add_argument("--targets", default=_USUAL_TARGETS, help=f"processes that --outside hits ({_USUAL_TARGETS})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep logs, fingerprints and incidents here")
     parser.add_argument("--every-n-steps", type=int, default=1, metavar="N", help="compare every N steps (1)")
     parser.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="a run that takes longer fails")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that trains")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="--, then the command that trains")
     parser.set_defaults(run=run)
 
 
@@ -180,7 +181,7 @@ def _report(results: list[Result]) -> str:
             [str(number), str(each.fault), _when(each), _then(each, result), result.verdict] for each in result.struck
         ]
         rows += [[str(number), str(fault), "not reached", "-", "-"] for fault in result.missed]
-    lines = [table(["run", "fault", "struck at", "then", "in the end"], rows, left=True)]
+    lines = [table(["run", "fault", "struck at", "then", "result"], rows, left=True)]
     for number, result in enumerate(results, 1):
         lines += [f"run {number}: {text}" for text in (result.failure, *result.differences) if text]
     return "\n".join(lines)
@@ -203,7 +204,7 @@ def _blame(found: list[str]) -> str:
     if found:
         lines = [f"    {text}" for text in found[:3]]
         return "\n".join(
-            ["Two untouched runs differ as well: it is the script that never does the same twice. Seed everything"]
+            ["Two untouched runs differ as well: the script itself is not deterministic. Seed everything"]
             + [
                 "(`lightning.seed_everything(1, workers=True)`) and let no random number depend on time or process.",
                 *lines,

@@ -64,7 +64,7 @@ def devices() -> Iterator[Check]:
 
 def backends() -> Iterator[Check]:
     """Check the backends of collectives. The host's backend is needed, whatever the device is."""
-    advice = "Install a torch that is built with it, as those of PyPI are."
+    advice = "Install a torch that is built with it, such as those from PyPI."
     for name, available in probe.backends().items():
         if available:
             yield Check(name, "ok", "available")
@@ -132,7 +132,8 @@ def smoke() -> Iterator[Check]:
     if untouched == hurt:
         yield Check(name, "ok", f"a killed rank was replaced; the weights are identical ({hurt[:12]})")
     else:
-        yield Check(name, "failed", f"a killed rank was replaced; {hurt[:12]} instead of {untouched[:12]}", ask)
+        found = f"a killed rank was replaced, but the weights are {hurt[:12]} instead of {untouched[:12]}"
+        yield Check(name, "failed", found, ask)
 
 
 class _Run:

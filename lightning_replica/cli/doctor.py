@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "doctor",
-        help="does it work on this machine?",
-        description="Looks at versions, devices, backends, memory and network, and trains on two ranks.",
+        help="does `replica_zero` work on this machine?",
+        description="Checks versions, devices, backends, memory and network, and trains on two ranks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -12,13 +12,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="a sharded checkpoint as one .ckpt file",
-        description="Writes a checkpoint of `state_dict_type='sharded'` as one file that every strategy goes on"
-        " from. It must fit into memory. Main parameters, which other strategies do not have, are left out.",
+        description="Writes a checkpoint of `state_dict_type='sharded'` as one file from which every strategy can"
+        " resume. It must fit into memory. Main parameters, which other strategies do not have, are left out.",
     )
     parser.add_argument(
-        "directory", help="the sharded checkpoint or its URL, or a directory of them: the newest whole one"
+        "directory", help="the sharded checkpoint or its URL, or a directory of them (takes the newest whole one)"
     )
-    parser.add_argument("file", type=Path, help="the file to write; replaced if it is there")
+    parser.add_argument("file", type=Path, help="the file to write; an existing file is replaced")
     parser.set_defaults(run=run)
 
 
@@ -31,5 +31,5 @@ def run(options: argparse.Namespace) -> int:
     for problem in problems:
         warn(problem)
     export(found, options.file)
-    write(f"{options.file} holds what {found} holds.")
+    write(f"{found} is exported to {options.file}.")
     return 0

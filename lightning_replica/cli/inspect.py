@@ -13,11 +13,11 @@ if TYPE_CHECKING:  # at run time these are imported only when the command runs
     from lightning_replica.checkpoint.location import Location
 
 _EPILOG = """\
-A sharded checkpoint is whole if all its files are there and have their sizes, and if it holds every element of every
-tensor once. Of an ordinary .ckpt, inspect says what Lightning wrote into it and whether torch can read it. With
---verify, every byte of either is read and checked too.
+A sharded checkpoint is whole if all its files exist and have their sizes, and if it holds every element of every tensor
+exactly once. For an ordinary .ckpt, inspect says what Lightning wrote into it and whether torch can read it. With
+--verify, it also reads and checks every byte of either.
 
-Exit code: 0 if all that was looked at is whole, 1 if something is damaged or there is nothing.
+Exit code: 0 if everything inspected is whole, 1 if something is damaged or nothing was found.
 """
 
 
@@ -26,12 +26,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="what is in a checkpoint, and is it whole?",
-        description="Looks at a checkpoint of `state_dict_type='sharded'`, at a directory of them, or at a .ckpt.",
+        description="Inspects a checkpoint of `state_dict_type='sharded'`, a directory of them, or a .ckpt.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, a directory of them, or a .ckpt; or its URL")
-    parser.add_argument("--verify", action="store_true", help="take the checksum of every file")
+    parser.add_argument("--verify", action="store_true", help="check the checksum of every file")
     parser.add_argument("--tensors", action="store_true", help="list all tensors")
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(run=run)

@@ -8,9 +8,7 @@ from lightning_replica.cli import chaos, doctor, export, inspect, plan, save, ti
 from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
-_DESCRIPTION = (
-    "Looks at a machine or a job before `Trainer(strategy='replica_zero')` is used on it, and at what came of it after."
-)
+_DESCRIPTION = "Checks machines and jobs before `Trainer(strategy='replica_zero')` runs, and inspects what it leaves."
 
 
 def parser() -> argparse.ArgumentParser:

@@ -81,7 +81,7 @@ def _read(stream: IO[bytes], path: Location, zipped: bool) -> tuple[Any, str]:
         if foreign:
             return _Foreign(foreign), ""
         if not zipped:
-            return None, "it is not a file that torch.save has written, or not all of one"
+            return None, "it is not a file that torch.save has written, or only part of one"
         return None, f"torch cannot read it ({type(error).__name__}: {str(error).splitlines()[0]})"
 
 
@@ -144,11 +144,11 @@ def render(facts: dict[str, Any]) -> str:
         lines["form"] = f"one file, as Lightning {facts['versions']['lightning']} writes it for every strategy"
         lines["step"] = f"{facts['step']}, in epoch {facts['epoch']}"
     elif facts["whole"]:
-        lines["form"] = "one file of torch.save's, which is not a checkpoint of Lightning's"
+        lines["form"] = "one file that torch.save wrote, but not a Lightning checkpoint"
     lines["size"] = size(facts["size_bytes"])
     if "objects" in facts:
-        lines["form"] = "one file of torch.save's; what is in it was not read"
-        lines["objects"] = f"{', '.join(facts['objects'])}: reading them can run code that the file brings along"
+        lines["form"] = "one file that torch.save wrote; its content was not read"
+        lines["objects"] = f"{', '.join(facts['objects'])}: reading them can run code from the file"
     if "weights" in facts:
         dtypes = f", {', '.join(facts['dtypes'])}" if facts["dtypes"] else ""
         lines["weights"] = f"{facts['weights']:,} elements in {facts['weight_tensors']} tensors{dtypes}"
@@ -164,7 +164,7 @@ def render(facts: dict[str, Any]) -> str:
 
 def _resume(facts: dict[str, Any]) -> str:
     if facts["world_size"] is not None:
-        return f"with {facts['world_size']} ranks at the very batch, to the last bit (written by replica_zero)"
+        return f"with {facts['world_size']} ranks at the exact batch, to the last bit (written by replica_zero)"
     if not facts["optimizers"]:
         return "no: it has no optimizer state"
     return "at the next batch that repeats no sample, with random numbers of its own"
@@ -175,5 +175,5 @@ def conclusion(facts: dict[str, Any]) -> str:
     if facts["verified"]:
         return "whole, to the last byte"
     if not facts["checksums"]:
-        return "it can be read; a file of this old format of torch's has no checksums"
-    return ("it has not been read" if "objects" in facts else "it can be read") + "; --verify takes its checksums"
+        return "it can be read; files in this old torch format have no checksums"
+    return ("it has not been read" if "objects" in facts else "it can be read") + "; --verify checks its checksums"

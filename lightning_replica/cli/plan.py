@@ -28,8 +28,8 @@ def add_parser(commands: Any) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "plan",
-        help="memory and traffic per rank, and which losses are survived",
-        description="Says what a job would cost per rank, compared with DDP and ZeRO-1, and what it would survive.",
+        help="memory and traffic per rank, and which losses a job survives",
+        description="Shows what a job would cost per rank, compared with DDP and ZeRO-1, and what it would survive.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,14 +37,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--replicas", type=int, default=2, metavar="R", help="copies of each shard (default: 2)")
     parser.add_argument("--params", type=_count, required=True, metavar="PSI", help="trained elements: 7e9, 7B, 350M")
     names = ", ".join([*get_args(costs.Precision), *costs.ALIASES])
-    parser.add_argument("--precision", default="32-true", help=f"the Trainer's: {names} (default: 32-true)")
+    parser.add_argument("--precision", default="32-true", help=f"precision of the Trainer: {names} (default: 32-true)")
     parser.add_argument(
         "--optimizer-bytes",
         type=float,
         metavar="B",
-        help="optimizer state per element; 8 is Adam in 32 bits (default: two values of what is updated)",
+        help="bytes of optimizer state per element; 8 for Adam in 32 bits (default: two values in the updated dtype)",
     )
-    parser.add_argument("--ranks-per-node", type=int, metavar="L", help="also look at losses of whole nodes")
+    parser.add_argument("--ranks-per-node", type=int, metavar="L", help="also consider losses of whole nodes")
     parser.add_argument("--json", action="store_true", help="write JSON, in bytes")
     parser.set_defaults(run=run)
 
@@ -155,8 +155,8 @@ def _render_losses(noun: str, found: dict[str, Any]) -> list[str]:
     lines.append(table(["lost at once", "sets that lose a shard", "of", "chance"], rows))
     if not found["complete_count"] and total > 1:
         lines.append(
-            "  A replica is not a whole number of nodes, so that nodes share more shards than they need to; make the"
-            " number of\n  nodes a multiple of the replicas. More losses are not counted."
+            "  A replica does not fill a whole number of nodes, so nodes share more shards than they need to. Make the"
+            " number\n  of nodes a multiple of the replicas. More losses are not counted."
         )
     return lines
 

@@ -21,9 +21,9 @@ def add_parser(commands: Any) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
         "save",
-        help="asks a run for a checkpoint; it goes on",
-        description="Asks a run for a checkpoint, which all ranks write before their next batch; the run goes on. Its"
-        " place is that of its CheckpointPublisher or DyingGaspCheckpoint.",
+        help="asks a run for a checkpoint; the run continues",
+        description="Asks a run for a checkpoint. All ranks write it before their next batch, into the directory of the"
+        " run's CheckpointPublisher or DyingGaspCheckpoint; then the run continues.",
     )
     parser.add_argument("pid", type=int, help="the process that was started as `python train.py`, or any rank")
     parser.add_argument("--dirpath", help="wait until there is a newer whole checkpoint in this directory")
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     before = None if directory is None else _age(directory.latest())
     _ask(options.pid)
     if directory is None:
-        write(f"Process {options.pid} was asked, and says so when the checkpoint is written.")
+        write(f"Process {options.pid} was asked. It logs a line when the checkpoint is written.")
         return 0
     deadline = time.monotonic() + options.timeout_s
     while time.monotonic() < deadline:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             write(f"{latest.path} is written.")
             return 0
         time.sleep(_LOOK_S)
-    write(f"No newer checkpoint has come to {options.dirpath} in {options.timeout_s:g} s.")
+    write(f"No newer checkpoint has appeared in {options.dirpath} within {options.timeout_s:g} s.")
     return 1
 
 
@@ -60,7 +60,7 @@ def _ask(pid: int) -> None:
     except ProcessLookupError as error:
         raise ConfigurationError(f"Process {pid} has just ended.") from error
     except PermissionError as error:
-        raise ConfigurationError(f"Process {pid} is another user's: ask as that user, or as root.") from error
+        raise ConfigurationError(f"Process {pid} belongs to another user: ask as that user, or as root.") from error
 
 
 def _age(latest: "Latest") -> tuple[int, int] | None:
@@ -73,12 +73,12 @@ def _refuse_who_does_not_listen(pid: int) -> None:
         listens = planned_save.listens(pid)
     except OSError as error:
         raise ConfigurationError(
-            f"There is no process {pid} here that can be looked at (/proc, which only Linux has). Where you know that a"
-            f" run listens, `kill -{SIGNAL.name.removeprefix('SIG')} PID` asks it too."
+            f"/proc shows no process {pid} here (only Linux has /proc). If you know that a run listens,"
+            f" `kill -{SIGNAL.name.removeprefix('SIG')} PID` asks it too."
         ) from error
     if not listens:
         raise ConfigurationError(
-            f"Process {pid} is no run that can be asked to save, and {SIGNAL.name} might end it. Name the process that"
-            " was started as `python train.py`, with strategy='replica_zero'; under torchrun or SLURM a rank of it that"
-            " is training, with a CheckpointPublisher or a DyingGaspCheckpoint."
+            f"Process {pid} is not a run that can be asked to save, and {SIGNAL.name} might end it. Name the process"
+            " that was started as `python train.py`, with strategy='replica_zero'. Under torchrun or SLURM, name a rank"
+            " that is training, with a CheckpointPublisher or a DyingGaspCheckpoint."
         )

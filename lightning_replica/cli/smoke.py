@@ -55,7 +55,7 @@ class Kill(Callback):
 
 def main() -> None:
     """Train, and write the result on rank 0."""
-    parser = argparse.ArgumentParser(description="A training of a second on two ranks.")
+    parser = argparse.ArgumentParser(description="Trains on two ranks for a second.")
     parser.add_argument("result", type=Path)
     parser.add_argument("--kill", type=int, metavar="RANK")
     options = parser.parse_args()

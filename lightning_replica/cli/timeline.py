@@ -11,8 +11,8 @@ from lightning_replica.report.timeline import read
 
 _FORMS = (".svg", ".png", ".html")
 _EPILOG = """\
-Above: who failed when, and which peer sent its shard. Below: how long each phase of each recovery took.
-The page (.html) has the picture and a table of all that the log says; it needs no other file.
+Top: which rank failed when, and which peer sent its shard. Bottom: how long each phase of each recovery took.
+The page (.html) has the picture and a table of everything in the log; it needs no other file.
 
 Exit code: 0, or 1 if lines of the log had to be left out.
 """
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="the log of incidents (JSON Lines)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="to write: .svg, .png or .html (LOG with .html)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write: .svg, .png or .html (LOG with .html)")
     parser.set_defaults(run=run)
 
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         from lightning_replica.report import page  # matplotlib takes a second to import, and is optional
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"`timeline` draws with matplotlib, and there is no {error.name}: pip install 'lightning-replica[timeline]'"
+            f"`timeline` needs matplotlib, but {error.name} is not installed: pip install 'lightning-replica[timeline]'"
         ) from error
     forms = {".svg": page.svg, ".png": page.png}
     form = forms.get(out.suffix.lower())

@@ -165,7 +165,9 @@ class Generations:
                 if self.begun(generation + 1):
                     raise Interrupted(self.fault(generation + 1).text)
                 if time.monotonic() > deadline:
-                    raise RecoveryError(f"Waited {timeout_s:.0f} s for {what} in generation {generation}.")
+                    raise RecoveryError(
+                        f"Timed out after {timeout_s:.0f} s waiting for {what} in generation {generation}."
+                    )
                 time.sleep(pause_s)
                 pause_s = min(0.02, 1.5 * pause_s)
         finally:
@@ -222,7 +224,7 @@ class Generations:
             return self.store.add(key, 0) >= world_size
 
         try:
-            self.wait_for(complete, generation, timeout_s, f"every rank at {name!r}", given_up)
+            self.wait_for(complete, generation, timeout_s, f"every rank to reach {name!r}", given_up)
         except Interrupted:
             if not complete():
                 raise

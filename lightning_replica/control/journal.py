@@ -83,7 +83,7 @@ def describe(operation: str, tensors: Sequence[Tensor]) -> Call:
             function = frame.f_code.co_name
         frame = frame.f_back
     if frame is None:
-        return Call(operation, shapes, function, "a thread of torch's")
+        return Call(operation, shapes, function, "a torch thread")
     code = frame.f_code
     return Call(operation, shapes, function, f"{code.co_filename}:{frame.f_lineno}, {code.co_name}")
 
@@ -140,8 +140,8 @@ class Journal:
             entry = self._entry(self._key(group, part, self._next[group, part])) if part == "main" else None
             if entry is not None:
                 log.warning(
-                    "This replacement of rank %d has left out what its predecessor did on the way to the training loop:"
-                    " %s. A script should do the same whenever it is started.",
+                    "This replacement of rank %d left out a call that its predecessor made before the training loop:"
+                    " %s. A script should do the same on every start.",
                     self._rank,
                     _call_of(entry),
                 )
@@ -208,9 +208,9 @@ class Journal:
             return found
         did = "no further collective" if entry is None else str(_call_of(entry))
         raise RecoveryError(
-            f"This replacement of rank {self._rank} has called {call}, on the way to the training loop; its predecessor"
-            f" there did: {did}. A script must do the same whenever it is started, up to the first batch of `fit`:"
-            " let nothing there depend on the time, on files that the run itself writes, or on random numbers without"
+            f"This replacement of rank {self._rank} called {call}, before the training loop. At this point, its"
+            f" predecessor called {did}. A script must do the same on every start, up to the first batch of `fit`:"
+            " nothing there may depend on the time, on files that the run itself writes, or on random numbers without"
             " a seed."
         )
 
@@ -236,7 +236,7 @@ class Journal:
                 data = Path(entry["file"]).read_bytes()
             except OSError as error:
                 raise RecoveryError(
-                    f"This replacement of rank {self._rank} cannot read what {_call_of(entry)} gave: {error}."
+                    f"This replacement of rank {self._rank} cannot read the result of {_call_of(entry)}: {error}."
                 ) from error
         found: list[Tensor] = plain.unpack(data)
         return found

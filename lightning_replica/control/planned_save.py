@@ -114,7 +114,7 @@ def _marker() -> socket.socket | None:
             marker.bind(f"\0{_mark(os.getpid())}")
             stack.pop_all()
     except OSError as error:
-        log.debug("nobody sees that this process can be asked to save: %s", error)
+        log.debug("other processes cannot see that this one can be asked to save: %s", error)
         return None
     return marker
 

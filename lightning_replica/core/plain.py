@@ -95,7 +95,7 @@ def unpack(data: bytes, placed: bool = False) -> Any:
         TransferError: If ``data`` does not have the format of this version's `pack`.
     """
     if len(data) < _HEAD.size:
-        raise TransferError(f"{len(data)} bytes came where packed data was expected.")
+        raise TransferError(f"Received {len(data)} bytes where packed data was expected.")
     magic, length, rest = _HEAD.unpack_from(data)
     if magic != _MAGIC or len(data) != _HEAD.size + length + rest:
         raise TransferError(
@@ -172,7 +172,7 @@ def _from_json(tree: Any, blobs: memoryview, device: torch.device) -> Any:
 def _read_tensor(node: dict[str, Any], _: Any, take: Callable[[int], bytes]) -> Tensor:
     dtype = getattr(torch, node["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{node['dtype']!r} is no dtype")
+        raise ValueError(f"{node['dtype']!r} is not a dtype")
     data = take(node["size"])
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.view(node["shape"])
@@ -223,7 +223,7 @@ def load(data: bytes, also: Sequence[type] = ()) -> Any:
         try:
             return torch.load(io.BytesIO(data), map_location=_own_place, weights_only=True)
         except Exception as error:
-            raise TransferError(f"What came cannot be read: {str(error).splitlines()[0]}") from error
+            raise TransferError(f"The received data cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _own_place(storage: Any, place: str) -> Any:

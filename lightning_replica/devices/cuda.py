@@ -58,7 +58,7 @@ class Cuda:
         for name, needed in _VARIABLES.items():
             given = os.environ.setdefault(name, needed)
             if given != needed:
-                log.warning("%s=%s: a rank may end where it could recover. Leave it unset, or %s.", name, given, needed)
+                log.warning("%s=%s may end a rank that could recover. Leave it unset, or set %s.", name, given, needed)
 
     def stop(self) -> None:
         """Do nothing: aborting NCCL ends its kernels, and all other kernels end without other ranks."""
@@ -68,7 +68,7 @@ class Cuda:
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            log.warning("%s cannot be used any more: %s", self._device, first_line(error))
+            log.warning("%s can no longer be used: %s", self._device, first_line(error))
             return Survived("nothing")
         torch.cuda.empty_cache()
         return Survived("all")

@@ -50,7 +50,7 @@ class Survived:
 
     def __post_init__(self) -> None:
         if bool(self.hit) != (self.level == "rebuild"):
-            raise ValueError(f"{self.hit=} does not go with {self.level=}: tensors are named where they are lost.")
+            raise ValueError(f"{self.hit=} does not fit {self.level=}: tensors are named where they are lost.")
 
 
 def is_apart(device: "Device", tensor: Tensor) -> bool:

@@ -115,7 +115,7 @@ class Fence:
         """Keep other threads out of the fence; a thread inside gets some time to finish and leave."""
         alone = self._lock.acquire(timeout=_PATIENCE_S)
         if not alone:
-            log.warning("an update has not ended in %g s; the device is stopped all the same", _PATIENCE_S)
+            log.warning("an update has not ended within %g s; the device is stopped anyway", _PATIENCE_S)
         try:
             yield
         finally:
@@ -150,7 +150,7 @@ class Npu:
             try:
                 self._npu.set_device(self._index)  # this thread may never have used it
                 if self._npu.stop_device(self._index) != 0:
-                    log.warning("%s was stopped, but says that this failed", self._device)
+                    log.warning("%s was stopped, but reports that this failed", self._device)
             except RuntimeError as error:
                 # After the stop, torch_npu walks over its groups, which the other thread may be opening or closing.
                 log.warning("stopping %s: %s", self._device, first_line(error))
@@ -169,7 +169,7 @@ class Npu:
             if answer == 3 and gc.collect():  # memory that only a traceback still held counts as temporary now
                 answer = self._npu.check_uce_in_memory(self._index)
         except RuntimeError as error:
-            log.warning("%s cannot say what memory it has lost: %s", self._device, first_line(error))
+            log.warning("%s cannot tell which memory it has lost: %s", self._device, first_line(error))
             return Survived("nothing")
         if answer == 3:
             return self._without_persistent(held)
@@ -234,7 +234,7 @@ class Npu:
                 self._torch_npu.distributed.reinit_process_group(group=group, rebuild_link=True)
             self._torch_npu.distributed.reinit_process_group(group=None, rebuild_link=False)  # None: all groups
         except RuntimeError as error:
-            log.warning("%s cannot go on with its connections: %s", self._device, first_line(error))
+            log.warning("%s cannot resume its connections: %s", self._device, first_line(error))
             return False
         self._waiting.clear()
         return True

@@ -142,7 +142,7 @@ def differences() -> Iterator[str]:
         try:
             function = attrgetter(call.name)(importlib.import_module(call.module))
         except (ImportError, AttributeError):
-            yield f"{call} is not there"
+            yield f"{call} is missing"
             continue
         own = ("self",) if "." in call.name else ()
         words = (*own, *call.positional)
@@ -156,6 +156,6 @@ def differences() -> Iterator[str]:
     try:
         backend = attrgetter(BACKEND_CLASS.name)(importlib.import_module(BACKEND_CLASS.module))
     except (ImportError, AttributeError):
-        yield f"{BACKEND_CLASS} is not there"
+        yield f"{BACKEND_CLASS} is missing"
         return
-    yield from (f"{BACKEND_CLASS}.{method} is not there" for method in METHODS if not hasattr(backend, method.name))
+    yield from (f"{BACKEND_CLASS}.{method} is missing" for method in METHODS if not hasattr(backend, method.name))

@@ -59,7 +59,7 @@ def load() -> Any:
     if reason := mismatch():
         minor = ".".join(ours.split(".")[:2])
         raise ConfigurationError(
-            f"{reason}. Install two that belong together: `pip install torch_npu=={minor}.*`, or `{_wanted_torch()}`."
+            f"{reason}. Install two that match: `pip install torch_npu=={minor}.*`, or `{_wanted_torch()}`."
         )
     try:
         return importlib.import_module(NAME)
@@ -79,7 +79,7 @@ def load_with_devices() -> Any:
     torch_npu = load()
     if torch_npu.npu.is_available():
         return torch_npu
-    visible = f"; {VISIBLE}={os.environ[VISIBLE]!r} chooses among them" if VISIBLE in os.environ else ""
+    visible = f"; {VISIBLE}={os.environ[VISIBLE]!r} selects among them" if VISIBLE in os.environ else ""
     raise ConfigurationError(
         f"torch_npu {version()} finds no NPU. `npu-smi info` lists those of the machine{visible}. In a container they"
         " must be passed in (`--device /dev/davinci0` ...). Without an NPU, set `Trainer(accelerator='cpu')`."

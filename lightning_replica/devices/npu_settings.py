@@ -30,19 +30,19 @@ SETTINGS = (
     ),
     Setting(
         ("TORCH_HCCL_BLOCKING_WAIT", "HCCL_BLOCKING_WAIT"),
-        "a rank that waits for a lost one cannot be called back until the collective's time-out",
+        "a rank that waits for a lost one cannot be called back until the collective times out",
     ),
     Setting(
         ("TORCH_HCCL_ENABLE_MONITORING",),
-        "a rank may be ended while its device is stopped, as HCCL's watchdog stands still then",
+        "a rank may be ended while its device is stopped, because HCCL's watchdog stands still then",
     ),
     Setting(
         ("PYTORCH_NO_NPU_MEMORY_CACHING",),
-        "nobody can say which tensors a memory error has hit, so a rank that has one is lost",
+        "torch_npu cannot tell which tensors a memory error has hit, so a rank with such an error is lost",
     ),
     Setting(
         ("TORCH_NPU_COMPACT_ERROR_OUTPUT",),
-        "errors come without their code, and some cannot be told from others, so a rank that has one is lost",
+        "errors have no code, so some cannot be told from others, and a rank with such an error is lost",
     ),
 )
 NAMES = tuple(name for setting in SETTINGS for name in setting.names)
@@ -67,7 +67,7 @@ def harms(environ: Mapping[str, str]) -> Iterator[Harm]:
         for name in setting.names:
             value = environ.get(name, "")
             if value.lower() not in _OFF:
-                yield Harm(f"{name}={value}", f"With it {setting.why}. Set {name}={_NEEDED}.")
+                yield Harm(f"{name}={value}", f"With it, {setting.why}. Set {name}={_NEEDED}.")
 
 
 def complete(environ: MutableMapping[str, str]) -> None:

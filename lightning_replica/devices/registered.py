@@ -31,7 +31,7 @@ def register_fault(pattern: str, level: Level) -> None:
     try:
         _registered.append((re.compile(pattern), level))
     except re.error as error:
-        raise ConfigurationError(f"{pattern=} is no regular expression: {error}.") from error
+        raise ConfigurationError(f"{pattern=} is not a regular expression: {error}.") from error
 
 
 def fault_of(error: BaseException, device: Device) -> DeviceFault | None:

@@ -276,8 +276,8 @@ class Handle(dist.ProcessGroup):
             same = tensor.shape == content.shape and tensor.dtype == content.dtype
             if sends and call.function in _SENT_AS_THEY_ARE and not (same and torch.equal(tensor.cpu(), content)):
                 log.warning(
-                    "This replacement of rank %d has %s broadcast something else than its predecessor. The other ranks"
-                    " keep what they were given then: if it matters, let the script find the same on every start.",
+                    "In this replacement of rank %d, %s broadcast other data than in its predecessor. The other ranks"
+                    " keep what they got then. If this matters, make the script compute the same on every start.",
                     self.wanted.ranks[self.wanted.place],
                     call,
                 )

@@ -40,7 +40,7 @@ class PatientStore(dist.Store):
                 points.waits()
                 self._check()
                 if time.monotonic() > deadline:
-                    raise dist.DistStoreError(f"Waited in vain for {keys} in the store.")
+                    raise dist.DistStoreError(f"Timed out waiting for {keys} in the store.")
                 time.sleep(pause_s)
                 pause_s = min(0.01, 1.5 * pause_s)
         finally:

@@ -104,8 +104,8 @@ class UserGroups:
         if any(key in held.gone for held in members) or (name.origin.startswith(_HOOKS) and lacking):
             if own is not None:
                 own.close(
-                    "another member of it does not have it any more, so a recovery could not open it again. Make it"
-                    " anew in `RecoveryCallback.on_recovery_regroup`."
+                    "another member no longer has it, so a recovery could not open it again. Create a new one in"
+                    " `RecoveryCallback.on_recovery_regroup`."
                 )
             return
         if own is None:

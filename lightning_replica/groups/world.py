@@ -159,7 +159,7 @@ class ProcessGroups:
                 whose connections could.
         """
         if not self.device.resume_groups(self._groups):
-            raise CollectiveError("the device's connections cannot go on")
+            raise CollectiveError("the device cannot resume its connections")
         own = self._groups[: self._with_successor]
         with self._lock:
             for group in own:

@@ -47,8 +47,8 @@ def launcher_for(
         return RankLauncher(environment, num_processes, options_for, fill_in)
     if hasattr(sys, "ps1"):
         raise ConfigurationError(
-            "`replica_zero` starts its ranks by running the script again, and replaces them so; an interactive session"
-            " or a notebook has no script. Save the code to a file and run it with `python train.py`; in a notebook,"
+            "`replica_zero` starts and replaces its ranks by running the script again; an interactive session or a"
+            " notebook has no script. Save the code to a file and run it with `python train.py`; in a notebook,"
             " `!python train.py`."
         )
     if cluster is not None and started_by_another(cluster):
@@ -73,8 +73,8 @@ def check_devices(num_processes: int) -> None:
         return
     raise ConfigurationError(
         f"This trainer asks for {num_processes} rank{'s' if num_processes > 1 else ''}, but this script runs with"
-        f" {running}, as its first trainer with `replica_zero` has asked for. Use the same `devices` in all of them. A"
-        " trainer that only predicts or tests, and on one device, needs no replicas: `Trainer(devices=1,"
+        f" {running}, because its first trainer with `replica_zero` asked for that. Use the same `devices` in all of"
+        " them. A trainer that only predicts or tests on one device needs no replicas: `Trainer(devices=1,"
         ' strategy="auto")`.'
     )
 

@@ -74,7 +74,7 @@ class Ending:
             elif fitting:
                 code = self._count(where, code, generations.verdict() or "", say)
         except (CheckpointError, OSError) as error:
-            log.warning("How often runs have failed is not counted: %s", error)
+            log.warning("The failed runs cannot be counted: %s", error)
         self._store.set(keys.ENDING_CODE, str(code))
         return code
 
@@ -88,8 +88,8 @@ class Ending:
             return code
         say(
             f"{count} runs in a row have failed at step {step}, so another would too (exit code {NO_PROGRESS}). Look at"
-            " what this step trains on, and at the first error above. Once that is mended, start the same command"
-            f" again; {failures.file} counts from 1 as soon as a run comes further."
+            " the data of this step and at the first error above. Once the problem is fixed, start the same command"
+            f" again; {failures.file} counts from 1 again as soon as a run gets further."
         )
         return NO_PROGRESS
 

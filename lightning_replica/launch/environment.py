@@ -94,7 +94,7 @@ class RankEnvironment:
         except (KeyError, ValueError) as error:
             given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in (_STORE, _SUPERVISOR, _GENERATION))
             raise ConfigurationError(
-                f"{given}: these are set by the supervisor for its ranks, and not like this. Unset all variables that"
+                f"{given}: the supervisor sets these for its ranks, but not to these values. Unset all variables that"
                 " begin with LIGHTNING_REPLICA_, and start the script again."
             ) from error
 

@@ -135,7 +135,7 @@ class ExternalEnvironment:
         environment = cls(host, port, attempt, served)
         if environment.connect().add(f"here/{rank}", 1) > 1:
             raise ConfigurationError(
-                f"Rank {rank} is there twice: its process was started again on its own, or two jobs meet at"
+                f"Rank {rank} exists twice: its process was started again on its own, or two jobs meet at"
                 f" {host}:{port}. Restart all ranks together, as `torchrun --max-restarts` does, or set another"
                 " MASTER_PORT."
             )
@@ -176,12 +176,12 @@ class Patience:
             return
         gone = missing()
         if self._told_to_end() and gone:
-            raise RecoveryError(f"The launcher has ended this run: ranks {gone} are gone, which only it can replace.")
+            raise RecoveryError(f"The launcher has ended this run: only it can replace ranks {gone}, which are gone.")
         if not self._said and gone and self._rank == min(set(range(max(gone) + 2)) - set(gone)):
             self._said = True
             say(
-                f"ranks {gone} have not come back for {waited_s:.0f} s. If their processes are gone, only the launcher"
-                " that started them can help: by ending and restarting all ranks."
+                f"ranks {gone} have not come back for {waited_s:.0f} s. If their processes are gone, the launcher that"
+                " started them must end and restart all ranks."
             )
 
 
@@ -209,7 +209,7 @@ def roll_call(
         waited_s = time.monotonic() - last
         return here == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
 
-    generations.wait_for(quiet, generation, math.inf, "the ranks that are left", given_up=True)
+    generations.wait_for(quiet, generation, math.inf, "the surviving ranks", given_up=True)
     present = json.dumps(_present(store, topic, world_size))
     decided: list[int] = json.loads(store.compare_set(keys.present(topic), "", present))
     if rank not in decided:

@@ -172,7 +172,7 @@ class Policy:
         if self.code or facts.given_up:
             return self._fail(end.how, code, facts, (end.rank,) if self.options.gasp else ())
         if not self.options.recovery:
-            return self._fail(f"{end.how}. With recovery=False the run ends with it.", code, facts)
+            return self._fail(f"{end.how}. With recovery=False, this ends the run.", code, facts)
         if not facts.in_fit:
             where = "before its first batch" if facts.phase == "set-up" else "outside of training"
             return self._fail(f"{end.how} {where}, where a rank cannot be replaced.", code, facts)
@@ -180,11 +180,11 @@ class Policy:
             why = f"{end.how}, twice {end.where}: another process would end there too."
             return self._fail(why, code, facts, (end.rank,))
         if facts.no_replacement:
-            why = f"{end.how}, and no replacement could find its way here: {facts.no_replacement}"
+            why = f"{end.how}, and it cannot be replaced: {facts.no_replacement}"
             return self._fail(why, GAVE_UP, facts, (end.rank,))
         if self.restarts_left <= 0:
             used = f"{self.restarts} of max_restarts={self.options.max_restarts} are used"
-            return self._fail(f"{end.how}, and no replacement can be had: {used}.", GAVE_UP, facts, (end.rank,))
+            return self._fail(f"{end.how}, and no replacement is left: {used}.", GAVE_UP, facts, (end.rank,))
         self.restarts += 1
         fault = Fault("hang" if end.hung else "death", (end.rank,), end.how)
         return (Replace(end.rank, fault, self.restarts),)
@@ -221,7 +221,7 @@ class Policy:
             self._told_at = math.inf  # so that this happens only once
             self.state, self.code, self._saves = State.KILLED, self.code or 128 + self._told, facts.in_fit
             return (
-                Say(f"{grace_s:g} s are over (grace_s); what has not ended is killed."),
+                Say(f"{grace_s:g} s are over (grace_s); processes that have not ended are killed."),
                 EndRanks(signal.SIGKILL),
             )
         if passed_s > grace_s / 2 and not facts.given_up:

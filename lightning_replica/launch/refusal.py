@@ -46,7 +46,7 @@ class RefusingLauncher(_Launcher):
             ConfigurationError: Always.
         """
         raise ConfigurationError(
-            f"`replica_zero` starts its ranks by running the script again, and here that is the whole session of"
+            f"`replica_zero` starts its ranks by running the script again, but here the script is the whole session of"
             f" {self._runner}. Put the training into a script and have the test run it:"
             ' `subprocess.run([sys.executable, "train.py"], check=True)`. A test that needs no faults may train with'
             ' `strategy="auto", devices=1`.'

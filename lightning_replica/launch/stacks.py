@@ -82,7 +82,7 @@ class Stack:
 
     def describe(self) -> str:
         """Return the stack of the main thread as text, or the reason why there is none."""
-        waits = "it may wait for process {}, which it has started: stopped by a signal"
+        waits = "it may wait for process {}, which it has started and which a signal has stopped"
         lines = [f"  ({waits.format(process)})" for process in self.stopped]
         lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames]
         if not self.frames:

@@ -108,7 +108,7 @@ class Supervisor:
         code = Ending(self._store, self._world_size).judge(code, self._facts().in_fit, self._say)
         if path is not None:
             again = " Start it again from there." if code == GASP_WRITTEN else ""
-            self._say(f"the run has ended before its time, and has left {path}.{again}")
+            self._say(f"the run has ended early and has left {path}.{again}")
         return code
 
     # Events
@@ -157,8 +157,8 @@ class Supervisor:
         self._node.send(planned_save.SIGNAL, listening)
         if not listening:
             self._say(
-                f"{planned_save.SIGNAL.name}: nothing is saved, as training is not under way, or has neither a"
-                " CheckpointPublisher nor a DyingGaspCheckpoint to say where."
+                f"{planned_save.SIGNAL.name}: nothing is saved. Either training is not under way, or it has neither a"
+                " CheckpointPublisher nor a DyingGaspCheckpoint, which name the directory."
             )
 
     def _listens(self, child: Child) -> bool:
@@ -229,7 +229,7 @@ class Supervisor:
         ranks = self._node.children
         absent = [rank for rank in ranks if not Gasp.has_come(self._generations, rank)]
         for rank in absent if len(absent) < len(ranks) else ():
-            why = f"Rank {rank} was busy and did not come to save; it was killed, and the others go on."
+            why = f"Rank {rank} was busy and did not join the save; it was killed, and the others continue."
             self._say(why)
             self._node.kill(rank, why)
 
@@ -237,4 +237,4 @@ class Supervisor:
 def _how(code: int) -> str:
     if code < 0:
         return f"died ({signal.Signals(-code).name})"
-    return f"ended with exit code {code}" + (", without its device" if code == DEVICE_LOST else "")
+    return f"ended with exit code {code}" + (" because it lost its device" if code == DEVICE_LOST else "")

@@ -168,11 +168,11 @@ class Watch:
             return None
         now, asked = time.monotonic(), self._ask(slots, processes)
         stack = "\n".join(
-            f"Rank {rank} has not come to its first batch for {now - slots[rank].since:.0f} s, but is at work."
+            f"Rank {rank} has not reached its first batch for {now - slots[rank].since:.0f} s, but is at work."
             f" Its stack, innermost first:\n{asked[rank].describe()}"
             for rank in verdict.at_work
         )
-        return Hang({}, f"{stack}\nNobody is ended for that; raise hang_max_s to hear of it later.")
+        return Hang({}, f"{stack}\nNo rank is ended for this. Raise hang_max_s to see this message later.")
 
     def slot(self, rank: int) -> Slot | None:
         """Return what a rank's process has last written, even if it has ended; None if ranks are not watched."""
@@ -206,9 +206,9 @@ class Watch:
         idle_s = now - max(slot.since for slot in slots.values())
         text = (
             f"All ranks wait for each other, and nothing has moved for {idle_s:.1f} s (rank {first} waits longest,"
-            f" {_where(slots[first])}): a message was lost, or one rank has left out a collective of the others"
+            f" {_where(slots[first])}): a message was lost, or one rank has skipped a collective that the others called"
         )
-        return Hang({}, f"{text}; all are called back to try again. {where}", stalled=True)
+        return Hang({}, f"{text}; all ranks are called back to try again. {where}", stalled=True)
 
     def _describe(
         self,

@@ -86,7 +86,7 @@ class Account:
         """
         work, self._work = self._work, None
         if work is None:
-            raise RuntimeError("recovery came through without a fault")
+            raise RuntimeError("a recovery completed without a fault")
         before = self._open
         done = []
         if before is not None and outcome.plan.step > before.step:

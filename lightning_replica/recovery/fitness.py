@@ -26,10 +26,10 @@ def clean(device: Device, state: Recoverable, generations: Generations) -> tuple
     if survived.level == "spoiled":
         generations.forbid_saving()
         raise RecoveryError(
-            "A memory error may have come before the newest update, and so be in every rank's shard. Go on from the"
-            " last checkpoint."
+            "A memory error may have happened before the newest update and may thus be in every rank's shard. Resume"
+            " from the last checkpoint."
         )
     if survived.level == "rebuild":
-        log.warning("memory was hit: %s; the shard is taken from a peer", ", ".join(survived.hit))
+        log.warning("memory errors have hit %s; a peer gives the shard back", ", ".join(survived.hit))
         state.lose()
     return survived.links

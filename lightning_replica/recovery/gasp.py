@@ -61,7 +61,7 @@ def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
     ranks = tuple(report.rank for report in everyone if report.holds(kind, step))
     holders = [rank for rank in ranks if everyone[rank].intact]
     if not {grid.shard_of(rank) for rank in holders} >= set(range(grid.shards)):
-        raise RecoveryError(f"Not every shard has a holder that knows where training stood at step {step}.")
+        raise RecoveryError(f"Some shard has no holder with the host state of step {step}.")
     pieces: dict[int, list[int]] = {rank: [] for rank in ranks}
     privates: dict[int, list[int]] = {rank: [] for rank in ranks}
     for rank in range(grid.size):
@@ -130,7 +130,7 @@ class Gasp:
                 return self._attempt(generation, state, host, report, write)
             except Exception as error:
                 begins_again(error, self._groups.device)
-                log.info("rank %d: the last checkpoint is begun again: %s", self._rank, error)
+                log.info("rank %d: the last checkpoint is started again: %s", self._rank, error)
                 if time.monotonic() - self._began > self._timeout_s:
                     raise RecoveryError(f"The last checkpoint was not written in {self._timeout_s:.0f} s.") from error
                 self._generations.begin(generation + 1, Fault("peer gone", (), f"rank {self._rank}: {error}"))
@@ -145,7 +145,7 @@ class Gasp:
     ) -> str:
         reach("gasp")
         if self._generations.saving_is_forbidden():
-            raise RecoveryError("What is left of this run cannot be trusted. Go on from an earlier checkpoint.")
+            raise RecoveryError("The remaining state of this run cannot be trusted. Resume from an earlier checkpoint.")
         device = self._groups.device
         if not device.is_host:
             self._monitor.wake_now()

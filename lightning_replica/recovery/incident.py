@@ -142,9 +142,9 @@ class Incident:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"no JSON ({error.msg} at character {error.pos + 1})") from None
+            raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from None
         if not isinstance(record, dict) or "schema" not in record:
-            raise ValueError("no incident: there is no 'schema'")
+            raise ValueError("not an incident: 'schema' is missing")
         if record["schema"] != SCHEMA:
             raise ValueError(f"schema {record['schema']!r} is not known, only {SCHEMA}: another version wrote it")
         try:
@@ -152,7 +152,7 @@ class Incident:
         except KeyError as error:
             raise ValueError(f"{error} is missing") from None
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"a value is of another type than it should be ({error})") from None
+            raise ValueError(f"a value has the wrong type ({error})") from None
 
     @classmethod
     def _of(cls, record: Mapping[str, Any]) -> "Incident":
@@ -194,7 +194,7 @@ def _transferred(record: Mapping[str, Any]) -> Transferred:
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     if value not in known:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
     return value
 
 

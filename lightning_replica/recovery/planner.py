@@ -164,8 +164,8 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
     stuck = [report.rank for report in reports if not report.is_empty and not report.holds(kind, step)]
     if stuck:
         raise RecoveryError(
-            f"Ranks {stuck} hold no snapshot of the tail of step {step}, and some lost rank's state at the start of the"
-            " batch after it had not been mirrored yet: a second fault came before the first was repaired."
+            f"Ranks {stuck} hold no snapshot of the tail of step {step}, and the state of a lost rank at the start of"
+            " the next batch was not mirrored yet: a second fault struck before the first was repaired."
         )
     moves = _moves(reports, grid, kind, step)
     return Plan(step, kind, decision.commit, decision.forward, moves, _can_resume(reports, step))
@@ -204,14 +204,14 @@ def _can_resume(reports: Sequence[Report], step: int) -> bool:
 
 def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
     if all(report.is_empty for report in reports):
-        raise RecoveryError("Every rank is lost; there is nobody to take the state from.")
+        raise RecoveryError("Every rank is lost; no rank holds the state any more.")
     step = max(report.step for report in reports)
     if all(report.raised for report in reports):
         held = {grid.shard_of(report.rank) for report in reports if report.intact}
         lost = [shard for shard in range(grid.shards) if shard not in held]
         shards = f"Shards {', '.join(map(str, lost))} were being updated, and are" if lost else "No shard is"
         raise RecoveryError(
-            "Every rank raised an exception in the same step, so trying again would not help."
+            "Every rank raised an exception in the same step, so retrying would not help."
             f" {shards} lost at step {step}. Rank 0: {reports[0].raised}"
         )
     hooks = [report for report in reports if report.hook_failures >= max_tries]
@@ -225,8 +225,8 @@ def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
         complaints = [(report.rank, report.raised or report.device or report.corrupted) for report in reports]
         said = "; ".join(f"rank {rank}: {text}" for rank, text in complaints if text)
         raise RecoveryError(
-            f"The same step has failed {tries + 1} times (max_tries={max_tries}): the one after step {step},"
-            f" of which no shard is lost. {said or 'No rank raised.'}"
+            f"The same step has failed {tries + 1} times (max_tries={max_tries}): the one after step {step}."
+            f" No shard of step {step} is lost. {said or 'No rank raised.'}"
             " Look for a batch that cannot be trained on, or raise `max_tries`."
         )
 
@@ -241,7 +241,7 @@ def _check_holders(reports: Sequence[Report], grid: Grid, rank: int, step: int) 
     if found:
         raise RecoveryError(
             f"Shard {shard} is lost at step {step}: none of its holders (ranks {names}) can be trusted."
-            f" {'. '.join(found)}. Go on from the last checkpoint."
+            f" {'. '.join(found)}. Resume from the last checkpoint."
         )
     raise RecoveryError(
         f"Every holder of shard {shard} is lost (ranks {names}) at step {step}."
@@ -315,8 +315,8 @@ def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tupl
             sources = [peer for peer in sources if can_send(reports[peer], report.rank, kind, step)]
         if not sources:
             raise RecoveryError(
-                f"No peer of rank {report.rank} holds its random state at step {step}: it was lost before it could be"
-                " mirrored again."
+                f"No peer of rank {report.rank} holds its random state at step {step}: the state was lost before it"
+                " could be mirrored again."
             )
         # Prefer peers whose data did not arrive damaged; among them, the one that has the least to send.
         source = min(sources, key=lambda rank: (rank in report.damaged_from, load[rank]))

@@ -156,7 +156,7 @@ class Recovery:
                 fault = self._fault(state, "", str(error))
                 if timeline.elapsed_s > self._options.rendezvous_timeout_s:
                     raise RecoveryError(
-                        f"Recovery has not come through in {timeline.elapsed_s:.0f} s: {error}"
+                        f"Recovery has not completed within {timeline.elapsed_s:.0f} s: {error}"
                     ) from error
 
     def _standing(self, state: Recoverable) -> str:
@@ -327,7 +327,7 @@ class Recovery:
         self._damaged_from.append(source)
         if len(self._damaged_from) >= self._options.max_tries:
             raise RecoveryError(
-                f"Rank {self._rank} could not get its shard {len(self._damaged_from)} times, from ranks"
+                f"Rank {self._rank} failed to get its shard {len(self._damaged_from)} times, from ranks"
                 f" {', '.join(map(str, self._damaged_from))}: {error}"
             ) from error
 

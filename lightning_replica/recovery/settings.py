@@ -34,7 +34,7 @@ def check_settings(reports: Sequence[Report], advice: str) -> None:
     if found:
         raise RecoveryError(
             f"The ranks made the update to step {step} with different settings, so the holders of a shard no longer"
-            f" make the same one: {'; '.join(found)}. {advice}"
+            f" make the same update: {'; '.join(found)}. {advice}"
         )
 
 

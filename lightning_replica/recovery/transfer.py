@@ -147,7 +147,7 @@ class Channel:
             wanted = self._answer(wanted, (own != seals).to(torch.uint8))
             if wanted:
                 log.warning(
-                    "rank %d: %d of %d bytes from rank %d arrived damaged, time %d of %d",
+                    "rank %d: %d of %d bytes from rank %d arrived damaged, attempt %d of %d",
                     self._target,
                     sum(chunk.numel() for _, chunk in wanted),
                     flat.numel(),
@@ -175,7 +175,7 @@ class Channel:
         flat = place(length) if not differences and length >= 0 else None
         if flat is None:
             what = "; ".join(differences) or f"{length} bytes, not {int(expected[-1])}"
-            raise TransferError(f"Rank {self._target} refused a message from rank {self._source}: it is of {what}.")
+            raise TransferError(f"Rank {self._target} refused a message from rank {self._source}: it has {what}.")
         return flat
 
     def _under_way(self, chunks: Sequence[_Chunk], sending: bool) -> Iterator[_Chunk]:

@@ -24,6 +24,8 @@ def read(log: Path) -> tuple[list[Incident], list[str]]:
             except ValueError as error:
                 bad.append(f"{log}, line {number}: {error}")
     if not incidents:
-        texts = "\n".join([f"{log} holds no incident: nothing has happened, or it is another file.", *bad[:3]])
+        texts = "\n".join(
+            [f"{log} holds no incident: nothing has happened, or it is not a log of incidents.", *bad[:3]]
+        )
         raise ConfigurationError(texts)
     return sorted(incidents, key=lambda incident: incident.began), bad

@@ -181,7 +181,9 @@ class Guard:
             self._fail(step, self._how(wrong, digests))
         if all_changed_alike(digests) and not self._excused:
             self._excused = True
-            log.info("Hooks change the shard or the optimizer's state; at rest, these are watched without hooks only.")
+            log.info(
+                "Hooks change the shard or the optimizer's state, so these are checked at rest only where no hooks ran."
+            )
         self._changed = ()
 
     def check(self, after_hooks: bool = False) -> None:
@@ -207,10 +209,10 @@ class Guard:
         names = self._memory.names if self._memory is not None else ""
         if len(wrong) == len(digests):
             return (
-                f"its holders have different bits after an update, and none of them can be told to be right"
+                f"its holders have different bits after an update, and none of them is known to be right"
                 f" (digests of {names}: {values})"
             )
-        return f"an update gave other bits than on its peers (digests of {names}: {values})"
+        return f"an update gave different bits than on its peers (digests of {names}: {values})"
 
     def _fail(self, step: int, how: str) -> None:
         self._found = self._text(step, how)

@@ -49,9 +49,10 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
     if partition == "element" and not isinstance(optimizer, ELEMENT_WISE):
         known = ", ".join(cls.__name__ for cls in ELEMENT_WISE)
         raise ConfigurationError(
-            f"partition='element' cuts parameters into pieces, and {name} is not known to update every element on its"
-            " own: on pieces it would train something else. Use `ReplicaZeroStrategy(partition='parameter')`, which"
-            f" keeps parameters whole, if it updates each of them on its own, or one of {known} (or a subclass)."
+            f"partition='element' cuts parameters into pieces, but {name} is not known to update every element on its"
+            " own, so it might compute something else on pieces. If it updates each parameter on its own, use"
+            " `ReplicaZeroStrategy(partition='parameter')`, which keeps parameters whole. Otherwise, use one of"
+            f" {known} (or a subclass)."
         )
 
 

@@ -183,7 +183,7 @@ def _check_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None
     given = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != given:
         raise ConfigurationError(
-            f"The checkpoint's optimizer has param groups of {given} parameters, the {name} of this model of {sizes}."
+            f"The checkpoint's optimizer has param groups of {given} parameters, but this model's {name} has {sizes}."
             " It was written for another model, or for another `configure_optimizers`."
         )
     if not isinstance(optimizer.optimizer, ELEMENT_WISE):
@@ -194,6 +194,6 @@ def _check_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None
         for key, value in saved["state"].get(position, {}).items():
             if isinstance(value, Tensor) and value.ndim > 0 and value.shape != parameter.shape:
                 raise ConfigurationError(
-                    f"The checkpoint's {name} state {key!r} of parameter {position} has shape {tuple(value.shape)}, the"
-                    f" parameter has {tuple(parameter.shape)}. It was written for another model."
+                    f"The checkpoint's {name} state {key!r} of parameter {position} has shape {tuple(value.shape)}, but"
+                    f" the parameter has {tuple(parameter.shape)}. It was written for another model."
                 )

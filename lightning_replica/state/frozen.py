@@ -72,7 +72,7 @@ class FrozenCopies:
         if lost:
             raise RecoveryError(
                 f"A parameter of shape {tuple(lost[0].parameter.shape)} that no optimizer trains, one of {len(lost)},"
-                " has been written to for the first time since the step began, and nobody knows what it held. Write to"
+                " has been written to for the first time since the step began, and its former content is lost. Write to"
                 " it from the first step on, or keep it in a buffer."
             )
         with torch.no_grad():

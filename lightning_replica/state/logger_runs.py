@@ -54,7 +54,7 @@ def adopt(loggers: Sequence[Logger], recorded: Sequence[dict[str, Any]], writes:
     own, before = [type(logger).__name__ for logger in loggers], [run["class"] for run in recorded]
     if own != before:
         raise RecoveryError(
-            f"This replacement has loggers {own}, its predecessor had {before}."
+            f"This replacement has loggers {own}, but its predecessor had {before}."
             " The script must do the same on every start until `fit` begins."
         )
     for logger, run in zip(loggers, recorded, strict=True):

@@ -111,7 +111,7 @@ class LoopResults:
                 shares = [result.shares[name] for result in results if name in result.shares]
                 if len(shares) != len(results) or sum(map(Tensor.numel, shares)) != parameter.numel():
                     raise RecoveryError(
-                        f"Parameter {name!r} of training loop {loop} has another shape here than it had in the process"
+                        f"Parameter {name!r} of training loop {loop} has a different shape here than in the process"
                         " that this one replaces. The script must build the same model on every start."
                     )
                 parameter.copy_(torch.cat(shares).view(parameter.shape))
@@ -120,10 +120,12 @@ class LoopResults:
     def _read(self, loop: int, rank: int) -> LoopResult:
         try:
             if self._directory is None:
-                raise FileNotFoundError("nothing is kept")
+                raise FileNotFoundError("no results are kept")
             saved: dict[str, Any] = torch.load(self._path(loop, rank), weights_only=True)
         except OSError as error:
-            raise RecoveryError(f"What training loop {loop} of this script came to cannot be read: {error}.") from error
+            raise RecoveryError(
+                f"The result of training loop {loop} of this script cannot be read: {error}."
+            ) from error
         result = LoopResult(**saved)
         if result.problem:
             raise RecoveryError(result.problem)

@@ -180,7 +180,7 @@ def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
             if name not in _warned:
                 _warned.add(name)
                 log.warning(
-                    "The metric state %r is not mirrored to the peers, %s: a replaced rank would begin it anew."
+                    "The metric state %r is not mirrored to the peers (%s): a replaced rank would start it anew."
                     " Keep tensors, numbers, strings and containers of these in it.",
                     name,
                     error,

@@ -132,14 +132,15 @@ def _join(path: str, name: str) -> str:
 
 def _changed(what: str, there: Collection[str], here: Collection[str]) -> RecoveryError:
     more, fewer = ([name for name in a if name not in b] for a, b in ((there, here), (here, there)))
+    again = "a process that runs the script again"
     if more or fewer:
-        difference = f"have the {what} {_some(more)}, a process that runs the script again has {_some(fewer)} instead"
+        difference = f"have the {what} {_some(more)}, but {again} has {_some(fewer)} instead"
     else:
-        difference = f"have the {what} in the order {_some(there)}, a process that runs the script again {_some(here)}"
+        difference = f"have the {what} in the order {_some(there)}, but {again} has {_some(here)}"
     return RecoveryError(
         "The structure of the model has changed in training, so a lost rank cannot be replaced: the ranks that trained"
-        f" {difference}. Make all submodules and parameters when the model is made, or in `configure_model`; of what"
-        " changes in training, only `torch.nn.utils.prune` and torchmetrics' `MetricTracker` are followed."
+        f" {difference}. Create all submodules and parameters in the model's constructor or in `configure_model`. Of"
+        " later changes, only those by `torch.nn.utils.prune` and torchmetrics' `MetricTracker` are followed."
     )
 
 

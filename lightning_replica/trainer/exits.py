@@ -60,7 +60,7 @@ class Exits:
 
     def without_device(self, why: str) -> NoReturn:
         """End this process at once, because anything else might wait for its device. A new process takes its place."""
-        log.error("rank %d: its device cannot be used any more: %s", self._rank, why)
+        log.error("rank %d: its device can no longer be used: %s", self._rank, why)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(DEVICE_LOST)

@@ -60,7 +60,7 @@ def adopt(trainer: pl.Trainer) -> None:
     for loop, original, ours in swaps:
         if type(loop) not in (original, ours):
             raise ConfigurationError(
-                f"`replica_zero` recovers inside Lightning's own training loop, but this Trainer's is a"
+                f"`replica_zero` recovers inside Lightning's own training loop, but this Trainer has a"
                 f" {type(loop).__name__}. Leave `trainer.fit_loop` as Lightning made it."
             )
         loop.__class__ = ours

@@ -46,7 +46,7 @@ def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOption
         name = type(callback).__name__
         if not given.recovery:
             raise ConfigurationError(
-                f"The strategy says recovery=False, and the callback {name} sets recovery up. Leave one of them out."
+                f"The strategy has recovery=False, but the callback {name} configures recovery. Remove one of them."
             )
         for option, value in options.items():
             if option in told:
@@ -55,8 +55,8 @@ def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOption
                 )
             if given.given.get(option, value) != value:
                 raise ConfigurationError(
-                    f"The strategy says {option}={given.given[option]!r}, the callback {name} says {option}={value!r}."
-                    " Say it in one place."
+                    f"The strategy sets {option}={given.given[option]!r}, but the callback {name} sets"
+                    f" {option}={value!r}. Set it in one place."
                 )
             chosen[option], told[option] = value, name
     return replace(given, **chosen)

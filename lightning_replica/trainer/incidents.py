@@ -77,4 +77,4 @@ class Incidents:
             self._untold.append(self._account.failed(error, generation, step, epoch))
             self.tell(None)
         except Exception:
-            log.warning("rank %d: telling of the incident failed", self._session.rank, exc_info=True)
+            log.warning("rank %d: the incident could not be reported", self._session.rank, exc_info=True)

@@ -118,7 +118,7 @@ def fit_to_device(plugin: ShardedStep, kind: str, accelerator: Accelerator | Non
         return
     if not device_is_a_guess(type(plugin).__bases__[-1], device, accelerator):
         raise ConfigurationError(
-            f"precision={own.precision!r} is for {device}, the accelerator is {kind}."
+            f"precision={own.precision!r} is for {device}, but the accelerator is {kind}."
             f" Give its plugin `device={kind!r}`, or name both: `Trainer(accelerator={kind!r},"
             f" precision={own.precision!r})`."
         )

@@ -208,12 +208,12 @@ def join(
     verdict = world.generations.verdict()
     if verdict is not None:
         raise ConfigurationError(
-            f"An earlier run of this script has failed, and its world of ranks with it: {verdict}"
-            " Start the script again; one process fails only once."
+            f"An earlier fit in this process has failed, and its world of ranks with it: {verdict}"
+            " Start the script again: after an error, only a new process can train."
         )
     if world.grid != grid:
         raise ConfigurationError(
-            f"An earlier trainer of this script ran with {world.grid}, this one asks for {grid}."
+            f"An earlier trainer of this script ran with {world.grid}, but this one asks for {grid}."
             " Use the same `devices` and `replicas` in one script."
         )
     return _current

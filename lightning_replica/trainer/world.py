@@ -170,7 +170,7 @@ class World:
         try:
             self.device.restart()
         except RuntimeError as error:
-            log.warning("rank %d: its device cannot be used any more: %s", self.rank, error)
+            log.warning("rank %d: its device can no longer be used: %s", self.rank, error)
 
     def close(self) -> None:
         """Leave the world."""

@@ -83,7 +83,7 @@ def test_there_is_no_npu(wheel: Wheel, tmp_path: Path) -> None:
 
 def test_all_npus_are_hidden(wheel: Wheel, tmp_path: Path) -> None:
     ((said, _),) = run_ranks(1, hidden, str(skeleton(wheel, tmp_path, NO_DEVICE)))
-    assert "of the machine; ASCEND_RT_VISIBLE_DEVICES='' chooses among them" in said
+    assert "of the machine; ASCEND_RT_VISIBLE_DEVICES='' selects among them" in said
 
 
 def hidden(rank: int, store: Any, folder: str) -> list[Any]:
@@ -116,12 +116,12 @@ def test_devices_are_chosen_as_gpus_are(devices: Any, indices: list[int]) -> Non
 
 @pytest.mark.parametrize("devices", [5, [4], [1, 1], "1,1", "two", [0, "1"], True, [True], -2, "", [-1], 1.5, None])
 def test_devices_that_make_no_sense(devices: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"^devices=.* for 4 NPUs \(0 to 3\).*each once, or -1 for all"):
+    with pytest.raises(ConfigurationError, match=r"^devices=.* does not fit 4 NPUs \(0 to 3\).*, or -1 for all"):
         chosen(devices, 4)
 
 
 def test_more_than_there_are() -> None:
-    with pytest.raises(ConfigurationError, match=r"devices=2 for 1 NPU \(0\)"):
+    with pytest.raises(ConfigurationError, match=r"devices=2 does not fit 1 NPU \(0\)"):
         chosen(2, 1)
 
 
@@ -132,7 +132,7 @@ def used(rank: int, store: Any, folder: str) -> Any:
         own.setup_device(torch.device("cpu"))
     (_, device) = own.get_parallel_devices(own.parse_devices(own.auto_device_count()))
     own.setup_device(device)
-    with pytest.raises(ConfigurationError, match=r"precision='16-mixed' looks for gradients that overflow"):
+    with pytest.raises(ConfigurationError, match=r"precision='16-mixed' must see gradients overflow"):
         own.setup(SimpleNamespace(precision_plugin=MixedPrecision("16-mixed", "npu")))  # type: ignore[arg-type]
     own.setup(SimpleNamespace(precision_plugin=MixedPrecision("bf16-mixed", "npu")))  # type: ignore[arg-type]
     own.teardown()
@@ -181,5 +181,5 @@ def test_a_trainer_for_npus(wheel: Wheel, tmp_path: Path) -> None:
     """Up to where it would train; what defeats recovery is warned of, once."""
     (found,) = run_ranks(1, constructed, str(skeleton(wheel, tmp_path, TWO_DEVICES)))
     (line,) = found.pop()
-    assert line.startswith("TORCH_HCCL_BLOCKING_WAIT=1: With it a rank that waits for a lost one cannot be called back")
+    assert line.startswith("TORCH_HCCL_BLOCKING_WAIT=1: With it, a rank that waits for a lost one cannot be called")
     assert found == [["npu:1", "npu:0"], "npu", "npu", True, "0"]

@@ -57,7 +57,9 @@ def test_what_the_user_gives_is_kept_or_refused() -> None:
     assert plugin.scaler is scaler
     plugin = trainer(plugins=MixedPrecision("16-mixed", "cuda", scaler)).precision_plugin  # as if Lightning's
     assert (plugin.device, plugin.scaler) == ("cpu", scaler)
-    with pytest.raises(ConfigurationError, match=r"'bf16-mixed' is for cuda, the accelerator is cpu. Give its plugin"):
+    with pytest.raises(
+        ConfigurationError, match=r"'bf16-mixed' is for cuda, but the accelerator is cpu. Give its plugin"
+    ):
         trainer(plugins=Own("bf16-mixed", "cuda"))
 
 

@@ -55,14 +55,18 @@ def test_together_the_callbacks_have_every_option_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "callbacks", "message"),
     [
-        ({"max_tries": 4}, [StepRollback(5)], "strategy says max_tries=4, the callback StepRollback says max_tries=5"),
+        (
+            {"max_tries": 4},
+            [StepRollback(5)],
+            "strategy sets max_tries=4, but the callback StepRollback sets max_tries=5",
+        ),
         (
             {"max_restarts": 0},
             [RankReplacement()],
-            "strategy says max_restarts=0, the callback RankReplacement says max_restarts=3",
+            "strategy sets max_restarts=0, but the callback RankReplacement sets max_restarts=3",
         ),
         ({}, [StepRollback(4), StepRollback(5)], "Two callbacks set max_tries: StepRollback to 4, StepRollback to 5"),
-        ({"recovery": False}, [PeerRepair()], "recovery=False, and the callback PeerRepair sets recovery up"),
+        ({"recovery": False}, [PeerRepair()], "recovery=False, but the callback PeerRepair configures recovery"),
     ],
 )
 def test_contradictions(arguments: dict[str, Any], callbacks: list[Any], message: str) -> None:

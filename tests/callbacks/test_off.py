@@ -42,7 +42,7 @@ def test_the_first_fault_ends_the_run(kind: str, code: int, tmp_path: Path) -> N
     raised = rf"ended with Injected: at backward of step 2 \({re.escape(job.__file__)}:\d+\)"
     how = r"died \(SIGKILL\)" if kind == "kill" else raised
     assert len(outcome.said) == 1
-    assert re.fullmatch(rf"Rank 1 {how}\. With recovery=False the run ends with it\.", outcome.said[0]), outcome.said
+    assert re.fullmatch(rf"Rank 1 {how}\. With recovery=False, this ends the run\.", outcome.said[0]), outcome.said
     assert outcome.logs.count("tests.support.job.Injected: at backward of step 2") == (kind == "raise")
     assert not list(tmp_path.glob("hooks*"))
     assert not (tmp_path / "recovery.jsonl").exists()

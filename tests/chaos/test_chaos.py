@@ -51,8 +51,8 @@ def test_a_script_that_never_does_the_same_twice(tmp_path: Path, capsys: pytest.
     options = ["--list", "sigterm:0:forward:3", "--out", str(tmp_path / "out")]
     assert main(["chaos", *options, "--", *SCRIPT, "1", "odd"]) == 1
     text = capsys.readouterr().out
-    assert "rank 0: other weights, main parameters of the shard, optimizer state of the shard after step 1" in text
-    assert "Two untouched runs differ as well: it is the script that never does the same twice." in text
+    assert "rank 0: different weights, main parameters of the shard, optimizer state of the shard after step 1" in text
+    assert "Two untouched runs differ as well: the script itself is not deterministic." in text
     assert re.search(r"^  1 +sigterm:0:forward:3 +step 3 +stopped +different$", text, re.M)
     assert "1 fault in 1 run, 1 run different" in text
     assert "skipped" not in text
@@ -66,7 +66,7 @@ def test_a_script_that_never_does_the_same_twice(tmp_path: Path, capsys: pytest.
         (["--runs", "0", "--", "true"], "runs=0 must be a whole number, 1 or more"),
         (["--faults", "0", "--", "true"], "faults=0 must be"),
         (["--mtbf-steps", "-1", "--", "true"], "mtbf_steps=-1.0 must be a number above 0"),
-        (["--list", "kill:1", "--", "true"], "'kill:1' is no fault"),
+        (["--list", "kill:1", "--", "true"], "'kill:1' is not a fault"),
         (["--list", ",", "--", "true"], "--list is empty"),
         (["--kinds", "kill,murder", "--", "true"], "kinds='murder' must be one of"),
         (["--points", "here", "--", "true"], "points='here' must be one of"),
@@ -103,7 +103,7 @@ def test_what_an_experiment_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
     assert overridden(options) == RecoveryOptions(max_restarts=9)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
-    with pytest.raises(ConfigurationError, match="is no experiment of `lightning-replica chaos`"):
+    with pytest.raises(ConfigurationError, match="is not an experiment of `lightning-replica chaos`"):
         overridden(options)
 
 
@@ -141,17 +141,17 @@ def cut(records: list[dict[str, Any]]) -> None:
         (lambda r: None, False, []),
         (lambda r: r.insert(2, r[1]), False, []),  # done again, the same
         (lambda r: r.insert(2, {**r[1], "data": "x"}), False,
-         ["batch 0 of epoch 0, when it was done again, had other data"]),
-        (lambda r: r[1].update(data="x"), False, ["batch 0 of epoch 0 had other data"]),
+         ["batch 0 of epoch 0, when it was repeated, had different data"]),
+        (lambda r: r[1].update(data="x"), False, ["batch 0 of epoch 0 had different data"]),
         (lambda r: r.pop(2), False, ["batch 1 of epoch 0 was skipped"]),
         (lambda r: r.insert(1, {"fit": 0, "batch": [1, 0], "data": "x"}), False,
          ["batch 0 of epoch 1 was not seen in the untouched run"]),
-        (lambda r: r[3].update(weights="x"), False, ["other weights after step 1 (1 of 2 states differ)"]),
-        (lambda r: r.pop(3), False, ["step 1 was not made, and 0 more"]),
-        (lambda r: r[-1].update(random="x", metrics="y"), False, ["other random numbers, metrics at the end"]),
+        (lambda r: r[3].update(weights="x"), False, ["different weights after step 1 (1 of 2 states differ)"]),
+        (lambda r: r.pop(3), False, ["step 1 is missing, and 0 more"]),
+        (lambda r: r[-1].update(random="x", metrics="y"), False, ["different random numbers, metrics at the end"]),
         (lambda r: r.pop(), False, ["the end was not reached"]),
         (cut, True, []),
-        (cut, False, ["batch 3 of epoch 0 was skipped", "step 2 was not made, and 0 more", "the end was not reached"]),
+        (cut, False, ["batch 3 of epoch 0 was skipped", "step 2 is missing, and 0 more", "the end was not reached"]),
         (lambda r: (cut(r), r.pop(1)), True, ["batch 0 of epoch 0 was skipped"]),
     ],
 )  # fmt: skip

@@ -111,7 +111,7 @@ def test_a_bit_that_flips_after_the_update(untouched: Any, tmp_path: Path) -> No
     outcome.assert_same(untouched[0])
     whole, hurt = compare.read(untouched[2] / "prints"), compare.read(tmp_path / "prints")
     assert compare.differences(whole, hurt) == [
-        "rank 1: other optimizer state of the shard after step 2 (1 of 12 states differ)"
+        "rank 1: different optimizer state of the shard after step 2 (1 of 12 states differ)"
     ]
     assert compare.differences(whole, hurt, flipped=True) == []
 
@@ -119,7 +119,7 @@ def test_a_bit_that_flips_after_the_update(untouched: Any, tmp_path: Path) -> No
 def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
     outcome = world.run(Injections(devices=2, listed="kill:2:forward:0"), tmp_path, target=train)
     assert outcome.code == 1
-    assert "kill:2:forward:0 strikes rank 2: there are ranks 0 to 1." in outcome.logs
+    assert "kill:2:forward:0 strikes rank 2, but the ranks are 0 to 1." in outcome.logs
 
 
 def test_sigterm_ends_the_run_as_far_as_it_came(untouched: Any, tmp_path: Path) -> None:
@@ -225,17 +225,17 @@ def test_faults_in_words() -> None:
         (lambda: FaultInjector("kill:2:here:30"), "point='here' must be one of 'batch_start'"),
         (lambda: FaultInjector("kill:-1:forward:30"), "rank=-1 must be a whole number"),
         (lambda: FaultInjector(["kill:1:forward:-3"]), "step=-3 must be a whole number"),
-        (lambda: FaultInjector("kill:1:forward"), "'kill:1:forward' is no fault. Write kind:rank:point:step"),
+        (lambda: FaultInjector("kill:1:forward"), "'kill:1:forward' is not a fault. Write kind:rank:point:step"),
         (lambda: FaultInjector("kill:1:forward:1:nan"), "after_s=nan must be"),
         (lambda: InjectedFault("kill", True, "forward"), "rank=True must be"),
         (lambda: FaultInjector(mtbf_steps=0), "mtbf_steps=0 must be a number above 0"),
         (lambda: FaultInjector(mtbf_s=float("inf")), "mtbf_s=inf must be a number above 0"),
-        (lambda: FaultInjector(mtbf_steps=1, mtbf_s=1), "two clocks"),
+        (lambda: FaultInjector(mtbf_steps=1, mtbf_s=1), "exclude each other"),
         (lambda: FaultInjector(mtbf_steps=1, count=0), "count=0"),
         (lambda: FaultInjector(seed=-1), "seed=-1"),
         (lambda: FaultInjector(kinds=["murder"]), "kinds='murder' must be one of"),  # type: ignore[list-item]
         (lambda: FaultInjector(points=[]), "points is empty"),
-        (lambda: FaultInjector(kinds=["corrupt"], points=["update"]), "only found at one of batch_start"),
+        (lambda: FaultInjector(kinds=["corrupt"], points=["update"]), "found only at batch_start"),
         (lambda: Fingerprint("x", every_n_steps=0), "every_n_steps=0"),
     ],
 )

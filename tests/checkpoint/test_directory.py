@@ -101,11 +101,11 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     latest = directory.latest()
     assert latest.path == directory.path_of(1)
     assert latest.problems == (
-        f"{directory.path_of(2)} is a symbolic link, and not followed. Name its target instead.",
+        f"{directory.path_of(2)} is a symbolic link, which is not followed. Name its target instead.",
     )
     with pytest.raises(CheckpointError, match="is a symbolic link"):
         directory.track("step_00000002")
-    with pytest.raises(ConfigurationError, match=r"step_00000002 is not what a run writes under this name"):
+    with pytest.raises(ConfigurationError, match=r"step_00000002 has a name that a run uses"):
         directory.prepare()
 
 
@@ -189,7 +189,9 @@ def test_foreign_things_under_names_that_are_needed_are_refused(tmp_path: Path, 
     (tmp_path / what).mkdir()
     (tmp_path / what / "thesis.tex").write_text("years of work")
     before = names(tmp_path)
-    with pytest.raises(ConfigurationError, match=rf"dirpath=.*{what} is not .* Move it away\. Choose another"):
+    with pytest.raises(
+        ConfigurationError, match=rf"dirpath=.*{what} (is not|has a name) .* Move it away\. Choose another"
+    ):
         directory.prepare()
     assert names(tmp_path) == before
     assert names(tmp_path / what) == ["thesis.tex"]

@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     assert run_ranks(2, train_one, str(tmp_path)) == [{}, {}]
     file = tmp_path / "step" / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp has \d+ bytes, and was written with \d+"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp has \d+ bytes, but was written with \d+"):
         export(tmp_path / "step", tmp_path / "one.ckpt")
     assert not (tmp_path / "one.ckpt").exists()
 

@@ -152,10 +152,10 @@ def _no_stride(contents: dict[str, Any]) -> None:
     del contents["weights"]["first.weight"]["stride"]
 
 
-CANNOT_BE = "contents.pt says what cannot be"
+CANNOT_BE = "contents.pt holds impossible values"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "stride 0": (lambda p: change(p, "contents.pt", _stride_0), f"{CANNOT_BE} .*overlaps or has holes"),
-    "negative": (lambda p: change(p, "contents.pt", _negative), f"{CANNOT_BE} .*there is no tensor"),
+    "negative": (lambda p: change(p, "contents.pt", _negative), f"{CANNOT_BE} .*a tensor cannot have shape"),
     "holes": (lambda p: change(p, "contents.pt", _holes), f"{CANNOT_BE} .*overlaps or has holes"),
     "no stride": (lambda p: change(p, "contents.pt", _no_stride), f"{CANNOT_BE} .*stride"),
     "no contents": (lambda p: rewrite(p, "contents.pt", b"none"), "contents.pt cannot be loaded"),

@@ -52,11 +52,11 @@ def replace_by_link(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (lambda path: (path / "b").write_bytes(b"some c0ntent"), r"the checksum of b differs from what was"),
-    "truncated": (lambda path: (path / "b").write_bytes(b"some"), r"b has 4 bytes, and was written with 12"),
+    "truncated": (lambda path: (path / "b").write_bytes(b"some"), r"b has 4 bytes, but was written with 12"),
     "missing": (lambda path: (path / "b").unlink(), r"b is missing"),
     "a directory": (lambda path: ((path / "b").unlink(), (path / "b").mkdir()), r"b is missing"),
     "link": (replace_by_link, r"b is a symbolic link"),
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), r"it has no manifest.json, so it was not written"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), r"it has no manifest.json, so its save was"),
     "no json": (lambda path: (path / "manifest.json").write_text("{"), r"manifest.json cannot be read \(JSONDecode"),
     "not a dict": (lambda path: (path / "manifest.json").write_text("[]"), r"manifest.json cannot be read \(TypeErr"),
     "no files": (edit(lambda m: m.pop("files")), r"manifest.json cannot be read \(KeyError: 'files'"),
@@ -68,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"manifest.json cannot be read \(ValueError: its checksum differs",
     ),
-    "format": (edit(lambda m: m.update(format=9)), r"has format 9, and this version.* reads format 2.*wrote it: \{'li"),
+    "format": (edit(lambda m: m.update(format=9)), r"has format 9, but this version.* reads format 2.*wrote it: \{'li"),
 }
 
 

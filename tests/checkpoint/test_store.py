@@ -102,7 +102,7 @@ def truncate(content: bytearray) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytearray], object] | None, str, bool]] = {  # ..., whether sizes show it
-    "shard truncated": ("__0_0.distcp", truncate, r"__0_0.distcp has \d+ bytes, and was written with", True),
+    "shard truncated": ("__0_0.distcp", truncate, r"__0_0.distcp has \d+ bytes, but was written with", True),
     "shard missing": ("__0_0.distcp", None, "__0_0.distcp is missing", True),
     "shard flipped": ("__0_0.distcp", flip, "the checksum of __0_0.distcp differs", False),
     "contents flipped": ("contents.pt", flip, "size or checksum of contents.pt differs", True),
@@ -152,7 +152,7 @@ def test_what_may_not_be_removed_stays_beside_what_replaces_it(bucket: str, capl
     trouble("refused", 6)  # after four files and the manifest
     save(directory.path_of(1), 1, 1.5)
     (line,) = caplog.messages
-    assert re.match(rf"{directory.path_of(1)} is written, but what it replaces could not be removed: .*Denied", line)
+    assert re.match(rf"{directory.path_of(1)} is written, but the former checkpoint could not be .*Denied", line)
     assert len(attempts_at(directory.path_of(1))) == 2
     assert load(directory.latest(verify=True).path) == 1.5
     trouble("refused", 1 << 30)

@@ -43,7 +43,7 @@ def truncate(file: Path) -> None:
 
 DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     ("__1_0.distcp", flip, "the checksum of __1_0.distcp differs from what was written"),
-    ("__0_0.distcp", truncate, "__0_0.distcp has {} bytes, and was written with {}"),
+    ("__0_0.distcp", truncate, "__0_0.distcp has {} bytes, but was written with {}"),
     ("contents.pt", flip, "the checksum of contents.pt differs from what was written"),
     (".metadata", flip, "the checksum of .metadata differs from what was written"),
     ("manifest.json", Path.unlink, "it has no manifest.json"),
@@ -114,13 +114,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         " Load it into the model that wrote it."
     )
     assert "unused is float32 [4] in the checkpoint and bfloat16 [4] here" in texts["dtype"]
-    assert "it has 1 optimizers, and there are 2 here" in texts["optimizers"]
+    assert "it has 1 optimizers, and this one has 2" in texts["optimizers"]
     assert "optimizer 0 (AdamW) has 2 in the checkpoint and 1 here" in texts["groups"]
     assert "group 0 of optimizer 0 (AdamW) differs in frozen" in texts["moved"]
 
 
 def test_metadata_that_would_run_something_is_not_read() -> None:
-    with pytest.raises(pickle.UnpicklingError, match=r"posix\.getcwd does not belong into the metadata"):
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.getcwd does not belong in the metadata"):
         read_dcp_metadata(pickle.dumps(os.getcwd))
 
 
@@ -131,9 +131,9 @@ def test_metadata_that_points_elsewhere_is_not_followed(tmp_path: Path) -> None:
     read_chunks(tmp_path / "step", [chunk], files)
     with pytest.raises(CheckpointError, match=r"refers to '__0_0.distcp', which its manifest does not list"):
         read_chunks(tmp_path / "step", [chunk], set(files) - {"__0_0.distcp"})
-    with pytest.raises(CheckpointError, match=r"holds no tensor 'model.nothing'"):
+    with pytest.raises(CheckpointError, match=r"does not hold tensor 'model.nothing'"):
         read_chunks(tmp_path / "step", [Chunk("model.nothing", 1, 0, torch.empty(1))], files)
-    with pytest.raises(CheckpointError, match=r"holds only a part of the tensor 'model.scale'"):
+    with pytest.raises(CheckpointError, match=r"holds only part of the tensor 'model.scale'"):
         read_chunks(tmp_path / "step", [Chunk("model.scale", 2, 0, torch.empty(2))], files)
 
 
@@ -212,11 +212,10 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     texts, second = run_ranks(2, bad_saves, str(tmp_path))
     assert texts == second, texts.get("raised")
     assert texts["plain"] == (
-        "rank 0: A checkpoint holds tensors and plain data only, but in what is kept beside the weights"
-        " checkpoint['x'][1]['y'] is a argparse.Namespace. Save numbers, strings, lists, dicts and tensors in its"
-        " place."
+        "rank 0: A checkpoint holds only tensors and plain data, but in the state beside the weights,"
+        " checkpoint['x'][1]['y'] is a argparse.Namespace. Save numbers, strings, lists, dicts and tensors instead."
     )
     assert texts["missing"] == "frozen: neither trained nor among the extra tensors."
-    assert texts["twice"].startswith("scale is trained, and so already part of the checkpoint")
-    hole = "is not written, as it would not be whole: .metadata does not list the tensor 'model.unused'."
+    assert texts["twice"].startswith("scale is trained, so it is already part of the checkpoint")
+    hole = "is not written, because it would not be whole: .metadata does not list the tensor 'model.unused'."
     assert texts["hole"] == f"rank 0: {tmp_path / 'step'} {hole}"

@@ -55,7 +55,7 @@ def test_versions_that_do_not_belong_together(wheel: Wheel, tmp_path: Path) -> N
     checks = found(skeleton(wheel, tmp_path, TWO_DEVICES, torch_version="2.1.0"))
     assert checks["torch_npu"]["status"] == "failed"
     assert checks["torch_npu"]["found"] == f"torch_npu 2.1.0 is made for torch==2.1.0, but torch is {torch.__version__}"
-    assert checks["torch_npu"]["advice"].startswith("Install two that belong together: `pip install torch_npu==")
+    assert checks["torch_npu"]["advice"].startswith("Install two that match: `pip install torch_npu==")
     assert "torch_npu calls" not in checks
 
 
@@ -68,6 +68,6 @@ def test_settings_and_calls_that_are_wrong(wheel: Wheel, tmp_path: Path) -> None
     assert checks["HCCL settings"]["found"] == "HCCL_ASYNC_ERROR_HANDLING=1"
     assert "Set HCCL_ASYNC_ERROR_HANDLING=0." in checks["HCCL settings"]["advice"]
     assert checks["torch_npu calls"]["status"] == "failed"
-    assert checks["torch_npu calls"]["found"] == "torch_npu.npu.restart_device is not there"
+    assert checks["torch_npu calls"]["found"] == "torch_npu.npu.restart_device is missing"
     assert checks["CANN"]["status"] == "note"  # the skeleton raises there
     assert checks["npu"]["found"] == "none"

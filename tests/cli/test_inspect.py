@@ -95,7 +95,7 @@ def test_export_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "one.ckpt"
     assert main(["export", str(directory.path), str(file)]) == 0
     printed = capsys.readouterr()
-    assert printed.out == f"{file} holds what {directory.path_of(10)} holds.\n"
+    assert printed.out == f"{directory.path_of(10)} is exported to {file}.\n"
     assert re.match(r"lightning-replica: .*step_00000020 cannot be used: __0_0.distcp has 10 bytes", printed.err)
     assert torch.load(file, weights_only=True)["state_dict"]["first.bias"].tolist() == [10.0] * 7
 
@@ -115,7 +115,7 @@ def test_a_url(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"The checkpoint {attempt.url} cannot be used: __0_0.distcp has 4 bytes" in capsys.readouterr().out
     file = tmp_path / "one.ckpt"
     assert main(["export", bucket, str(file)]) == 0
-    assert capsys.readouterr().out == f"{file} holds what {directory.path_of(10)} holds.\n"
+    assert capsys.readouterr().out == f"{directory.path_of(10)} is exported to {file}.\n"
     assert torch.load(file, weights_only=True)["state_dict"]["first.bias"].tolist() == [10.0] * 7
     assert main(["inspect", f"{bucket}/nothing"]) == 1
     assert main(["inspect", "oss://bucket/run"]) == 2

@@ -52,7 +52,7 @@ def test_one_of_lightning_s(written: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["callbacks"] == "ModelCheckpoint"
     assert found["resume"] == "at the next batch that repeats no sample, with random numbers of its own"
     assert "\n  layer.weight        64  float32\n" in text
-    assert text.splitlines()[-1] == "it can be read; --verify takes its checksums"
+    assert text.splitlines()[-1] == "it can be read; --verify checks its checksums"
     code, text = inspect(written, capsys, "--verify")
     assert (code, text.splitlines()[-1]) == (0, "whole, to the last byte")
 
@@ -64,7 +64,7 @@ def test_one_of_ours_and_one_without_optimizers(
     torch.save({**checkpoint, OWN_KEY: {"main": {}, "resume": {"world_size": 4}}}, tmp_path / "ours")
     code, text = inspect(tmp_path / "ours", capsys)
     assert code == 0
-    assert lines(text)["resume"] == "with 4 ranks at the very batch, to the last bit (written by replica_zero)"
+    assert lines(text)["resume"] == "with 4 ranks at the exact batch, to the last bit (written by replica_zero)"
     del checkpoint["optimizer_states"]
     torch.save(checkpoint, tmp_path / "weights")
     found = lines(inspect(tmp_path / "weights", capsys)[1])
@@ -121,8 +121,8 @@ def test_what_is_no_checkpoint(
         code, text = inspect(tmp_path / name, capsys, *options)
         assert code == 1
         assert text.splitlines()[-1] == (
-            f"The checkpoint {tmp_path / name} cannot be used: it is not a file that torch.save has written, or not all"
-            " of one."
+            f"The checkpoint {tmp_path / name} cannot be used: it is not a file that torch.save has written, or only"
+            " part of one."
         )
     with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
         archive.writestr("a", "b")
@@ -136,16 +136,16 @@ def test_other_files_of_torch_s(tmp_path: Path, capsys: pytest.CaptureFixture[st
     torch.save({"a": torch.zeros(3), "b": {"c": torch.zeros(2, dtype=torch.bfloat16)}}, tmp_path / "weights.pt")
     code, text = inspect(tmp_path / "weights.pt", capsys, "--verify")
     assert (code, lines(text)["weights"]) == (0, "5 elements in 2 tensors, bfloat16, float32")
-    assert lines(text)["form"] == "one file of torch.save's, which is not a checkpoint of Lightning's"
+    assert lines(text)["form"] == "one file that torch.save wrote, but not a Lightning checkpoint"
     torch.save({"a": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     code, text = inspect(tmp_path / "old.pt", capsys, "--verify")
     assert code == 0
-    assert text.splitlines()[-1] == "it can be read; a file of this old format of torch's has no checksums"
+    assert text.splitlines()[-1] == "it can be read; files in this old torch format have no checksums"
     torch.save({"hyper_parameters": argparse.Namespace(a=1)}, tmp_path / "objects.ckpt")
     code, text = inspect(tmp_path / "objects.ckpt", capsys)
     assert code == 0
-    assert lines(text)["objects"] == "argparse.Namespace: reading them can run code that the file brings along"
-    assert text.splitlines()[-1] == "it has not been read; --verify takes its checksums"
+    assert lines(text)["objects"] == "argparse.Namespace: reading them can run code from the file"
+    assert text.splitlines()[-1] == "it has not been read; --verify checks its checksums"
     assert inspect(tmp_path / "objects.ckpt", capsys, "--verify")[1].endswith("\nwhole, to the last byte\n")
 
 

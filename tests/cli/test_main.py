@@ -30,9 +30,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = capsys.readouterr().out
-    assert "Looks at a machine or a job before `Trainer(strategy='replica_zero')` is used on it" in text
-    assert re.search(r"^ +doctor +does it work on this machine\?$", text, re.M)
-    assert re.search(r"^ +plan +memory and traffic per rank, and which losses are survived$", text, re.M)
+    assert "Checks machines and jobs before `Trainer(strategy='replica_zero')` runs" in text
+    assert re.search(r"^ +doctor +does `replica_zero` work on this machine\?$", text, re.M)
+    assert re.search(r"^ +plan +memory and traffic per rank, and which losses a job survives$", text, re.M)
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -96,7 +96,7 @@ def test_plan_without_redundancy(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_tells_of_nodes_that_share_too_much(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "24", "--params", "1e6", "--ranks-per-node", "8"]) == 0
     text = capsys.readouterr().out
-    assert "A replica is not a whole number of nodes" in text
+    assert "A replica does not fill a whole number of nodes" in text
     assert "3 nodes" not in text
 
 

@@ -50,13 +50,13 @@ def test_a_replacement_reads_what_its_predecessor_was_given() -> None:
 def test_what_does_not_match_says_what_the_predecessor_did(called: Call, said: str) -> None:
     store = dist.HashStore()
     write(Journal(store, 1), "world", call(1))
-    did = r"its predecessor there did: `all_reduce` on float32\[1\] in train.py:1, main\. A script must do the same"
-    with pytest.raises(RecoveryError, match=f"(?s)replacement of rank 1 has called .*{said}.*{did}"):
+    did = r"its predecessor called `all_reduce` on float32\[1\] in train.py:1, main\. A script must do the same"
+    with pytest.raises(RecoveryError, match=f"(?s)replacement of rank 1 called .*{said}.*{did}"):
         Journal(store, 1, reading=1).read("world", called)
 
 
 def test_the_end_is_told_too() -> None:
-    with pytest.raises(RecoveryError, match="its predecessor there did: no further collective"):
+    with pytest.raises(RecoveryError, match="its predecessor called no further collective"):
         Journal(dist.HashStore(), 1, reading=1).read("world", call(1))
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     write(Journal(store, 0, spool=tmp_path), "world", call(1, "float32[100000]"), torch.randn(100_000))
     next(tmp_path.iterdir()).unlink()
     with pytest.raises(
-        RecoveryError, match=r"cannot read what `all_reduce` on float32\[100000\] .* gave: .*No such file"
+        RecoveryError, match=r"cannot read the result of `all_reduce` on float32\[100000\] .*: .*No such file"
     ):
         Journal(store, 0, reading=1, spool=tmp_path).read("world", call(1, "float32[100000]"))
 
@@ -148,5 +148,5 @@ def test_what_is_left_over_is_told(caplog: pytest.LogCaptureFixture) -> None:
     reading = Journal(store, 0, reading=1)
     reading.read("world", call(1))
     reading.close()
-    assert "has left out what its predecessor did" in caplog.text
+    assert "left out a call that its predecessor made" in caplog.text
     assert "train.py:2" in caplog.text

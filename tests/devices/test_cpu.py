@@ -27,7 +27,7 @@ def test_a_users_own_error_is_not_the_devices() -> None:
 def test_what_survived_goes_with_what_was_hit() -> None:
     assert Survived("rebuild", ("shard",)).hit == ("shard",)
     for level, hit in (("rebuild", ()), ("all", ("shard",))):
-        with pytest.raises(ValueError, match="does not go with"):
+        with pytest.raises(ValueError, match="does not fit"):
             Survived(level, hit)  # type: ignore[arg-type]
 
 

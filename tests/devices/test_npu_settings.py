@@ -11,7 +11,7 @@ def test_what_must_be_off_and_is_on(name: str) -> None:
         assert not list(harms({name: off}))
     (harm,) = harms({name: "1", "PATH": "/bin"})
     assert harm.given == f"{name}=1"
-    assert harm.advice.startswith("With it ")
+    assert harm.advice.startswith("With it, ")
     assert harm.advice.endswith(f". Set {name}=0.")
 
 

@@ -41,7 +41,7 @@ def test_any_class_and_whatever_it_came_from() -> None:
     ("pattern", "level", "complaint"),
     [
         ("x", "again", "level='again' is not known. Use one of outside, retry"),
-        ("(", "retry", "is no regular expression"),
+        ("(", "retry", "is not a regular expression"),
     ],
 )
 def test_what_makes_no_sense(pattern: str, level: str, complaint: str) -> None:

@@ -30,7 +30,7 @@ def broken(wheel: Wheel, call: Call) -> str:
     """What is wrong with an assumption; empty if nothing is."""
     function = wheel.find(call.module, call.name)
     if not isinstance(function, ast.FunctionDef):
-        return f"{call} is not there"
+        return f"{call} is missing"
     arguments = function.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     names = names[1:] if "." in call.name else names
@@ -116,9 +116,9 @@ def _constant(call: ast.Call) -> object:
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (Call("torch_npu.npu", "start_device", ("device_id",)), "is not there"),
-        (Call("torch_npu.npus", "stop_device", ("device_id",)), "is not there"),
-        (Call("torch_npu.npu", "Event.recorded_times"), "is not there"),
+        (Call("torch_npu.npu", "start_device", ("device_id",)), "is missing"),
+        (Call("torch_npu.npus", "stop_device", ("device_id",)), "is missing"),
+        (Call("torch_npu.npu", "Event.recorded_times"), "is missing"),
         (Call("torch_npu.npu", "stop_device", ("device",)), "not ('device',) first"),
         (Call("torch_npu.npu", "set_rng_state", ("device", "new_state")), "first"),
         (Call("torch_npu.npu", "stop_device", ("device_id", "timeout")), "first"),
@@ -177,9 +177,9 @@ def test_what_is_imported_is_held_against_the_contract(wheel: Wheel, tmp_path: P
         path.write_text(text)
     (differences,) = run_ranks(1, imported_differs, str(folder))
     assert sorted(differences) == [
-        "torch_npu._C._distributed_c10d.ProcessGroupHCCL.abort_hccl_comm is not there",
+        "torch_npu._C._distributed_c10d.ProcessGroupHCCL.abort_hccl_comm is missing",
         "torch_npu.distributed.reinit_process_group: got an unexpected keyword argument 'rebuild_link'",
         "torch_npu.npu._recovery.update_npu_tensor_to_safe: too many positional arguments",
-        "torch_npu.npu.empty_cache is not there",
+        "torch_npu.npu.empty_cache is missing",
         "torch_npu.npu.stop_device takes (device), not device_id first",
     ]

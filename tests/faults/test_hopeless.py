@@ -19,7 +19,7 @@ from tests.support.job import Case, Fault
 def test_no_replacement_can_be_had(rank: int, tmp_path: Path) -> None:
     outcome = world.run(Case(faults=(Fault("kill", rank, "backward", 2),)), tmp_path, max_restarts=0)
     assert outcome.code == GAVE_UP
-    assert outcome.said == [f"Rank {rank} died (SIGKILL), and no replacement can be had: 0 of max_restarts=0 are used."]
+    assert outcome.said == [f"Rank {rank} died (SIGKILL), and no replacement is left: 0 of max_restarts=0 are used."]
     left = {
         0: "Rank 0 held shard 0 at step 2; rank 2 still holds it.",
         3: "Rank 3 held shard 1 at step 2; rank 1 still holds it.",
@@ -84,7 +84,7 @@ def test_the_same_step_again_and_again(tmp_path: Path) -> None:
     faults = tuple(Fault("raise", 1, "forward", 2) for _ in range(5))
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code == 1
-    said = "The same step has failed 4 times (max_tries=3): the one after step 2, of which no shard is lost."
+    said = "The same step has failed 4 times (max_tries=3): the one after step 2. No shard of step 2 is lost."
     assert outcome.logs.count(f"recovery failed at step 2: {said} rank 1: Injected: at forward of step 2") == 1
     assert "replica_zero: recovered" not in outcome.logs  # success is when a step is done
     assert outcome.logs.count("Traceback") == 1, outcome.logs

@@ -36,21 +36,21 @@ def test_a_rank_is_replaced(rank: int, untouched: tuple[Path, world.Outcome], tm
     outcome = world.run(SetUp(rank), tmp_path, target=once)
     same((tmp_path, outcome), untouched)
     assert len(outcome.said) == 1, outcome.said
-    assert ("broadcast something else than its predecessor" in outcome.logs) == (rank == 0)
+    assert ("broadcast other data than in its predecessor" in outcome.logs) == (rank == 0)
 
 
 def test_what_does_not_match_is_named(tmp_path: Path) -> None:
     outcome = world.run(SetUp(1, differs="shape"), tmp_path, target=once, max_restarts=1)
     assert outcome.code != 0
-    assert "has called `all_reduce` on float32[4] in " in outcome.logs
-    assert "its predecessor there did: `all_reduce` on float32[3] in " in outcome.logs
+    assert "called `all_reduce` on float32[4] in " in outcome.logs
+    assert "its predecessor called `all_reduce` on float32[3] in " in outcome.logs
     assert "set_up.py:" in outcome.logs
 
 
 def test_what_is_left_out_is_named(untouched: tuple[Path, world.Outcome], tmp_path: Path) -> None:
     outcome = world.run(SetUp(1, differs="left out"), tmp_path, target=once)
     same((tmp_path, outcome), untouched)
-    assert "has left out what its predecessor did on the way to the training loop: `all_reduce` on float32[2]" in (
+    assert "left out a call that its predecessor made before the training loop: `all_reduce` on float32[2]" in (
         outcome.logs
     )
 
@@ -86,6 +86,6 @@ def test_a_search_for_a_learning_rate(target: Any, tmp_path: Path) -> None:
 def test_where_no_replacement_can_come_none_is_started(tmp_path: Path) -> None:
     outcome = world.run(SetUp(1, 2), tmp_path, target=after_what_cannot_be_sent)
     assert outcome.code == GAVE_UP
-    said = "Rank 1 died (SIGKILL), and no replacement could find its way here: this script has trained before."
+    said = "Rank 1 died (SIGKILL), and it cannot be replaced: this script has trained before."
     assert [line[: len(said)] for line in outcome.said] == [said]
     assert "the state of 'Unsendable' cannot be sent, it holds tests.faults.set_up.Opaque" in outcome.said[0]

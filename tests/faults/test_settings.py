@@ -24,4 +24,4 @@ def test_learning_rates_that_differ_are_named(tmp_path: Path) -> None:
     assert " on rank 0 and " in said
     assert "sync_dist=True" in said
     assert "weight_decay" not in said
-    assert "none of them can be told to be right. Go on" not in outcome.logs
+    assert "none of them is known to be right. Resume" not in outcome.logs

@@ -78,4 +78,4 @@ def test_a_run_goes_on(untouched: world.Outcome, tmp_path: Path) -> None:
     changed = world.run(Tracked(gasp=True, load=str(left.path), measures=True), tmp_path, target=train)
     assert changed.code == 0, changed.logs
     assert changed.ranks[0]["weights"] == untouched.ranks[0]["weights"]
-    assert changed.logs.count("other submodules than the one in the checkpoint (largest)") == 2
+    assert changed.logs.count("submodules of the module differ from those in the checkpoint (largest)") == 2

@@ -80,7 +80,7 @@ def test_survivors_say_what_is_lost_and_end_when_told(tmp_path: Path) -> None:
         assert survivor._process.is_alive(), log.read_text()
     survivor.send_signal(signal.SIGTERM)
     assert survivor.wait() == 1
-    assert "The launcher has ended this run: ranks [1] are gone" in log.read_text()
+    assert "The launcher has ended this run: only it can replace ranks [1], which are gone" in log.read_text()
 
 
 def test_the_death_of_rank_0_ends_a_run_whose_store_it_serves(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_rank_that_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="Rank 0 cannot listen at 127.0.0.1:"):
         ExternalEnvironment.enter(cluster, 0, num_nodes=1)
     ExternalEnvironment.enter(cluster, 1, num_nodes=1).connect().set("key", "of the first attempt")
-    with pytest.raises(ConfigurationError, match="Rank 1 is there twice"):
+    with pytest.raises(ConfigurationError, match="Rank 1 exists twice"):
         ExternalEnvironment.enter(cluster, 1, num_nodes=1)
     assert first.connect().check(["key"])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -151,6 +151,6 @@ def test_torchrun(tmp_path: Path) -> None:
     output = finish(process)
     assert process.returncode == 0, output
     assert "recovered at step 2" in output
-    assert "The launcher has ended this run: ranks [1] are gone" in output
+    assert "The launcher has ended this run: only it can replace ranks [1], which are gone" in output
     assert len(set(results(output).values())) == 1
     assert len(results(output)) == 2

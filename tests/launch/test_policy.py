@@ -43,7 +43,7 @@ def test_a_lost_rank_is_replaced_as_often_as_the_user_says() -> None:
     assert run.rank_ended(DIED, FIT) == (Replace(1, Fault("death", (1,), DIED.how), 1),)
     hung = RankEnd(0, -9, "Rank 0 hangs", hung=True)
     assert run.rank_ended(hung, FIT) == (Replace(0, Fault("hang", (0,), hung.how), 2),)
-    why = "Rank 1 died (SIGKILL), and no replacement can be had: 2 of max_restarts=2 are used."
+    why = "Rank 1 died (SIGKILL), and no replacement is left: 2 of max_restarts=2 are used."
     assert run.rank_ended(DIED, FIT) == (*given_up(why, (1,)), EndRanks(signal.SIGTERM, END_S))
     assert (run.state, run.final_code(saved=False)) == (State.ENDING, GAVE_UP)
 
@@ -53,7 +53,7 @@ def test_a_lost_rank_is_replaced_as_often_as_the_user_says() -> None:
     [
         (DIED, SET_UP, {}, "Rank 1 died (SIGKILL) before its first batch, where a rank cannot be replaced.", 137),
         (DIED, DONE, {}, "Rank 1 died (SIGKILL) outside of training, where a rank cannot be replaced.", 137),
-        (DIED, FIT, {"recovery": False}, "Rank 1 died (SIGKILL). With recovery=False the run ends with it.", 137),
+        (DIED, FIT, {"recovery": False}, "Rank 1 died (SIGKILL). With recovery=False, this ends the run.", 137),
         (
             RankEnd(1, 3, "Rank 1 ended with exit code 3", where="in forward of step 4", again=True),
             FIT,
@@ -65,7 +65,7 @@ def test_a_lost_rank_is_replaced_as_often_as_the_user_says() -> None:
             DIED,
             Facts("fit", no_replacement="It has trained before."),
             {},
-            "Rank 1 died (SIGKILL), and no replacement could find its way here: It has trained before.",
+            "Rank 1 died (SIGKILL), and it cannot be replaced: It has trained before.",
             GAVE_UP,
         ),
         (RankEnd(1, -9, "Rank 1 hangs", hung=True), DONE, {}, None, GAVE_UP),
@@ -89,7 +89,7 @@ def test_who_has_come_to_the_end_ends() -> None:
 
 def test_ranks_that_are_left_may_save() -> None:
     run = policy(gasp=True, max_restarts=0)
-    why = "Rank 1 died (SIGKILL), and no replacement can be had: 0 of max_restarts=0 are used."
+    why = "Rank 1 died (SIGKILL), and no replacement is left: 0 of max_restarts=0 are used."
     assert run.rank_ended(DIED, FIT) == given_up(why, (1,))  # nobody is ended: they write
     assert run.state is State.SAVING
     assert run.watches(Facts("fit", given_up=True))
@@ -114,7 +114,7 @@ def test_a_signal_gives_ranks_the_grace() -> None:
     assert run.time_passes(120.1, given_up, hanging=True) == ()
     assert run.time_passes(120.1, given_up, hanging=False) == (EndAbsent(),)
     over, killed = run.time_passes(130.1, given_up, hanging=False)
-    assert over == Say("30 s are over (grace_s); what has not ended is killed.")
+    assert over == Say("30 s are over (grace_s); processes that have not ended are killed.")
     assert killed == EndRanks(signal.SIGKILL)
     assert run.state is State.KILLED
     assert run.time_passes(140.0, given_up, hanging=False) == ()  # said once

@@ -142,8 +142,8 @@ def test_without_a_script() -> None:
     code = f"import lightning as L, lightning_replica\n{model}\n{fit}"
     nodes = code.replace("devices=2", "devices=2, num_nodes=2")
     cases = [
-        (["-c", code], "", "came with `python -c` or from standard input"),
-        (["-"], code, "came with `python -c` or from standard input"),
+        (["-c", code], "", "came from `python -c` or standard input"),
+        (["-"], code, "came from `python -c` or standard input"),
         (["-i"], code + "\n", "an interactive session or a notebook has no script"),
         (["-c", nodes], "", "starts the ranks of one node. Start the script on all nodes with torchrun"),
     ]

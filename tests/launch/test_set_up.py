@@ -93,7 +93,7 @@ def test_a_rank_that_takes_long_is_told_of_and_left_alone(tmp_path: Path) -> Non
 
     code = Supervisor(start, 2, RecoveryOptions(hang_min_s=0.5, hang_max_s=2.0), say, tmp_path).run()
     assert code == 0, (tmp_path / "log1").read_text()
-    assert re.match(r"Rank 1 has not come to its first batch for \d+ s, but is at work\. Its stack, ", said[0]), said
+    assert re.match(r"Rank 1 has not reached its first batch for \d+ s, but is at work\. Its stack, ", said[0]), said
     assert "test_set_up.py" in said[0]
     assert not [line for line in said if "killed" in line]
 

@@ -146,7 +146,7 @@ def test_sources_share_the_load() -> None:
         ([at(0), newborn(1), at(2), newborn(3)], r"Every holder of shard 1 is lost \(ranks 1, 3\).*replicas=2"),
         (
             [at(0), corrupted(1), at(2), corrupted(3)],
-            r"Shard 1 is lost at step 5: .*\(ranks 1, 3\) can be trusted. bits of rank 1. bits of rank 3. Go on from",
+            r"Shard 1 is lost at step 5: .*\(ranks 1, 3\) can be trusted. bits of rank 1. bits of rank 3. Resume from",
         ),
         ([corrupted(rank) for rank in range(4)], "Shard 0 is lost at step 5.*bits of rank 0. bits of rank 2"),
         ([at(0), corrupted(1), at(2), newborn(3)], "Shard 1 is lost at step 5.*bits of rank 1"),

@@ -166,7 +166,7 @@ def mistake(rank: int, store: Any) -> Any:
 def test_a_message_of_something_else_is_refused_before_anything_is_written() -> None:
     _, (said, untouched) = run_ranks(2, mistake)
     expected = [*OTHERS, "44 bytes, not 40", "-4 bytes, not 40"]
-    assert said == [f"Rank 1 refused a message from rank 0: it is of {what}." for what in expected]
+    assert said == [f"Rank 1 refused a message from rank 0: it has {what}." for what in expected]
     assert untouched == [0.0] * 10
 
 
@@ -241,7 +241,7 @@ def test_whose_data_arrives_damaged_is_doubted_and_it_ends() -> None:
     _, (first, second) = run_ranks(2, distrust)
     assert (first[0], first[2]) == ("TransferError", [0])
     assert (second[0], second[2]) == ("RecoveryError", [0, 0])
-    assert "Rank 1 could not get its shard 2 times, from ranks 0, 0: 1 chunks of message 1 from rank 0" in second[1]
+    assert "Rank 1 failed to get its shard 2 times, from ranks 0, 0: 1 chunks of message 1 from rank 0" in second[1]
 
 
 def reopen(rank: int, store: Any) -> Any:

@@ -127,14 +127,14 @@ def test_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"schema": 1, "inci', "no JSON (Unterminated string starting at at character 15)"),
-        ("[]", "no incident: there is no 'schema'"),
+        ('{"schema": 1, "inci', "not JSON (Unterminated string starting at at character 15)"),
+        ("[]", "not an incident: 'schema' is missing"),
         ({"schema": 2}, "schema 2 is not known, only 1: another version wrote it"),
         ({"schema": 1, "time": "2026-11-21T12:00:00+00:00", "detected": "death"}, "'faults' is missing"),
         (incident(1, time="today"), "Invalid isoformat string: 'today'"),
-        (incident(1, detected="aliens"), "detected='aliens' is none of death, hang, "),
-        (incident(1, outcome="?"), "outcome='?' is none of recovered, failed"),
-        (incident(1, moves=3), "a value is of another type than it should be"),
+        (incident(1, detected="aliens"), "detected='aliens' is not one of death, hang, "),
+        (incident(1, outcome="?"), "outcome='?' is not one of recovered, failed"),
+        (incident(1, moves=3), "a value has the wrong type"),
         (incident(1, faults=[]), "it has no fault"),
         (incident(1, step="x"), "invalid literal for int"),
     ],
@@ -158,7 +158,7 @@ def test_nothing_to_draw(lines: list[str], tmp_path: Path, capsys: pytest.Captur
     assert main(["timeline", str(log)]) == 2
     printed = capsys.readouterr().err
     assert f"{log} holds no incident" in printed
-    assert ("line 1: no JSON" in printed) == ("rubbish" in lines)
+    assert ("line 1: not JSON" in printed) == ("rubbish" in lines)
     assert not (tmp_path / "log.html").exists()
 
 

@@ -88,5 +88,5 @@ def test_ids_of_remote_runs() -> None:
 
 def test_other_loggers_than_the_last_time(tmp_path: Path) -> None:
     recorded = logger_runs.record([CSVLogger(tmp_path)])
-    with pytest.raises(RecoveryError, match=r"loggers \['Remote'\], its predecessor had \['CSVLogger'\]"):
+    with pytest.raises(RecoveryError, match=r"loggers \['Remote'\], but its predecessor had \['CSVLogger'\]"):
         logger_runs.adopt([Remote()], recorded, writes=True)

@@ -111,5 +111,5 @@ def test_a_tracker_that_was_built_anew_follows() -> None:
 def test_another_submodule_is_named() -> None:
     trained = model()
     trained.late = nn.ReLU()
-    with pytest.raises(RecoveryError, match=r"have the submodules 'late', a process.* has none instead"):
+    with pytest.raises(RecoveryError, match=r"have the submodules 'late', but a process.* has none instead"):
         follow(model(), Outline.of(trained), {})

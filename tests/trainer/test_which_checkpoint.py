@@ -37,7 +37,7 @@ def fill_in(callbacks: list[Any], **given: str) -> dict[str, Any]:
 
 def test_only_our_callbacks_say_where_checkpoints_are(tmp_path: Path) -> None:
     assert fill_in([Recorder(), DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
-    with pytest.raises(ConfigurationError, match="no callback says where those are"):
+    with pytest.raises(ConfigurationError, match="no callback names a directory of checkpoints"):
         fill_in([Recorder()])
 
 
@@ -117,6 +117,8 @@ def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pyt
     assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     fsspec.filesystem("s3").clear_instance_cache()
-    with pytest.raises(ConfigurationError, match=rf"newest cannot be told: {bucket} could not be listed: .*connect"):
+    with pytest.raises(
+        ConfigurationError, match=rf"newest checkpoint cannot be determined: {bucket} could not be listed: .*connect"
+    ):
         fill_in(callbacks)
     fsspec.filesystem("s3").clear_instance_cache()

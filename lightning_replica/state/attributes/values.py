@@ -51,7 +51,7 @@ class KeptTensor:
         if self._content is None:
             raise RecoveryError(
                 f"{name!r} is a list of more than {LARGE_BYTES >> 20} MiB, and a tensor in it was written to in place:"
-                " what it held before is gone. Put a new tensor in its place, or keep it in a buffer."
+                " its former content is gone. Put a new tensor in its place, or keep it in a buffer."
             )
         with torch.no_grad():
             self._itself.copy_(self._content)

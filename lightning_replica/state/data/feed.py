@@ -132,7 +132,7 @@ class Feed:
             The random states of the workers.
         """
         if self._random is None:
-            raise RuntimeError("No workers are there.")
+            raise RuntimeError("There are no workers.")
         self._indices.stop()
         while self.next() is not END:
             pass

@@ -255,7 +255,7 @@ class ExactLoader:
             except RuntimeError as error:
                 if not left or not worker_died(error):
                     raise
-                log.warning("%s. Its loader begins again.", error)
+                log.warning("%s. Its loader starts again.", error)
             left -= 1
             self._replay_beside()
 

@@ -57,7 +57,7 @@ def _kept(sampler: Any) -> Iterator[list[Any]]:
 @cache
 def _warn(sampler: str, name: str, problem: str) -> None:
     log.warning(
-        "%s.%s is not put back after a fault, %s. If it changes from epoch to epoch, the order of the data may differ."
+        "%s.%s is not restored after a fault: %s. If it changes from epoch to epoch, the order of the data may differ."
         " Keep numbers, tensors, arrays, generators and containers of these in a sampler.",
         sampler,
         name,

@@ -50,7 +50,7 @@ class WorkerRandom:
     def states(self) -> tuple[bytes | None, ...]:
         """Return the random states of workers that outlive an epoch; called in the rank, while the workers are idle."""
         if self._book is None:
-            raise RuntimeError("Workers that end with the epoch keep no book.")
+            raise RuntimeError("Workers that end with the epoch do not record random states.")
         written = [row.numpy().tobytes() for row in self._book]
         return tuple(row[1:] if row[0] else start for row, start in zip(written, self._start, strict=True))
 

@@ -215,7 +215,7 @@ class Checkpoints:
             if keep_last is not None:
                 directory.retain(keep_last)
         except (CheckpointError, OSError) as error:
-            warn(f"{path} is written; but it could not be tracked, or older ones not be removed: {error}")
+            warn(f"{path} is written, but updating the tracker or removing older checkpoints failed: {error}")
 
     # Loading, in the order of calls
 
@@ -257,7 +257,7 @@ class Checkpoints:
         saved = checkpoint["optimizer_states"]
         if len(saved) != len(training.state.optimizers):
             raise ConfigurationError(
-                f"The checkpoint holds the state of {len(saved)} optimizers, this model has"
+                f"The checkpoint holds the state of {len(saved)} optimizers, but this model has"
                 f" {len(training.state.optimizers)}. It was written for another `configure_optimizers`."
             )
         main = checkpoint.get(OWN_KEY, {}).get("main", {})

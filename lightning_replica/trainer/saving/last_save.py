@@ -37,7 +37,7 @@ class LastSave:
         """
         session = self._session
         if self._write is None:
-            raise ReplicaError("Nobody has said where the last checkpoint goes.")
+            raise ReplicaError("No directory is set for the last checkpoint.")
         try:
             path = session.gasp().run(state, host, lambda: session.recovery.report(state, host), self._write)
         except DeviceLostError as lost:

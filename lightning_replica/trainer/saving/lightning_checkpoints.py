@@ -97,8 +97,8 @@ class LightningCheckpoints(LightningCollectives):
         if self._is_cut_off:
             if self.is_global_zero:
                 log.warning(
-                    "%s is not written: the run has failed, and no rank gets another one's shard any more. To save what"
-                    " is left in such a case, add the callback `DyingGaspCheckpoint`.",
+                    "%s is not written: the run has failed, and ranks can no longer get each other's shards. To save"
+                    " what is left in such a case, add the callback `DyingGaspCheckpoint`.",
                     filepath,
                 )
             return
@@ -178,7 +178,7 @@ class LightningCheckpoints(LightningCollectives):
             with self._faults_apart():
                 self._checkpoints.save_periodic(trainer, training, path, "planned")
         except CheckpointError as error:  # on every rank
-            said = f"the checkpoint that was asked for could not be written: {error} Training goes on; ask again."
+            said = f"the checkpoint that was asked for could not be written: {error} Training continues; ask again."
         if trainer.is_global_zero:
             say(said)
 

@@ -211,8 +211,8 @@ def _follow(module: pl.LightningModule, taken: Snapshot) -> Snapshot:
     if own == written:
         return taken
     log.warning(
-        "The module has other submodules than the one in the checkpoint (%s): the epoch's metrics begin anew here.",
-        ", ".join(sorted({*own} ^ {*written})[:5]) or "in another order",
+        "The submodules of the module differ from those in the checkpoint (%s): the epoch's metrics start anew here.",
+        ", ".join(sorted({*own} ^ {*written})[:5]) or "in a different order",
     )
     training = dict(zip(written, host["training"], strict=True))
     host["training"] = [training.get(name, submodule.training) for name, submodule in module.named_modules()]

@@ -48,7 +48,7 @@ class WhichCheckpoint:
         directories = list(_directories(trainer.callbacks))
         if not directories and asked is None:
             raise ConfigurationError(
-                "resume='auto' goes on from the newest checkpoint, but no callback says where those are. Add"
+                "resume='auto' takes the newest checkpoint, but no callback names a directory of checkpoints. Add"
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
         found = self._once(lambda: self._newest(directories))
@@ -64,17 +64,17 @@ class WhichCheckpoint:
         try:
             found = newest(directories, verify=True)
         except CheckpointError as error:
-            raise ConfigurationError(f"Which checkpoint is the newest cannot be told: {error}") from error
+            raise ConfigurationError(f"The newest checkpoint cannot be determined: {error}") from error
         for problem in found.problems:
             log.warning("Passed over: %s", problem)
         if found.path is None:
             if found.problems:
-                say("no checkpoint is whole: goes on from none.")
+                say("no checkpoint is whole: the run starts anew.")
             return ""
         path = str(found.path)
         if not os.path.lexists(path.removesuffix(".old")):
             path = path.removesuffix(".old")  # the run renames it to this when it begins; readers accept both
-        say(f"goes on from {path}.")
+        say(f"resumes from {path}.")
         return path
 
 

@@ -73,13 +73,13 @@ def test_a_worker_fails(kind: str, plan: Plan, place: str, untouched: Any, tmp_p
     sprung = [int((tmp_path / f"trap{number}").read_text()) for number in range(len(laid))]
     assert all(is_gone(pid) for pid in sprung)
     if kind == "stop":  # the rank hangs; its end is the end of its workers
-        assert f"wait for process {sprung[0]}, which it has started: stopped by a signal" in outcome.said[0]
+        assert f"wait for process {sprung[0]}, which it has started and which a signal has stopped" in outcome.said[0]
         # Workers load ahead: two of a rank may stop at once.
         assert 1 <= len([line for line in outcome.said if "takes its place" in line]) <= len(laid), outcome.said
     else:
         assert outcome.said == []
         # What follows before a good step is told with it; before the first step a loader begins again by itself.
-        told = outcome.logs.count("recovered at") + outcome.logs.count("Its loader begins again.")
+        told = outcome.logs.count("recovered at") + outcome.logs.count("Its loader starts again.")
         assert 1 <= told <= len(laid)
 
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_written_is_said_and_training_goes_on(untouched: world.Ou
     for step, times in ((8, 1), (12, 2)):
         said = f"the checkpoint of step {step} could not be written: rank 0: {tmp_path}/kept/step_{step:08d}.tmp-"
         assert outcome.logs.count(said) == times, outcome.logs
-    assert outcome.logs.index("It is tried once more.") < outcome.logs.index("It was the last of this run.")
+    assert outcome.logs.index("The save is tried once more.") < outcome.logs.index("This was the last checkpoint of")
 
 
 def test_values_that_make_no_sense(tmp_path: Path) -> None:

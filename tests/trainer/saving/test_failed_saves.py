@@ -59,15 +59,15 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
 
 
 CASES = {
-    "rank 0": (Full(), "plain.pt", (4, 6, 8), "The next is due at step 8: make it possible to write by then."),
+    "rank 0": (Full(), "plain.pt", (4, 6, 8), "The next is due at step 8: make sure that it can be written."),
     "rank 1": (
         Full(rank=1),
         "__1_0.distcp",
         (4, 6, 8),
-        "The next is due at step 10: make it possible to write by then.",
+        "The next is due at step 10: make sure that it can be written.",
     ),
     # All ranks know of that of step 4 when 6 is due, which is then written at once, and in vain; likewise 8 and 10.
-    "beside": (Full(again=10, async_save=True), "plain.pt", (4, 6, 8, 10), "One is written now."),
+    "beside": (Full(again=10, async_save=True), "plain.pt", (4, 6, 8, 10), "Another is written now."),
 }
 
 
@@ -85,8 +85,8 @@ def test_training_goes_on_and_the_next_is_written(name: str, untouched: world.Ou
     for step in failed:
         said = f"the checkpoint of step {step} could not be written: rank {case.rank}: {directory.path_of(step)}.tmp-"
         assert outcome.logs.count(said) == 1, outcome.logs
-    assert outcome.logs.count(f"{file} could not be written: {NO_SPACE}. Training goes on") == len(failed)
-    assert f"Training goes on, and those that are whole stay. {then}" in outcome.logs
+    assert outcome.logs.count(f"{file} could not be written: {NO_SPACE}. Training continues") == len(failed)
+    assert f"Training continues, and whole checkpoints stay. {then}" in outcome.logs
     assert "recovered" not in outcome.logs
 
 

@@ -86,14 +86,14 @@ def test_ranks_that_wait_are_called_back(untouched: dict[int, world.Outcome], tm
 def test_others_save_without_one_that_is_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
     why, said = ends(Stuck(busy=(1,), devices=4, grace_s=24.0), tmp_path, GASP_WRITTEN, untouched)
     assert why == "gasp"
-    assert said[2] == "Rank 1 was busy and did not come to save; it was killed, and the others go on."
+    assert said[2] == "Rank 1 was busy and did not join the save; it was killed, and the others continue."
 
 
 def test_all_are_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
     """They are killed in the end; the periodic checkpoint of the same step is what there is."""
     why, said = ends(Stuck(busy=(0, 1), grace_s=2.0), tmp_path, NOTHING_SAVED, untouched)
     assert why == "periodic"
-    assert said.count("2 s are over (grace_s); what has not ended is killed.") == 1
+    assert said.count("2 s are over (grace_s); processes that have not ended are killed.") == 1
 
 
 @pytest.mark.parametrize(

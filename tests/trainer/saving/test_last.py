@@ -41,7 +41,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("told")
     ended = world.run(TOLD, out, target=fits)
     assert ended.code == GASP_WRITTEN, ended.logs
-    assert "goes on from" not in ended.logs
+    assert "resumes from" not in ended.logs
     return out
 
 
@@ -53,7 +53,7 @@ def left(told: Path, tmp_path: Path) -> Path:
 
 def chosen(outcome: world.Outcome) -> set[str]:
     """What ranks say that they go on from."""
-    return {line.split("goes on from ")[1] for line in outcome.logs.splitlines() if "goes on from" in line}
+    return {line.split("resumes from ")[1] for line in outcome.logs.splitlines() if "resumes from" in line}
 
 
 def test_a_fit_goes_on_and_repeats_no_batch(left: Path, untouched: world.Outcome) -> None:

@@ -35,12 +35,12 @@ def test_sigterm_and_the_same_command_again(
     output = finish(process)
     assert process.returncode == GASP_WRITTEN, output
     assert "SIGTERM: all ranks save and end, within 25 s." in output
-    assert f"the run has ended before its time, and has left {place}/step_00000003" in output
+    assert f"the run has ended early and has left {place}/step_00000003" in output
     assert "Traceback" not in output
     again = start("wait", 0, GASP=str(place))
     output = finish(again)
     assert again.returncode == 0, output
-    assert output.count(f"goes on from {place}/step_00000003.") == 1
+    assert output.count(f"resumes from {place}/step_00000003.") == 1
     assert results(output) == untouched
 
 
@@ -49,7 +49,7 @@ def test_torchrun_restarts_all_ranks(untouched: dict[str, str], tmp_path: Path) 
     process = torchrun("raise and kill", "1", GASP=str(tmp_path))
     output = finish(process)
     assert process.returncode == 0, output
-    assert output.count(f"goes on from {tmp_path}/step_00000003.") == 1
+    assert output.count(f"resumes from {tmp_path}/step_00000003.") == 1
     assert results(output) == untouched
 
 

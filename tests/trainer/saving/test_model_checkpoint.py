@@ -89,7 +89,7 @@ def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_p
     case = Kept((Fault("kill", 1, "backward", 9),), top=1, last=last, load="last")
     assert world.run(case, tmp_path, max_restarts=0, target=trains).code == GAVE_UP
     directory, newest = CheckpointDirectory(tmp_path / "kept"), "last.ckpt" if last is True else "theirs-step=9.ckpt"
-    links = {f"{directory.path}/last.ckpt is a symbolic link, and not followed. Name its target instead."}
+    links = {f"{directory.path}/last.ckpt is a symbolic link, which is not followed. Name its target instead."}
     lasts = {"last.ckpt"} if last else set()
     assert entries(tmp_path) == {"latest", FAILURES, "step_00000005", "theirs-step=9.ckpt", *lasts}
     assert directory.tracked == newest
@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_p
     assert set(latest.problems) == (links if last == "link" else set())
     again = world.run(case, tmp_path, max_restarts=0, target=trains)
     again.assert_same(untouched)
-    assert f"goes on from {directory.path / newest}." in again.logs
+    assert f"resumes from {directory.path / newest}." in again.logs
     assert directory.tracked == newest.replace("9", "12")
     assert directory.latest(verify=True).path == directory.path / newest.replace("9", "12")
 

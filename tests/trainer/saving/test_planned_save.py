@@ -74,8 +74,8 @@ def test_nobody_has_said_where(untouched: world.Outcome, tmp_path: Path) -> None
     assert outcome.code == 0
     assert outcome.ranks == untouched.ranks
     assert outcome.said == [
-        "SIGUSR2: nothing is saved, as training is not under way, or has neither a CheckpointPublisher nor a"
-        " DyingGaspCheckpoint to say where."
+        "SIGUSR2: nothing is saved. Either training is not under way, or it has neither a CheckpointPublisher nor a"
+        " DyingGaspCheckpoint, which name the directory."
     ]
 
 
@@ -127,7 +127,7 @@ def test_a_process_that_is_no_run_lives_on(other: str, capsys: pytest.CaptureFix
             assert process.stdout is not None
             assert process.stdout.readline() == b"\n"  # its traps are set
         assert main(["save", str(process.pid)]) == 2
-        assert f"Process {process.pid} is no run that can be asked to save" in capsys.readouterr().err
+        assert f"Process {process.pid} is not a run that can be asked to save" in capsys.readouterr().err
         process.communicate(b"\n")
     assert process.returncode == 0
 
@@ -151,7 +151,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert other.stdin is not None
         other.stdin.close()
     assert main(["save", str(other.pid)]) == 2
-    assert f"There is no process {other.pid} here that can be looked at" in capsys.readouterr().err
+    assert f"/proc shows no process {other.pid} here" in capsys.readouterr().err
     assert main(["save", str(os.getpid()), "--timeout-s", "0"]) == 2
     assert "timeout_s=0.0 must be a number of seconds" in capsys.readouterr().err
 
@@ -160,7 +160,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "said"),
     [
         (ProcessLookupError, "Process 7 has just ended."),
-        (PermissionError, "Process 7 is another user's: ask as that user"),
+        (PermissionError, "Process 7 belongs to another user: ask as that user"),
     ],
 )
 def test_a_run_that_cannot_be_sent_a_signal(

@@ -79,7 +79,7 @@ def test_the_last_checkpoint_and_the_same_again(
     assert CheckpointDirectory(bucket).tracked == f"step_000000{step}"
     again = world.run(Case(gasp=True), tmp_path, max_restarts=0, target=to_a_store)
     again.assert_same(untouched)
-    assert f"goes on from {bucket}/step_000000{step}." in again.logs
+    assert f"resumes from {bucket}/step_000000{step}." in again.logs
     assert whole(bucket) == ["06", "04"]
 
 
@@ -147,5 +147,5 @@ def test_the_store_is_down_for_a_while(bucket: str, untouched_pair: world.Outcom
     for step in (4, 6):
         said = f"the checkpoint of step {step} could not be written: "
         assert outcome.logs.count(said) == 1, outcome.logs
-    assert "could not be written: PermissionError: Access Denied. Training goes on" in outcome.logs
+    assert "could not be written: PermissionError: Access Denied. Training continues" in outcome.logs
     assert whole(bucket) == ["12", "10", "08", "02"]
