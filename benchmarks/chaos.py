@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -104,18 +103,11 @@ def run_forked(line: list[str]) -> tuple[int, str]:
     """Run the tool in this process, and every script that it starts in a fork of a process that has imported torch."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from lightning_replica.cli.main import main as tool
-    from tests.support.forked_python import ForkedPython
+    from tests.support.forked_python import scripts_are_forked
 
-    def start(command: list[str], env: dict[str, str], stdout: Any, **_: Any) -> ForkedPython:
-        return ForkedPython(list(command), os.getcwd(), dict(env), stdout.name)
-
-    original, tee = subprocess.Popen, Tee()
-    subprocess.Popen = start  # type: ignore[assignment, misc]
-    try:
-        with contextlib.redirect_stdout(tee):
-            code = tool(line)
-    finally:
-        subprocess.Popen = original  # type: ignore[misc]
+    tee = Tee()
+    with scripts_are_forked(), contextlib.redirect_stdout(tee):
+        code = tool(line)
     return code, tee.getvalue()
 
 

@@ -5,13 +5,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+from tests import tiers
 from tests.support import world
 from tests.support.bucket import Server
 from tests.support.tidy import strewn
 
+# A test under load is not a slow test: what takes how long is measured in benchmarks/.
+settings.register_profile("repository", deadline=None)
+settings.load_profile("repository")
+
 ROOT = Path(__file__).parents[1]
 BEFORE, LEFT = pytest.StashKey[set[str]](), pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run the quick tier only (tests/tiers.py)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    unknown = [] if config.args_source is pytest.Config.ArgsSource.ARGS else tiers.unknown([i.nodeid for i in items])
+    if unknown:
+        raise pytest.UsageError(f"tests/tiers.py names tests that do not exist: {', '.join(unknown)}")
+    kept = [item for item in items if tiers.is_quick(item.nodeid)]
+    config.hook.pytest_deselected(items=[item for item in items if not tiers.is_quick(item.nodeid)])
+    items[:] = kept
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -280,6 +280,16 @@ def _config_savers(trainer: Any) -> list[Any]:
     return [each for each in trainer.callbacks if hasattr(each, "already_saved") and hasattr(each, "overwrite")]
 
 
+def ignore_interrupts(trainer: Any) -> None:
+    """Ignore Ctrl-C until this process ends. Called when one has ended a fit, and Lightning exits next.
+
+    Lightning ignores it too, but then restores the handler that was there before the fit. The supervisor passes Ctrl-C
+    on to its ranks, so another one may come while the interpreter ends, and would print a traceback.
+    """
+    if threading.current_thread() is threading.main_thread():
+        trainer._signal_connector._original_handlers[signal.SIGINT] = signal.SIG_IGN
+
+
 class Sigterm:
     """Notes a SIGTERM, and acts on it only when all ranks have agreed on it.
 

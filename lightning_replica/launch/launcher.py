@@ -6,7 +6,12 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import RichProgressBar
 
-from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed, rerun_command
+from lightning_replica._compat.lightning import (
+    _Launcher,
+    _set_num_threads_if_needed,
+    ignore_interrupts,
+    rerun_command,
+)
 from lightning_replica.control.told import Told
 from lightning_replica.core.messages import leave_room, say
 from lightning_replica.core.options import RecoveryOptions
@@ -79,6 +84,10 @@ class RankLauncher(_Launcher):
         _set_num_threads_if_needed(num_processes=self._world_size)
         try:
             return function(*bound.args, **bound.kwargs)
+        except KeyboardInterrupt:
+            if trainer is not None:
+                ignore_interrupts(trainer)
+            raise
         except SystemExit as ends:  # no hook of the interpreter sees a SystemExit
             _leave_word(ends)
             raise

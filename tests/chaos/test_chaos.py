@@ -16,7 +16,9 @@ from lightning_replica.chaos.experiments import Result, Struck
 from lightning_replica.cli.chaos import summary
 from lightning_replica.cli.main import main
 from lightning_replica.core.options import RecoveryOptions
+from tests.support.forked_python import scripts_are_forked
 
+FORKED = [sys.executable, str(Path(__file__).with_name("chaos_script.py"))]
 SCRIPT = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("chaos_script.py"))]
 
 
@@ -26,10 +28,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.timeout(600)  # three starts of Python and torch, one after the other
 def test_a_script_that_survives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = "kill:1:forward:3,exception:0:train_batch_end:8,exception:1:validation:1"
-    assert main(["chaos", "--list", faults, "--out", str(tmp_path / "out"), "--", *SCRIPT, "2"]) == 0
+    with scripts_are_forked():
+        assert main(["chaos", "--list", faults, "--out", str(tmp_path / "out"), "--", *FORKED, "2"]) == 0
     text = capsys.readouterr().out
     assert "untouched: 2 ranks, 12 steps" in text
     assert re.search(r"^  1 +kill:1:forward:3 +step 3 +recovered +identical$", text, re.M)

@@ -87,7 +87,7 @@ def test_a_mutated_manifest_hides_nothing(three: CheckpointDirectory, capsys: py
     file = three.path_of(9) / "manifest.json"
     original = file.read_text()
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=60, derandomize=True, database=None)
     @given(manifests(original))
     def mutated(text: str) -> None:
         file.write_text(text)

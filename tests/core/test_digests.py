@@ -1,7 +1,7 @@
 """Whom the holders of a shard believe."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_replica.core.digests import Digest, all_changed_alike, suspects
@@ -49,7 +49,6 @@ def test_all_alike() -> None:
     assert not all_changed_alike(said("a!"))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=5), st.randoms())
 def test_whoever_is_believed_agrees(pairs: list[tuple[str, bool]], random: object) -> None:
     digests = said(*(value + "!" * changed for value, changed in pairs))

@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -15,15 +18,11 @@ TINY_CLI = ["fit", "--config", str(EXAMPLES / "train_cli.yaml"), *(f"--{option}"
 
 
 def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(EXAMPLES / script), *options],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": search_path()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
+    """Runs an example in a fork of a process that has imported torch. launch/test_script.py starts real ones."""
+    line = [sys.executable, str(EXAMPLES / script), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": search_path()}
+    with tempfile.TemporaryDirectory() as outside:
+        return forked_python.run(line, folder, environment, Path(outside) / "output", 200)
 
 
 def search_path() -> str:

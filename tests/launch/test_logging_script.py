@@ -2,12 +2,13 @@
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import forked_python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "logging_script.py"
 
@@ -25,9 +26,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "WANDB_MODE": "offline",
     }
     for name, arguments in commands.items():
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), *arguments]
-        done = subprocess.run(command, cwd=folders[name], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        line = [sys.executable, str(SCRIPT), *arguments]
+        output = tmp_path_factory.mktemp("output") / name
+        done = forked_python.run(line, folders[name], environment, output, 200)
+        assert done.returncode == 0, done.stdout
     assert sorted(path.name for path in folders["killed"].glob("killed*")) == ["killed0", "killed1"]
     return folders
 

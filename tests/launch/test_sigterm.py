@@ -1,4 +1,4 @@
-"""SIGTERM at one rank: all ranks agree on it in the next commit, and end with that batch."""
+"""SIGTERM at one rank: all ranks agree on it in the next commit, and end with that batch. Ctrl-C at all of them."""
 
 import os
 import signal
@@ -27,3 +27,25 @@ def test_all_ranks_end_with_the_same_batch(tmp_path: Path) -> None:
     assert [list(seen)[-1] for seen in outcome.batches] == ["0 5", "0 5"], outcome.logs
     assert "recovered" not in outcome.logs
     assert (outcome.code, outcome.said) == (0, [])  # as under DDP; a supervisor that is told itself ends with 143
+
+
+def interrupted(case: Case, out: Path) -> None:
+    """Every rank gets Ctrl-C in a step; a second one may come while the interpreter ends."""
+
+    def training_step(self: job.Model, batch: object, batch_idx: int) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    job.Model.training_step = training_step  # type: ignore[method-assign, assignment]
+    try:
+        job.run(case, out)
+    finally:
+        (out / f"handler{os.environ['LOCAL_RANK']}").write_text(str(signal.getsignal(signal.SIGINT)))
+
+
+def test_a_second_interrupt_does_not_disturb_the_end(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, max_restarts=0, target=interrupted)
+    assert outcome.code != 0
+    assert "Detected KeyboardInterrupt" in outcome.logs
+    ignored = str(signal.SIG_IGN)
+    assert [(tmp_path / f"handler{rank}").read_text() for rank in range(2)] == [ignored, ignored]

@@ -6,9 +6,12 @@ A process forked from one that has imported them becomes the script: same comman
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,42 @@ class ForkedPython(ForkedProcess):
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            self._process.join(timeout)
+            if self._process.exitcode is None:
+                raise subprocess.TimeoutExpired("script", timeout)
         return super().wait()
 
     def kill(self) -> None:
         self.send_signal(9)
+
+
+def run(
+    line: list[str], cwd: Path, environment: dict[str, str], output: Path, timeout: float
+) -> "subprocess.CompletedProcess[str]":
+    """Runs ``python script.py ...`` to its end, as `subprocess.run` would; it writes to ``output``."""
+    process = ForkedPython(line, str(cwd), environment, str(output))
+    try:
+        code = process.wait(timeout)
+    finally:
+        with suppress(ProcessLookupError):  # whatever is left of it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(line, code, output.read_text(errors="replace"))
+
+
+@contextmanager
+def scripts_are_forked() -> Iterator[None]:
+    """Inside, scripts that the tested code starts with `subprocess.Popen` are forked."""
+
+    def start(command: list[str], env: dict[str, str], stdout: Any, **_: Any) -> ForkedPython:
+        return ForkedPython(list(command), os.getcwd(), dict(env), stdout.name)
+
+    subprocess.Popen = start  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = _START  # type: ignore[misc]
 
 
 def _run(line: list[str], cwd: str, output: str, group: int) -> None:
@@ -71,4 +106,4 @@ def _forget_main() -> None:
     spawn.get_preparation_data = without_main
 
 
-__all__ = ["ForkedPython"]
+__all__ = ["ForkedPython", "run", "scripts_are_forked"]

@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ NO_SPACE = "No space left on device"
 
 @dataclass
 class Full(Case):
-    """From the third step on, ``rank`` finds no room for checkpoints, until step ``again`` is done."""
+    """``rank`` finds no room for the checkpoints of the steps from 3 on, before step ``again``."""
 
     devices: int = 2
     gasp: bool = True
@@ -34,18 +35,20 @@ class Disk(Callback):
     """Is full for a while. Only for checkpoints in the making: other files of a run are none of ours."""
 
     def __init__(self, case: Full) -> None:
-        self.case, self.full = case, False
+        self.case, self.rank = case, -1
         really = pathlib.Path.open
 
         def open_if_there_is_room(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if self.full and "w" in mode and ".tmp-" in str(path):
+            making = re.search(r"step_(\d+)\.tmp-", str(path))
+            full = self.rank == case.rank and making is not None and 3 <= int(making[1]) < case.again
+            if full and "w" in mode:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return really(path, mode, *args, **kwargs)
 
         pathlib.Path.open = open_if_there_is_room  # type: ignore[method-assign, assignment]
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.full = trainer.global_rank == self.case.rank and 3 <= trainer.global_step < self.case.again
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.rank = trainer.global_rank
 
 
 def trains(case: Full, out: Path) -> None:
@@ -67,7 +70,7 @@ CASES = {
         "The next is due at step 10: make sure that it can be written.",
     ),
     # All ranks know of that of step 4 when 6 is due, which is then written at once, and in vain; likewise 8 and 10.
-    "beside": (Full(again=10, async_save=True), "plain.pt", (4, 6, 8, 10), "Another is written now."),
+    "beside": (Full(again=11, async_save=True), "plain.pt", (4, 6, 8, 10), "Another is written now."),
 }
 
 
