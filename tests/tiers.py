@@ -29,7 +29,7 @@ LONG = (
     "tests/launch/test_external.py",
     "tests/launch/test_hang.py",
     "tests/launch/test_hang_while_saving.py",
-    "tests/launch/test_logging_script.py::test_csv",
+    "tests/launch/test_logging_script.py",
     "tests/launch/test_script.py",
     "tests/launch/test_set_up.py",
     "tests/launch/test_waiting.py",

@@ -17,10 +17,13 @@ TINY_HYDRA = ["trainer.devices=2", "trainer.max_steps=4", "model.width=40", "mod
 TINY_CLI = ["fit", "--config", str(EXAMPLES / "train_cli.yaml"), *(f"--{option}" for option in TINY_HYDRA)]
 
 
-def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Runs an example in a fork of a process that has imported torch. launch/test_script.py starts real ones."""
+def run(folder: Path, script: str, *options: str, fork: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Runs an example, in a fork of a process that has imported torch, or as a user does."""
     line = [sys.executable, str(EXAMPLES / script), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": search_path()}
+    if not fork:
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run(line, cwd=folder, env=environment, text=True, timeout=200, **out)
     with tempfile.TemporaryDirectory() as outside:
         return forked_python.run(line, folder, environment, Path(outside) / "output", 200)
 
@@ -68,7 +71,7 @@ def test_hydra_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_pat
     options = ["+experiment=lost_rank", "callbacks.kill.step=2", f"callbacks.kill.rank={rank}"]
     if standby:
         options += ["callbacks.kill._target_=kill.Kill", "+callbacks.kill.standby=1", "strategy.standby=1"]
-    done = run(tmp_path, "train_hydra.py", *TINY_HYDRA, *options)
+    done = run(tmp_path, "train_hydra.py", *TINY_HYDRA, *options, fork=not standby)
     assert fingerprint(done) == untouched
     assert_came_back(done, rank, standby)
     # One folder for the supervisor, both ranks and the replacement; the configuration is the supervisor's.
@@ -98,7 +101,7 @@ def test_cli_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_path:
     if standby:
         kill[0] = "--trainer.callbacks+=kill.Kill"
         kill += ["--trainer.callbacks.standby=1", "--trainer.strategy.init_args.standby=1"]
-    done = run(tmp_path, "train_cli.py", *TINY_CLI, *kill)
+    done = run(tmp_path, "train_cli.py", *TINY_CLI, *kill, fork=not standby)
     assert fingerprint(done) == untouched
     assert_came_back(done, rank, standby)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["lightning_logs/config.yaml"]

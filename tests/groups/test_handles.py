@@ -148,11 +148,14 @@ def lasts(rank: int, store: Any, out: str) -> dict[str, bool]:
     while store.add("closed", 0) < RANKS:
         pass
 
+    if rank:  # one after the other: each writes its part of the checkpoint again, and reads that of the others
+        store.wait([f"alone/{rank - 1}"])
     alone = ProcessGroups(store, rank, RANKS, Cpu(), 60, journal=Journal(store, rank, reading=1, spool=Path(out)))
     alone.hold()
     answered = Code(rank).run(f"{out}/first")
     result = {"later": later == first, "after a regroup": again == first, "in a replacement": answered == first}
     alone.close()
+    store.set(f"alone/{rank}", "")
     return result
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import _get_rank
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_replica.launch.rank import enter
 from tests.support.forked import ForkedProcess
@@ -84,6 +86,7 @@ def _run(line: list[str], cwd: str, output: str, group: int) -> None:
     _forget_main()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    rank_zero_only.rank = _get_rank() or 0  # as importing Lightning does
 
     def start(command: Any, *args: Any, **kwargs: Any) -> Any:
         if list(command)[:2] != line[:2]:
