@@ -26,6 +26,7 @@ from lightning_replica.errors import ConfigurationError, TransferError
 _HEAD = struct.Struct("<4sqq")  # magic with the version of the format, length of the JSON, length of what follows
 _MAGIC = b"LRP1"
 _MARK = "!"  # the key of a JSON object that represents a value of a type that JSON does not have
+_MARKED = json.dumps({_MARK: 0})[1:-2]
 _AS_THEY_ARE = frozenset((str, int, bool, type(None)))
 _STRINGS = frozenset((str,))
 
@@ -69,15 +70,17 @@ def pack_lists(value: Any) -> bytes:
     `unpack` would return tuples as lists, and numeric keys as strings.
     """
     blobs: list[Any] = []
+    marks = 0
 
     def add(found: Any) -> Any:
-        if type(found) is not bytes:
-            return _to_json(found, blobs)
-        blobs.append(found)
-        return {_MARK: "bytes", "size": len(found)}
+        nonlocal marks
+        node = _to_json(found, blobs)
+        marks += 1 if type(found) is bytes else json.dumps(node).count(_MARKED)
+        return node
 
     text = json.dumps(value, default=add, check_circular=False)
-    return pack(value) if "NaN" in text else _joined(text.encode(), blobs)
+    # A dict of the user's may have the mark as a key. In a string of the user's, quotes are escaped.
+    return pack(value) if "NaN" in text or text.count(_MARKED) != marks else _joined(text.encode(), blobs)
 
 
 def _joined(text: bytes, blobs: list[Any]) -> bytes:

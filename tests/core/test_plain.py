@@ -46,6 +46,20 @@ def test_every_bit_of_plain_data_arrives(value: Any) -> None:
     assert _shown(plain.unpack(plain.pack(value))) == _shown(value)
 
 
+LISTS = st.recursive(
+    SCALARS | st.just('"!": ') | st.just({"!": "bytes", "size": 0}),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("!"), inner),
+    max_leaves=12,
+)
+
+
+@given(LISTS)
+def test_every_bit_of_lists_and_dicts_arrives(value: Any) -> None:
+    assert _shown(plain.unpack(plain.pack_lists(value))) == _shown(value)
+    with_tensors = [value, torch.arange(3.0), value]
+    assert _shown(plain.unpack(plain.pack_lists(with_tensors))[::2]) == _shown([value, value])
+
+
 def _shown(value: Any) -> Any:
     """Types and bits, so that -0.0, every NaN and True differ from what they compare equal to."""
     if isinstance(value, float):
