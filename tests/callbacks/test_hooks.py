@@ -48,10 +48,10 @@ def test_on_all_ranks_in_order_with_own_state_and_group(untouched: tuple[Path, w
 @pytest.mark.parametrize(
     ("fails", "kind"),
     [
-        (((0, "regroup", 1, "raise"),), "raise"),  # the other is about to open its group
-        (((1, "repair", 2, "raise"), (0, "resume", 1, "raise")), "kill"),  # the replacement; then the other
-        (((0, "clean", 1, "raise"), (1, "rollback", 1, "raise")), "raise"),
-        (((1, "repair", 1, "kill"),), "raise"),  # the other waits for it in a collective of its hook
+        (((0, "regroup", 1, "exception"),), "exception"),  # the other is about to open its group
+        (((1, "repair", 2, "exception"), (0, "resume", 1, "exception")), "kill"),  # the replacement; then the other
+        (((0, "clean", 1, "exception"), (1, "rollback", 1, "exception")), "exception"),
+        (((1, "repair", 1, "kill"),), "exception"),  # the other waits for it in a collective of its hook
     ],
     ids=["regroup", "replacement", "both", "killed"],
 )
@@ -62,7 +62,7 @@ def test_a_hook_that_fails_now_and_then(
     outcome = world.run(case, tmp_path, target=train)
     outcome.assert_same(untouched[1])
     assert seen(tmp_path) == seen(untouched[0])
-    raising = [phase for _, phase, _, how in fails if how == "raise"]
+    raising = [phase for _, phase, _, how in fails if how == "exception"]
     for phase in raising:
         said = f"a recovery hook failed: Recorder.on_recovery_{phase}: ValueError: the hook of {phase} fails"
         assert outcome.logs.count(f"{said}\nTraceback") == 1, outcome.logs
@@ -70,9 +70,9 @@ def test_a_hook_that_fails_now_and_then(
     assert outcome.logs.count("replica_zero: recovered at step 2") == 1
 
 
-@pytest.mark.parametrize(("rank", "kind"), [(0, "raise"), (1, "kill")])
+@pytest.mark.parametrize(("rank", "kind"), [(0, "exception"), (1, "kill")])
 def test_a_hook_that_always_fails(rank: int, kind: str, tmp_path: Path) -> None:
-    case = Hooked(faults=(Fault(kind, 1, "backward", 2),), fails=((rank, "rollback", 99, "raise"),), devices=2)
+    case = Hooked(faults=(Fault(kind, 1, "backward", 2),), fails=((rank, "rollback", 99, "exception"),), devices=2)
     outcome = world.run(case, tmp_path, target=train)
     assert outcome.code == 1
     said = (
@@ -83,11 +83,11 @@ def test_a_hook_that_always_fails(rank: int, kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "failed0").read_bytes() == b"xxx"
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill"])
+@pytest.mark.parametrize("kind", ["exception", "kill"])
 def test_a_process_group_outlives_recoveries(kind: str, untouched: tuple[Path, world.Outcome], tmp_path: Path) -> None:
     """The callback makes it when training begins, and no hook makes it anew."""
     case = Hooked(faults=(Fault(kind, 1, "backward", 2),), regroups=False, devices=2)
     outcome = world.run(case, tmp_path, target=train)
     outcome.assert_same(untouched[1])
-    if kind == "raise":  # what a replacement has seen comes to it by a hook's own broadcast
+    if kind == "exception":  # what a replacement has seen comes to it by a hook's own broadcast
         assert seen(tmp_path) == seen(untouched[0])

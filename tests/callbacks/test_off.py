@@ -34,7 +34,7 @@ def test_the_same_bits(tmp_path: Path) -> None:
     outcome.assert_same(on)
 
 
-@pytest.mark.parametrize(("kind", "code"), [("raise", 1), ("kill", 128 + 9)])
+@pytest.mark.parametrize(("kind", "code"), [("exception", 1), ("kill", 128 + 9)])
 def test_the_first_fault_ends_the_run(kind: str, code: int, tmp_path: Path) -> None:
     case = Hooked(faults=(Fault(kind, 1, "backward", 2),), recovery=False, devices=2)
     outcome = world.run(case, tmp_path, target=train, recovery=False)
@@ -43,7 +43,7 @@ def test_the_first_fault_ends_the_run(kind: str, code: int, tmp_path: Path) -> N
     how = r"died \(SIGKILL\)" if kind == "kill" else raised
     assert len(outcome.said) == 1
     assert re.fullmatch(rf"Rank 1 {how}\. With recovery=False, this ends the run\.", outcome.said[0]), outcome.said
-    assert outcome.logs.count("tests.support.job.Injected: at backward of step 2") == (kind == "raise")
+    assert outcome.logs.count("tests.support.job.Injected: at backward of step 2") == (kind == "exception")
     assert not list(tmp_path.glob("hooks*"))
     assert not (tmp_path / "recovery.jsonl").exists()
     assert outcome.ranks == [{}, {}]

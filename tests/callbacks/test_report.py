@@ -73,7 +73,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, world.Out
 
 
 def test_an_exception_and_then_a_death(untouched: tuple[Path, world.Outcome], tmp_path: Path) -> None:
-    faults = (Fault("raise", 0, "backward", 1), Fault("kill", 3, "train_batch_end", 4))
+    faults = (Fault("exception", 0, "backward", 1), Fault("kill", 3, "train_batch_end", 4))
     outcome = world.run(Hooked(faults=faults), tmp_path, target=train)
     outcome.assert_same(untouched[1])
     raised, died = lines(tmp_path)
@@ -105,8 +105,8 @@ def test_all_that_happens_between_two_good_steps_is_one_incident(
 ) -> None:
     faults = (
         Fault("kill", 1, "backward", 2),  # two at once
-        Fault("raise", 2, "backward", 2),
-        Fault("raise", 0, "reduction", 2),  # and again, once recovered
+        Fault("exception", 2, "backward", 2),
+        Fault("exception", 0, "reduction", 2),  # and again, once recovered
     )
     outcome = world.run(Hooked(faults=faults), tmp_path, target=train)
     outcome.assert_same(untouched[1])
@@ -120,7 +120,7 @@ def test_all_that_happens_between_two_good_steps_is_one_incident(
 
 
 def test_whoever_dies_before_it_has_written(untouched: tuple[Path, world.Outcome], tmp_path: Path) -> None:
-    case = Hooked(faults=(Fault("raise", 1, "backward", 1),), dies_telling=0)
+    case = Hooked(faults=(Fault("exception", 1, "backward", 1),), dies_telling=0)
     outcome = world.run(case, tmp_path, target=train)
     outcome.assert_same(untouched[1])
     raised, died = lines(tmp_path)
@@ -128,7 +128,7 @@ def test_whoever_dies_before_it_has_written(untouched: tuple[Path, world.Outcome
 
 
 def test_the_last_incident(tmp_path: Path) -> None:
-    faults = (*(Fault("raise", 1, "forward", 2) for _ in range(4)),)
+    faults = (*(Fault("exception", 1, "forward", 2) for _ in range(4)),)
     outcome = world.run(Hooked(faults=faults, devices=2), tmp_path, target=train)
     assert outcome.code == 1
     (line,) = lines(tmp_path)

@@ -21,7 +21,7 @@ PHASES = ("stop", "clean", "regroup", "repair", "rollback", "resume")
 class Hooked(job.Case):
     """A training with callbacks.
 
-    ``fails`` lists the faults of hooks: (rank, phase, how often, how), with "raise" or "kill" for how.
+    ``fails`` lists the faults of hooks: (rank, phase, how often, how), with "exception" or "kill" for how.
     """
 
     fails: tuple[tuple[int, str, int, str], ...] = ()

@@ -59,7 +59,9 @@ def test_collect_gives_every_report_in_order(store: Any) -> None:
 
 def test_collect_names_who_is_missing(store: Any) -> None:
     generations = Generations(store)
-    with pytest.raises(RecoveryError, match=r"Timed out after 0 s waiting for every rank's part in 'report'.*Missing: ranks \[0, 2\]"):
+    with pytest.raises(
+        RecoveryError, match=r"Timed out after 0 s waiting for every rank's part in 'report'.*Missing: ranks \[0, 2\]"
+    ):
         generations.share("report", 1, {}, 0, range(3), 0.05)
 
 

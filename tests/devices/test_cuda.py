@@ -267,7 +267,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
 
 
 @gpu
-@pytest.mark.parametrize("kind", ["kill", "raise"])
+@pytest.mark.parametrize("kind", ["kill", "exception"])
 @pytest.mark.parametrize("point", ["backward", "reduction", "after_commit", "gather"])
 def test_two_ranks_on_one_gpu_lose_one(kind: str, point: str, alone: world.Outcome, tmp_path: Path) -> None:
     outcome = world.run(Case((Fault(kind, 1, point, 2),), devices=2, accelerator="one gpu"), tmp_path)

@@ -16,10 +16,10 @@ FAULTS = [
     (),
     (Fault("kill", 1, "backward", 2),),
     (Fault("kill", 0, "reduction", 3),),
-    (Fault("kill", 3, "gather", 2), Fault("raise", 0, "forward", 4)),
-    (Fault("raise", 2, "reduction", 1),),
+    (Fault("kill", 3, "gather", 2), Fault("exception", 0, "forward", 4)),
+    (Fault("exception", 2, "reduction", 1),),
     (Fault("exit", 0, "after_commit", 2), Fault("exit", 3, "after_commit", 2)),
-    (Fault("flip", 1, "batch_start", 2),),
+    (Fault("corrupt", 1, "batch_start", 2),),
     (Fault("kill", 1, "backward", 2), Fault("kill", 0, "repair", 2)),
 ]
 

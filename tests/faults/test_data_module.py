@@ -72,7 +72,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("fault", [Fault("kill", 0, "backward", 8), Fault("raise", 1, "backward", 8)], ids=str)
+@pytest.mark.parametrize("fault", [Fault("kill", 0, "backward", 8), Fault("exception", 1, "backward", 8)], ids=str)
 def test_it_goes_back(fault: Fault, untouched: world.Outcome, tmp_path: Path) -> None:
     outcome = world.run(Case((fault,), devices=2), tmp_path, target=train)
     assert (tmp_path / "fired0").exists()

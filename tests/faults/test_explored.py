@@ -92,7 +92,7 @@ STORIES = {
     # window is no good any more. With `any` for `all` in `planner._is_mirrored`, and always "tail" in the last line of
     # `_kind`, the run ends; with the first alone the window is chosen.
     "a tail that was given up": three(
-        Fault("raise", 0, "met", STEP), Fault("kill", 1, "regrouped", STEP), lost=((0, 1), (0, 2)), back=0
+        Fault("exception", 0, "met", STEP), Fault("kill", 1, "regrouped", STEP), lost=((0, 1), (0, 2)), back=0
     ),
     # The state of the lost rank is with one peer only, which is lost next. With `any` for `all` in `_is_mirrored`.
     "one holder would not do": three(
@@ -101,7 +101,7 @@ STORIES = {
     # The shard is back in the tail, without what the hook has written to weights; then all would go on from the window,
     # in which it counts. With `restore_groups` keeping all snapshots, as `restore` dropped them before.
     "another snapshot than the shard's": Story(
-        (Fault("raise", 0, "met", STEP), Fault("kill", 0, "regrouped", STEP)),
+        (Fault("exception", 0, "met", STEP), Fault("kill", 0, "regrouped", STEP)),
         devices=2,
         epochs=1,
         lost=((0, 1),),

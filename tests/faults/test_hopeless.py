@@ -48,7 +48,7 @@ def test_both_holders_of_a_shard(tmp_path: Path) -> None:
 
 
 def test_every_rank_raises(tmp_path: Path) -> None:
-    faults = tuple(Fault("raise", rank, "forward", 2) for rank in range(4))
+    faults = tuple(Fault("exception", rank, "forward", 2) for rank in range(4))
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code == 1
     assert outcome.logs.count("Traceback") == 1, outcome.logs
@@ -71,7 +71,7 @@ def saving(case: Case, out: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_callbacks_that_save_on_an_exception(devices: int, tmp_path: Path) -> None:
     """They must not hide it: with shards in several ranks they cannot, and say so."""
-    faults = tuple(Fault("raise", rank, "forward", 2) for rank in range(devices))
+    faults = tuple(Fault("exception", rank, "forward", 2) for rank in range(devices))
     outcome = world.run(Case(faults, devices=devices, replicas=devices), tmp_path, target=saving)
     assert outcome.code == 1
     assert outcome.logs.count("Traceback") == 1, outcome.logs
@@ -81,7 +81,7 @@ def test_callbacks_that_save_on_an_exception(devices: int, tmp_path: Path) -> No
 
 
 def test_the_same_step_again_and_again(tmp_path: Path) -> None:
-    faults = tuple(Fault("raise", 1, "forward", 2) for _ in range(5))
+    faults = tuple(Fault("exception", 1, "forward", 2) for _ in range(5))
     outcome = world.run(Case(faults=faults), tmp_path)
     assert outcome.code == 1
     said = "The same step has failed 4 times (max_tries=3): the one after step 2. No shard of step 2 is lost."

@@ -15,12 +15,12 @@ import pytest
 from tests.support import job, world
 from tests.support.job import Case, Fault
 
-KINDS = ("kill", "exit", "raise", "memory", "flip", "stop")
+KINDS = ("kill", "exit", "exception", "memory", "corrupt", "hang")
 POINTS = ("first_step", *job.INSIDE, *job.OUTSIDE)
 WHO = {"rank 0": (0,), "last rank": (3,), "two shards": (0, 3)}
 ACCUMULATE = (1, 4)
 BATCHES = 6  # in an epoch
-NEW = ("kill", "exit", "stop")  # where a new process comes
+NEW = ("kill", "exit", "hang")  # where a new process comes
 
 
 def step_of(point: str, accumulate: int) -> int:
@@ -28,7 +28,7 @@ def step_of(point: str, accumulate: int) -> int:
     epoch = -(-BATCHES // accumulate)
     middle = epoch // 2
     known = {"first_step": 0, "epoch_end": epoch, "train_end": 2 * epoch, "validation": 3 // accumulate}
-    after = {"train_batch_end": middle + 1, "scheduler": middle + 1, "save": 2, "logger": middle + 1}
+    after = {"train_batch_end": middle + 1, "scheduler": middle + 1, "checkpoint": 2, "logger": middle + 1}
     return {**known, **after}.get(point, middle)
 
 
@@ -41,7 +41,7 @@ def cells() -> Iterator[tuple[str, str, str, int]]:
 def sample() -> list[tuple[str, str, str, int]]:
     """Of each kind at each point one cell, another place of the table for each; of hangs none (launch/test_hang.py).
 
-    Of "exit", which is like "kill", and of "memory", which is like "raise", at every other point.
+    Of "exit", which is like "kill", and of "memory", which is like "exception", at every other point.
     """
     by_place: dict[tuple[str, str], list[Any]] = {}
     for cell in cells():
@@ -50,7 +50,7 @@ def sample() -> list[tuple[str, str, str, int]]:
     kept = [
         found
         for (kind, point), found in by_place.items()
-        if kind != "stop" and half.get(kind, POINTS.index(point) % 2) == POINTS.index(point) % 2
+        if kind != "hang" and half.get(kind, POINTS.index(point) % 2) == POINTS.index(point) % 2
     ]
     return [found[number * 5 % len(found)] for number, found in enumerate(kept)]
 
@@ -68,14 +68,14 @@ def run_cell(
     faults = tuple(Fault(kind, rank, aim, step) for rank in WHO[who])
     outcome = world.run(Case(faults, accumulate=accumulate, hang=(1.0, 8.0), **options), tmp_path)
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), "not reached"
-    if kind == "flip" and point in ("update", "torn"):
+    if kind == "corrupt" and point in ("update", "torn"):
         assert outcome.code == 1
         assert "none of its holders" in outcome.logs
         return outcome
     outcome.assert_same(oracles[accumulate])
     assert len([line for line in outcome.said if "takes its place" in line]) == (len(faults) if kind in NEW else 0)
     # A flipped weight may be overwritten where the next window takes in what hooks have written: nobody is the wiser.
-    assert "recovered at step" in outcome.logs or kind == "flip"
+    assert "recovered at step" in outcome.logs or kind == "corrupt"
     return outcome
 
 
@@ -109,9 +109,9 @@ def test_the_first_step_a_new_epoch_and_the_last_step(
 
 
 SECOND = [
-    *itertools.product(["kill", "raise"], ["stop", "clean", "regroup", "repair", "rollback", "resume"], [0, 2]),
+    *itertools.product(["kill", "exception"], ["stop", "clean", "regroup", "repair", "rollback", "resume"], [0, 2]),
     # The replacement of rank 1 has its shard from rank 3, and gives it back.
-    *itertools.product(["kill", "raise"], ["rollback", "resume"], [3]),
+    *itertools.product(["kill", "exception"], ["rollback", "resume"], [3]),
 ]
 
 
@@ -128,8 +128,8 @@ def test_a_second_fault_while_recovering(
 def test_one_fault_after_the_other(untouched: world.Outcome, tmp_path: Path) -> None:
     faults = (
         Fault("kill", 3, "forward", 0),
-        Fault("raise", 2, "reduction", 1),
+        Fault("exception", 2, "reduction", 1),
         Fault("kill", 3, "gather", 4),
-        Fault("raise", 0, "torn", 5),
+        Fault("exception", 0, "torn", 5),
     )
     world.run(Case(faults=faults), tmp_path).assert_same(untouched)

@@ -34,7 +34,7 @@ LOST = (
     "npu unsafe",
 )
 GONE = (*LOST, "kill", "exit")
-KINDS = (*INTACT, *HIT, *GONE, "raise")
+KINDS = (*INTACT, *HIT, *GONE, "exception")
 POINTS = (*job.INSIDE, "forward", "backward", "torn", "scheduler", "train_batch_end", "validation", "epoch_end")
 WHO = {"rank 0": (0,), "last rank": (3,), "two shards": (0, 3)}
 PHASES = ("stop", "clean", "regroup", "repair", "rollback", "resume")
@@ -119,7 +119,7 @@ Cell = tuple[str, str, str]
 AT_ONCE: list[Cell] = [
     ("npu uce 3 main", "before_commit", "two shards"),
     ("npu ecc now", "update", "two shards"),
-    ("raise", "torn", "two shards"),
+    ("exception", "torn", "two shards"),
 ]
 
 
@@ -180,7 +180,7 @@ def knows_better(case: Case, out: Path) -> None:
 
 def test_an_exception_that_the_user_knows(untouched: world.Outcome, tmp_path: Path) -> None:
     """Raised on every rank it would otherwise be the end."""
-    faults = tuple(Fault("raise", rank, "backward", 2) for rank in range(4))
+    faults = tuple(Fault("exception", rank, "backward", 2) for rank in range(4))
     outcome = world.run(Case(faults, accelerator=NPU), tmp_path, target=knows_better)
     outcome.assert_same(untouched)
     assert "device error" in outcome.logs

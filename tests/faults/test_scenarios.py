@@ -122,7 +122,7 @@ def fitting(name: str, fault: Fault) -> Fault:
 ENDS = [
     pytest.param(name, kind, marks=() if place % 2 == number else pytest.mark.combinations)
     for place, name in enumerate(sorted(NAMES))
-    for number, kind in enumerate(("kill", "raise"))
+    for number, kind in enumerate(("kill", "exception"))
 ]
 
 
@@ -169,7 +169,7 @@ def test_a_flipped_bit(name: str, tmp_path: Path) -> None:
     _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
     for number in range(2):
         chosen = zlib.crc32(f"{name}/flip{number}".encode())
-        fault = Fault("flip", number, AT_REST[chosen % len(AT_REST)], 1 + chosen // 16 % 3)
+        fault = Fault("corrupt", number, AT_REST[chosen % len(AT_REST)], 1 + chosen // 16 % 3)
         case = Trained((fitting(name, fault),), name=name, devices=2)
         outcome, ranks = results(case, tmp_path / str(number))
         for got, expected in zip(ranks, untouched, strict=True):
@@ -184,7 +184,7 @@ def test_through_sockets(tmp_path: Path) -> None:
     _, shared = results(Trained(name="clip_norm", devices=4), tmp_path / "shared")
     assert [different(a, b) for a, b in zip(shared, untouched, strict=True)] == [[]] * 4
     for number, point in enumerate(["reduction", "before_commit", "update", "gather"]):
-        for kind in ("kill", "raise"):
+        for kind in ("kill", "exception"):
             case = Trained((Fault(kind, number, point, 1 + number),), name="clip_norm", devices=4, options=options)
             assert_no_trace(case, tmp_path / f"{kind}-{point}", untouched)
 
@@ -196,7 +196,7 @@ def test_every_point(name: str, options: dict[str, Any], tmp_path: Path) -> None
     devices = 4
     _, untouched = results(Trained(name=name, devices=devices, options=options), tmp_path / "untouched")
     for number, point in enumerate(points(name)):
-        for kind in ("kill", "raise"):
+        for kind in ("kill", "exception"):
             step = None if point in ("validation", "epoch_end") else 1
             fault = Fault(kind, number % devices, point, step)
             case = Trained((fault,), name=name, devices=devices, options=options)

@@ -53,8 +53,8 @@ CASES = [Taught(), Taught(when="before_zero_grad"), Taught(begins=5)]
 FAULTS = [
     Fault("kill", 0, "forward", 8),
     Fault("kill", 1, "train_batch_end", 8),
-    Fault("raise", 1, "train_batch_end", 8),
-    Fault("raise", 0, "backward", 8),
+    Fault("exception", 1, "train_batch_end", 8),
+    Fault("exception", 0, "backward", 8),
 ]
 
 

@@ -61,7 +61,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
         pytest.param(Fault("kill", 0, "forward", 8), id="in the second epoch, rank 0"),
         pytest.param(Fault("kill", 1, "forward", 8), id="in the second epoch, rank 1"),
         pytest.param(Fault("kill", 1, "epoch_end", 6), id="between them, another goes back over it"),
-        pytest.param(Fault("raise", 1, "epoch_end", 6), id="between them, nobody is lost"),
+        pytest.param(Fault("exception", 1, "epoch_end", 6), id="between them, nobody is lost"),
     ],
 )
 def test_a_rank_fails(fault: Fault, untouched: world.Outcome, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_rank_fails(fault: Fault, untouched: world.Outcome, tmp_path: Path) ->
 
 
 def test_a_run_goes_on(untouched: world.Outcome, tmp_path: Path) -> None:
-    case = Tracked((Fault("terminate", 1, "forward", 8),), gasp=True)
+    case = Tracked((Fault("sigterm", 1, "forward", 8),), gasp=True)
     assert world.run(case, tmp_path, target=train).code == GASP_WRITTEN
     left = CheckpointDirectory(tmp_path / "gasp").latest()
     outcome = world.run(Tracked(gasp=True, load=str(left.path)), tmp_path, target=train)

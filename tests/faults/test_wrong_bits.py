@@ -10,7 +10,7 @@ from tests.support.job import Case, Fault
 
 
 def flips(*places: tuple[int, str, int]) -> tuple[Fault, ...]:
-    return tuple(Fault("flip", *place) for place in places)
+    return tuple(Fault("corrupt", *place) for place in places)
 
 
 def assert_repaired(outcome: world.Outcome, case: Case, out: Path, untouched: world.Outcome) -> None:
@@ -101,7 +101,7 @@ def test_together_with_other_faults(untouched: world.Outcome, tmp_path: Path) ->
         Fault("kill", 1, "backward", 1),
         *flips((3, "before_commit", 3)),
         Fault("kill", 2, "after_commit", 3),
-        Fault("raise", 1, "forward", 5),
+        Fault("exception", 1, "forward", 5),
         *flips((2, "rollback", 5)),
     )
     outcome = world.run(Case(faults=faults), tmp_path)

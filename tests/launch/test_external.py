@@ -63,7 +63,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_an_exception_leaves_no_trace(
     environment: Callable[[int, int], dict[str, str]], untouched: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    case = Case((Fault("raise", 1, "backward", 2),), devices=2)
+    case = Case((Fault("exception", 1, "backward", 2),), devices=2)
     processes = start(environment, tmp_path, job.run, case, tmp_path)
     logs = "".join((tmp_path / f"log{rank}").read_text() for rank in range(2) if processes[rank].wait() is not None)
     assert [process.returncode for process in processes] == [0, 0], logs

@@ -60,7 +60,7 @@ PLACES = {
     ],
 )
 def test_a_stopped_rank(point: str, rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
-    fault = Fault("stop", rank, point, 1 if point == "validation" else 4)
+    fault = Fault("hang", rank, point, 1 if point == "validation" else 4)
     outcome = world.run(replace(WATCHED, faults=(fault,)), tmp_path)
     assert_killed(outcome, untouched, rank, PLACES[point])
     assert "it cannot show its stack: stopped by a signal" in outcome.said[0]
@@ -92,16 +92,16 @@ class EndsSlowly(ForkedProcess):
 
 
 def test_nobody_else_is_blamed_while_a_killed_rank_ends(untouched: world.Outcome, tmp_path: Path) -> None:
-    fault = Fault("stop", 1, "forward", 4)
+    fault = Fault("hang", 1, "forward", 4)
     outcome = world.run(replace(WATCHED, faults=(fault,)), tmp_path, process=EndsSlowly)
     assert_killed(outcome, untouched, 1, "in forward")
 
 
 def test_a_rank_stops_while_its_peer_gives_it_its_shard(untouched: world.Outcome, tmp_path: Path) -> None:
     """The peer waits for it, and has a shorter time-out: it has been through more recoveries than a replacement."""
-    raises = [Fault("raise", 0, "before_commit", step) for step in (0, 1, 2)]
-    flipped = Fault("flip", 3, "before_commit", 4)
-    faults = (*raises, Fault("kill", 3, "update", 3), flipped, Fault("stop", 3, "repair", 4))
+    raises = [Fault("exception", 0, "before_commit", step) for step in (0, 1, 2)]
+    flipped = Fault("corrupt", 3, "before_commit", 4)
+    faults = (*raises, Fault("kill", 3, "update", 3), flipped, Fault("hang", 3, "repair", 4))
     outcome = world.run(replace(WATCHED, faults=faults), tmp_path)
     outcome.assert_same(untouched)
     (hang,) = [said for said in outcome.said if "hangs in" in said and "was killed" in said]
@@ -193,7 +193,7 @@ def _watched_closely(case: Case, out: Path) -> None:
 
 @pytest.mark.parametrize("point", ["regroup", "rollback"])
 def test_in_a_recovery(point: str, untouched: world.Outcome, tmp_path: Path) -> None:
-    faults = (Fault("kill", 1, "backward", 2), Fault("stop", 2, point, 2))
+    faults = (Fault("kill", 1, "backward", 2), Fault("hang", 2, point, 2))
     outcome = world.run(replace(PATIENT, faults=faults), tmp_path, target=_watched_closely)
     outcome.assert_same(untouched)
     assert outcome.said[0].startswith("Rank 1 died (SIGKILL)")
@@ -219,11 +219,11 @@ def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "second",
-    [pytest.param(Fault("stop", 3, "forward", 4), marks=pytest.mark.combinations), Fault("sleep", 0, "update", 5)],
+    [pytest.param(Fault("hang", 3, "forward", 4), marks=pytest.mark.combinations), Fault("sleep", 0, "update", 5)],
     ids=str,
 )
 def test_two_hangs(second: Fault, untouched: world.Outcome, tmp_path: Path) -> None:
-    faults = (Fault("stop", 0, "forward", 4), second)
+    faults = (Fault("hang", 0, "forward", 4), second)
     outcome = world.run(replace(WATCHED, faults=faults), tmp_path)
     outcome.assert_same(untouched)
     assert sum("a new process takes its place" in line for line in outcome.said) == 2

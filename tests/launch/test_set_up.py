@@ -33,13 +33,13 @@ START = "Rank 1 hangs at the start, before its first batch"
 
 
 @pytest.mark.parametrize("point", ["setup", pytest.param("train_start", marks=pytest.mark.combinations)])
-@pytest.mark.parametrize("kind", ["stop", "sleep"])
+@pytest.mark.parametrize("kind", ["hang", "sleep"])
 def test_a_rank_that_does_not_come_to_its_first_batch(kind: str, point: str, tmp_path: Path) -> None:
     outcome = world.run(replace(WATCHED, faults=(Fault(kind, 1, point, -1),)), tmp_path)
     assert outcome.code == GAVE_UP, outcome.logs
     assert len(outcome.said) == 2, outcome.said
     assert outcome.said[0].startswith(START), outcome.said
-    how = "a signal has stopped it" if kind == "stop" else r"no progress for [\d.]+ s, its time-out is [\d.]+ s"
+    how = "a signal has stopped it" if kind == "hang" else r"no progress for [\d.]+ s, its time-out is [\d.]+ s"
     killed = rf"{START} \({how}\) and was killed before its first batch, where a rank cannot be replaced\."
     assert re.fullmatch(killed, outcome.said[1]), outcome.said
     if kind == "sleep":
@@ -59,7 +59,7 @@ def test_a_rank_that_dies_before_its_first_batch(kind: str, code: int, how: str,
 
 
 def test_a_rank_that_raises_before_its_first_batch(tmp_path: Path) -> None:
-    outcome = world.run(Case((Fault("raise", 1, "setup", -1),), devices=2), tmp_path)
+    outcome = world.run(Case((Fault("exception", 1, "setup", -1),), devices=2), tmp_path)
     assert outcome.code == 1, outcome.logs
     (said,) = outcome.said
     place = rf"{re.escape(job.__file__)}:\d+"

@@ -37,7 +37,7 @@ OUTSIDE = (
     "scheduler",
     "logger",  # rank 0 only: Lightning gives the others no logger
     "train_batch_end",
-    "save",
+    "checkpoint",
     "validation",
     "epoch_end",
     "train_end",
@@ -49,16 +49,15 @@ HANG = (20.0, 60.0)
 
 
 class Injected(Exception):
-    """A fault of the kind "raise"."""
+    """A fault of the kind "exception"."""
 
 
 @dataclass
 class Fault:
     """One process's fault: ``step`` is the updates applied when ``point`` is reached; None for whenever that is first.
 
-    Kinds: "terminate" (SIGTERM), "interrupt" (SIGINT), "hear <n>" (signal n), "tell <n>" (signal n to the supervisor),
-    "kill", "exit" (`os._exit`), "raise", "memory" (MemoryError), "stop" (SIGSTOP), "sleep" (without end), "flip"
-    (a bit of the shard, with a seed of its own for every place), "npu <kind>" (see `simulated_npu.fail`).
+    Kinds and points are those of `lightning_replica.chaos`, and a few more. Kinds: "interrupt" (SIGINT), "hear <n>"
+    (signal n), "tell <n>" (signal n to the supervisor), "sleep" (without end), "npu <kind>" (see `simulated_npu.fail`).
     """
 
     kind: str
@@ -71,13 +70,13 @@ class Fault:
         here = (int(os.environ["LOCAL_RANK"]), point, step)
         if here == (self.rank, self.point, step if self.step is None else self.step) and not marker.exists():
             marker.touch()
-            if self.kind == "flip":
+            if self.kind == "corrupt":
                 assert state is not None
                 marker.write_text(flip_bit(state.shard(), zlib.crc32(f"{self.rank}{point}{step}".encode())))
                 return
             if self.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.kind == "terminate":
+            if self.kind == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             if self.kind == "interrupt":
@@ -96,7 +95,7 @@ class Fault:
             if self.kind.startswith("npu "):
                 assert state is not None
                 simulated_npu.fail(self.kind.removeprefix("npu "), state)
-            if self.kind == "stop":
+            if self.kind == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.kind == "sleep":
                 time.sleep(1e6)
@@ -164,7 +163,7 @@ class Faults(Callback):
         self.reach("train_batch_end", trainer.global_step)
 
     def on_save_checkpoint(self, trainer: L.Trainer, *args: Any) -> None:
-        self.reach("save", trainer.global_step)
+        self.reach("checkpoint", trainer.global_step)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if not trainer.sanity_checking:

@@ -86,7 +86,7 @@ FAULTS = [
     ("map persistent", Fault("kill", 1, "batch_start", 9)),
     ("stream", Fault("kill", 0, "batch_start", 4)),
     ("stream", Fault("kill", 1, "train_batch_end", 9)),
-    ("stream", Fault("raise", 1, "batch_start", 3)),
+    ("stream", Fault("exception", 1, "batch_start", 3)),
     ("stream workers", Fault("kill", 1, "before_commit", 4)),
     ("stream workers", Fault("kill", 0, "epoch_end", 3)),
     ("two loaders", Fault("kill", 1, "batch_start", 4)),

@@ -11,7 +11,7 @@ from tests.state.data import traps
 from tests.state.data.traps import BATCHES, Plan, Trap
 from tests.support import world
 
-KINDS = ("kill", "segv", "bus", "raise", "stop")
+KINDS = ("kill", "segv", "bus", "exception", "hang")
 LOADERS = [Plan(data=data, persistent=persistent) for data in ("map", "iterable") for persistent in (False, True)]
 # Where: one death, three, at the last batch of an epoch, in a validation.
 PLACES: dict[str, tuple[tuple[str, int, int], ...]] = {
@@ -26,9 +26,9 @@ SAMPLE = {
     ("kill", "map, 2 workers, persistent", "validation"),
     ("segv", "iterable, 2 workers", "last"),
     ("bus", "map, 2 workers, persistent", "last"),
-    ("raise", "map, 2 workers", "validation"),
-    ("raise", "iterable, 2 workers, persistent", "one"),
-    ("stop", "map, 2 workers, persistent", "one"),
+    ("exception", "map, 2 workers", "validation"),
+    ("exception", "iterable, 2 workers, persistent", "one"),
+    ("hang", "map, 2 workers, persistent", "one"),
 }
 CASES = [
     pytest.param(
@@ -67,12 +67,12 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(("kind", "plan", "place"), CASES)
 def test_a_worker_fails(kind: str, plan: Plan, place: str, untouched: Any, tmp_path: Path) -> None:
     laid = tuple(Trap(kind, *where) for where in PLACES[place])
-    hang = (3.0, 6.0) if kind == "stop" else plan.hang
+    hang = (3.0, 6.0) if kind == "hang" else plan.hang
     outcome = world.run(replace(plan, traps=laid, hang=hang), tmp_path, target=traps.train)
     outcome.assert_same(untouched(str(plan)))
     sprung = [int((tmp_path / f"trap{number}").read_text()) for number in range(len(laid))]
     assert all(is_gone(pid) for pid in sprung)
-    if kind == "stop":  # the rank hangs; its end is the end of its workers
+    if kind == "hang":  # the rank hangs; its end is the end of its workers
         assert f"wait for process {sprung[0]}, which it has started and which a signal has stopped" in outcome.said[0]
         # Workers load ahead: two of a rank may stop at once.
         assert 1 <= len([line for line in outcome.said if "takes its place" in line]) <= len(laid), outcome.said
@@ -99,7 +99,7 @@ def test_a_stopped_worker_that_nobody_waits_for(tmp_path: Path) -> None:
     """It has loaded ahead, and training ends before: ranks end too."""
     plan = Plan(limits={"limit_train_batches": 3, "limit_val_batches": 0})
     expected = world.run(plan, tmp_path / "untouched", target=traps.train)
-    trap = Trap("stop", "train", 1, 5)  # its worker has handed over the batch before, which is needed
+    trap = Trap("hang", "train", 1, 5)  # its worker has handed over the batch before, which is needed
     outcome = world.run(replace(plan, traps=(trap,)), tmp_path / "stopped", target=traps.train)
     outcome.assert_same(expected)
     assert outcome.said == []
@@ -112,7 +112,7 @@ WITHOUT = [Plan(data=data, workers=0) for data in ("map", "iterable")]
 @pytest.mark.parametrize("place", ["one", "validation"])
 @pytest.mark.parametrize("plan", WITHOUT, ids=str)
 def test_a_sample_that_cannot_be_read_without_workers(plan: Plan, place: str, untouched: Any, tmp_path: Path) -> None:
-    laid = tuple(Trap("raise", *where) for where in PLACES[place])
+    laid = tuple(Trap("exception", *where) for where in PLACES[place])
     outcome = world.run(replace(plan, traps=laid), tmp_path, target=traps.train)
     outcome.assert_same(untouched(str(plan)))
     assert outcome.said == []

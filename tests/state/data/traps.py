@@ -22,12 +22,12 @@ from lightning_replica.core.points import listen
 from tests.support.job import Case, Injected
 
 INPUTS, BATCH, BATCHES, EPOCHS = 4, 2, 6, 2
-_SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "bus": signal.SIGBUS, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "bus": signal.SIGBUS, "hang": signal.SIGSTOP}
 
 
 @dataclass(frozen=True)
 class Trap:
-    """Fails once where ``rank`` loads the first sample of a batch: "kill", "segv", "bus", "stop" or "raise"."""
+    """Fails once where ``rank`` loads the first sample of a batch: "kill", "segv", "bus", "hang" or "exception"."""
 
     kind: str
     stage: str
@@ -78,7 +78,7 @@ class Springs:
             here = (self.rank, self.stage, epoch(self.plan.out, self.rank, self.stage), position)
             if here == (trap.rank, trap.stage, trap.epoch, self.starts(trap.batch)) and not marker.exists():
                 marker.write_text(str(os.getpid()))
-                if trap.kind == "raise":
+                if trap.kind == "exception":
                     raise Injected("a sample cannot be read")
                 os.kill(os.getpid(), _SIGNALS[trap.kind])
 

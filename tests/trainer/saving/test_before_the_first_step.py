@@ -53,10 +53,10 @@ ENDS = {
     "killed before its first batch": ("batch", "kill", "batch_start"),
     "killed in its first batch": ("batch", "kill", "forward"),
     "killed before its first commit": ("batch", "kill", "before_commit"),
-    "all raise in its first batch": ("batch", "raise", "backward"),
+    "all raise in its first batch": ("batch", "exception", "backward"),
     "killed before the tail is done again": ("tail", "kill", "scheduler"),
     "killed in the tail": ("tail", "kill", "train_batch_end"),
-    "all raise in the tail": ("tail", "raise", "train_batch_end"),
+    "all raise in the tail": ("tail", "exception", "train_batch_end"),
 }
 
 
@@ -71,7 +71,7 @@ def test_a_new_one_is_right(end: str, ended: dict[str, Path], untouched: world.O
     place, kind, point = ENDS[end]
     out = shutil.copytree(ended[place], tmp_path / "run")
     former = newest(out)
-    ranks = (0, 1) if kind == "raise" else (0,)
+    ranks = (0, 1) if kind == "exception" else (0,)
     faults = [Fault(kind, rank, point, None) for rank in ranks]
     for time in (1, 2):
         outcome = again(out, place, *faults)
@@ -86,10 +86,10 @@ def test_a_new_one_is_right(end: str, ended: dict[str, Path], untouched: world.O
     again(out, place, *faults).assert_same(untouched)
 
 
-CODES = {"kill": 137, "raise": 1}
+CODES = {"kill": 137, "exception": 1}
 
 
-@pytest.mark.parametrize("end", sampled(product(PLACES, CODES), ("tail", "kill"), ("batch", "raise")), ids=" ".join)
+@pytest.mark.parametrize("end", sampled(product(PLACES, CODES), ("tail", "kill"), ("batch", "exception")), ids=" ".join)
 def test_the_former_stays(
     end: tuple[str, str], ended: dict[str, Path], untouched: world.Outcome, tmp_path: Path
 ) -> None:
@@ -108,7 +108,7 @@ def test_told_at_once(place: str, ended: dict[str, Path], untouched: world.Outco
     """It makes the step that was under way, as ever, and saves that."""
     out = shutil.copytree(ended[place], tmp_path / "run")
     former = newest(out)
-    told = Fault("terminate", 0, "batch_start", None)
+    told = Fault("sigterm", 0, "batch_start", None)
     assert again(out, place, told).code == GASP_WRITTEN
     assert newest(out)[0].name > former[0].name
     again(out, place, told).assert_same(untouched)
@@ -139,5 +139,5 @@ def test_in_the_tail_and_then_with_fewer_ranks(ended: dict[str, Path], tmp_path:
     expected = alone(once)
     assert again(before, "tail", Fault("kill", 0, "scheduler", None)).code == GASP_WRITTEN
     alone(before).assert_same(expected)
-    assert alone(behind, Fault("raise", 0, "batch_start", None)).code == GASP_WRITTEN
-    alone(behind, Fault("raise", 0, "batch_start", None)).assert_same(expected)
+    assert alone(behind, Fault("exception", 0, "batch_start", None)).code == GASP_WRITTEN
+    alone(behind, Fault("exception", 0, "batch_start", None)).assert_same(expected)

@@ -63,7 +63,7 @@ def assert_every_batch_once(case: Ended, out: Path, untouched: list[dict[str, An
 
 
 SAMPLE = {
-    "workers, in a window": Ended((Fault("terminate", 1, "batch 3", 1),), plan=Plan("map workers", 2, val_check=3)),
+    "workers, in a window": Ended((Fault("sigterm", 1, "batch 3", 1),), plan=Plan("map workers", 2, val_check=3)),
     "stream in workers": Ended((Fault("kill", 0, "after_commit", 7),), plan=Plan("stream workers", val_check=3)),
 }
 
@@ -87,8 +87,8 @@ def test_all_data(data: str, accumulate: int, tmp_path: Path) -> None:
     case = Ended(plan=Plan(data, accumulate, val_check=3))
     untouched = results(case, tmp_path / "untouched")
     for number, point in enumerate(POINTS):
-        kind = ("raise", "kill", "terminate")[number % 3]
+        kind = ("exception", "kill", "sigterm")[number % 3]
         step = {"batch 3": 3 // accumulate, "validation": 6 // accumulate}.get(point, 1 + number % 3)
-        ranks = (0, 1) if kind == "raise" else (number % 2,)
+        ranks = (0, 1) if kind == "exception" else (number % 2,)
         faults = tuple(Fault(kind, rank, point, step) for rank in ranks)
         assert_every_batch_once(replace(case, faults=faults), tmp_path / str(number), untouched)

@@ -96,7 +96,7 @@ def trains(case: Run, out: Path) -> None:
 
 # The last checkpoint's step, and how the run ended: before the second epoch's first batch, or within the first.
 ENDS = {
-    "between epochs": (4, Fault("terminate", 2, "batch_start", 3)),
+    "between epochs": (4, Fault("sigterm", 2, "batch_start", 3)),
     "in a window": (2, Fault("kill", 1, "reduction", 2)),
     "in a tail": (2, Fault("kill", 1, "after_commit", 1)),
 }

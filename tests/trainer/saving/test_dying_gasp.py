@@ -57,7 +57,7 @@ def sampled(every: int, *choices: Iterable[str | int]) -> list[Any]:
     return [
         pytest.param(*cell, marks=() if number % every == 0 else pytest.mark.combinations, id=", ".join(map(str, cell)))
         for number, cell in enumerate(cells)
-        if cell != ("raise", "in the update")  # test_every_rank_raises_while_its_shard_changes
+        if cell != ("exception", "in the update")  # test_every_rank_raises_while_its_shard_changes
     ]
 
 
@@ -75,11 +75,11 @@ def test_others_are_killed(moment: str, lost: str, untouched: world.Outcome, tmp
     ).assert_same(untouched)
 
 
-@pytest.mark.parametrize(("kind", "moment"), sampled(5, ["terminate", "interrupt", "raise"], MOMENTS))
+@pytest.mark.parametrize(("kind", "moment"), sampled(5, ["sigterm", "interrupt", "exception"], MOMENTS))
 def test_nobody_is_lost(kind: str, moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
     """SIGTERM at one rank, Ctrl-C at another, an exception on every rank."""
     point, step = MOMENTS[moment]
-    ranks = range(4) if kind == "raise" else (2,)
+    ranks = range(4) if kind == "exception" else (2,)
     resumed(Case(faults=tuple(Fault(kind, rank, point, step) for rank in ranks), gasp=True), tmp_path).assert_same(
         untouched
     )
@@ -103,7 +103,7 @@ def test_a_second_rank_is_killed_while_it_writes(
 
 def test_a_second_rank_hangs_while_it_writes(untouched: world.Outcome, tmp_path: Path) -> None:
     """It is found and killed as in any hang; who is left begins again without it."""
-    faults = Fault("kill", 1, "update", 2), Fault("stop", 2, "gasp_write", None)
+    faults = Fault("kill", 1, "update", 2), Fault("hang", 2, "gasp_write", None)
     resumed(Case(faults=faults, gasp=True, hang=(3.0, 8.0)), tmp_path).assert_same(untouched)
     assert (tmp_path / "fired1").exists()
 
@@ -133,7 +133,7 @@ def test_nothing_can_be_written(tmp_path: Path) -> None:
 
 def test_every_rank_raises_while_its_shard_changes(tmp_path: Path) -> None:
     """There is no copy of a shard; what an update has left half-way is never saved."""
-    case = Case(faults=tuple(Fault("raise", rank, "torn", 2) for rank in range(4)), gasp=True)
+    case = Case(faults=tuple(Fault("exception", rank, "torn", 2) for rank in range(4)), gasp=True)
     ended = world.run(case, tmp_path, max_restarts=0)
     assert ended.code == NOTHING_SAVED
     assert "Shards 0, 1 were being updated, and are lost at step 2" in ended.logs

@@ -30,7 +30,7 @@ class Full(Case):
     """
 
     devices: int = 2
-    faults: tuple[Fault, ...] = (Fault("terminate", 1, "batch_start", 2),)
+    faults: tuple[Fault, ...] = (Fault("sigterm", 1, "batch_start", 2),)
     gasp: bool = True
     load: str = "last"
     rank: int = 0

@@ -23,7 +23,7 @@ from tests.support.bits import same
 from tests.support.job import Case, Fault
 
 # Told to end at the end of the third step: the fourth is in the gasp, the third in a periodic checkpoint.
-TOLD = Case(devices=2, faults=(Fault("terminate", 1, "train_batch_end", 3),), gasp=True, load="last")
+TOLD = Case(devices=2, faults=(Fault("sigterm", 1, "train_batch_end", 3),), gasp=True, load="last")
 
 
 def fits(case: Case, out: Path, *callbacks: Callback) -> None:

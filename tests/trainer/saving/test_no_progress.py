@@ -84,7 +84,7 @@ def test_pre_emption_is_no_failure(moment: str, tmp_path: Path) -> None:
         # Nobody comes to the end of the first step; half of the grace is waited for that.
         (Fault("tell 15", 0, "backward", 0), Fault("sleep", 1, "backward", 0))
         if "first" in moment
-        else (Fault("terminate", 1, "backward", 2),)
+        else (Fault("sigterm", 1, "backward", 2),)
     )
     case = Case(faults, devices=2, gasp=True, grace_s=6.0 if "first" in moment else 25.0)
     ended = world.run(case, tmp_path, max_restarts=0)

@@ -21,7 +21,7 @@ def killed(point: str, step: int | None, *ranks: int) -> tuple[Fault, ...]:
 
 
 def told(point: str, step: int | None) -> tuple[Fault, ...]:
-    return (Fault("terminate", 1, point, step),)
+    return (Fault("sigterm", 1, point, step),)
 
 
 CASES = {
@@ -69,10 +69,10 @@ NAMES = [name for name in SCENARIOS if name not in {*INEXACT, "found_rate"}]
 def faults(name: str) -> Iterator[tuple[Fault, ...]]:
     """At every point; by turns a rank is killed, one is told to end, all raise."""
     for number, point in enumerate(points(name)):
-        kind = ("kill", "terminate", "raise")[number % 3]
-        if (kind, point) == ("raise", "update"):  # a shard that is being changed is not saved
+        kind = ("kill", "sigterm", "exception")[number % 3]
+        if (kind, point) == ("exception", "update"):  # a shard that is being changed is not saved
             kind = "kill"
-        ranks = (0, 1) if kind == "raise" else (number % 2,)
+        ranks = (0, 1) if kind == "exception" else (number % 2,)
         yield tuple(fitting(name, Fault(kind, rank, point, 1 + number % 3)) for rank in ranks)
 
 
@@ -100,5 +100,5 @@ def test_every_layout(name: str, layout: str, tmp_path: Path) -> None:
     """In the second update: of four ranks some make no more than four, and in the last it would be too late to ask."""
     case = Trained(name=name, **LAYOUTS[layout])
     _, untouched = results(case, tmp_path / "untouched")
-    for kind in ("kill", "terminate"):
+    for kind in ("kill", "sigterm"):
         assert_exact(replace(case, faults=(Fault(kind, 1, "update", 1),)), tmp_path / kind, untouched)

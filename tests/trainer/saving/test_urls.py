@@ -59,7 +59,7 @@ def whole(bucket: str) -> list[str]:
         pytest.param((Fault("kill", 1, "update", 2),), "03", marks=pytest.mark.combinations),
         ((Fault("kill", 1, "update", 2), Fault("kill", 0, "save", 3)), "03"),
         ((Fault("kill", 3, "save", 4),), "04"),
-        ((Fault("terminate", 2, "backward", 3),), "04"),
+        ((Fault("sigterm", 2, "backward", 3),), "04"),
     ],
     ids=[
         "one is lost",
