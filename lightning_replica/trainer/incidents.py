@@ -59,13 +59,14 @@ class Incidents:
         self._batches, self._since = 0, time.monotonic()
 
     def tell(self, step: int | None) -> None:
-        """Report the incidents that are over.
+        """Report the incidents that are over. If a user's hook raises, the rest is reported by the next call.
 
         Args:
             step: The step that all ranks have done; None at the end of training.
         """
-        untold, self._untold = self._untold + self._account.close(step), []
-        for incident in untold:
+        self._untold += self._account.close(step)
+        while self._untold:
+            incident = self._untold.pop(0)
             if incident.teller == self._session.rank:
                 say(describe(incident))
             self._hooks.incident(incident)
