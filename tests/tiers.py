@@ -55,7 +55,7 @@ CASES = (
     "tests/checkpoint/test_kills.py::test_nothing_gets_its_name_before_it_is_on_the_disk",
     "tests/checkpoint/test_sharded.py::test_survivors_write_what_their_peers_had",
     "tests/faults/test_hopeless.py::test_no_replacement_can_be_had[0]",
-    "tests/faults/test_matrix.py::test_one_fault[('kill', 'reduction', 'two shards', 1)]",
+    "tests/faults/test_matrix.py::test_one_fault_after_the_other",
     "tests/faults/test_npu.py::test_an_error_that_may_be_in_every_shard[True]",
     "tests/faults/test_wrong_bits.py::test_an_update_that_went_wrong_with_two_holders",
     "tests/launch/test_hang.py::test_a_stopped_rank[reduction-3]",

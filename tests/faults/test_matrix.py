@@ -1,5 +1,7 @@
 """Every kind of fault, at every point, on every rank: the run ends with the bits of the untouched run.
 
+The sample strikes a run several times, one fault after the other; in the whole table each fault has a run of its own.
+
 Cells that cannot be reached: "logger" on other ranks than 0, which have none. A bit that flips between the last look
 at a shard and its update ("update", "torn") is for two holders the same as an update that computes wrong bits: nobody
 can tell who is right, and the run ends with an error that says so (with three it is repaired, test_wrong_bits.py).
@@ -79,8 +81,59 @@ def run_cell(
     return outcome
 
 
-@pytest.mark.parametrize("cell", sample(), ids=str)
-def test_one_fault(cell: tuple[str, str, str, int], oracles: dict[int, world.Outcome], tmp_path: Path) -> None:
+ANYWHERE = (*job.INSIDE, "forward", "backward", "torn", "train_batch_end", "scheduler", "logger")
+
+
+def ends_the_run(cell: tuple[str, str, str, int]) -> bool:
+    return cell[0] == "corrupt" and cell[1] in ("update", "torn")
+
+
+def several() -> list[list[tuple[str, str, str, int]]]:
+    """The sample in groups of two or three that strike one run, each at another point."""
+    groups: list[list[tuple[str, str, str, int]]] = []
+    for cell in (cell for cell in sample() if not ends_the_run(cell)):
+        fits = [
+            group
+            for group in groups
+            if group[0][3] == cell[3]
+            and len(group) < (3 if cell[3] == 1 else 2)
+            and all(kind != cell[0] and point != cell[1] for kind, point, _, _ in group)
+        ]
+        if fits:
+            fits[0].append(cell)
+        else:
+            groups.append([cell])
+    return groups
+
+
+def name_of(group: list[tuple[str, str, str, int]]) -> str:
+    return ", ".join(f"{kind} {point}" for kind, point, _, _ in group)
+
+
+@pytest.mark.parametrize("group", several(), ids=name_of)
+def test_faults_at_every_point(
+    group: list[tuple[str, str, str, int]], oracles: dict[int, world.Outcome], tmp_path: Path
+) -> None:
+    faults, new, may_be_new = [], 0, 0
+    for number, (kind, point, who, accumulate) in enumerate(group):
+        aim = "batch_start" if point == "first_step" else point
+        # A fault may leave out the rest of its step, and the beginning of the next: so they are two steps apart.
+        step = step_of(point, accumulate) + (2 * number - (2 if accumulate == 1 else 0) if point in ANYWHERE else 0)
+        faults += [Fault(kind, rank, aim, step) for rank in WHO[who]]
+        new += len(WHO[who]) * (kind in NEW)
+        may_be_new += len(WHO[who])
+    case = Case(tuple(faults), accumulate=accumulate, max_tries=10)
+    outcome = world.run(case, tmp_path, max_restarts=20)
+    outcome.assert_same(oracles[accumulate])
+    assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), "not reached"
+    # A rank that raises while it recovers from another fault ends, and is replaced.
+    assert new <= len([line for line in outcome.said if "takes its place" in line]) <= may_be_new
+
+
+@pytest.mark.parametrize("cell", [cell for cell in sample() if ends_the_run(cell)], ids=str)
+def test_a_fault_that_ends_the_run(
+    cell: tuple[str, str, str, int], oracles: dict[int, world.Outcome], tmp_path: Path
+) -> None:
     run_cell(cell, oracles, tmp_path)
 
 
@@ -90,22 +143,21 @@ def test_the_whole_table(cell: tuple[str, str, str, int], oracles: dict[int, wor
     run_cell(cell, oracles, tmp_path)
 
 
-@pytest.mark.parametrize("rank", [1, 2])  # the others are in the sample
-@pytest.mark.parametrize("point", [*job.INSIDE, "torn"])
-def test_other_ranks_inside_a_step(point: str, rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
-    outcome = world.run(Case(faults=(Fault("kill", rank, point, 2),)), tmp_path)
+@pytest.mark.parametrize("points", [job.INSIDE[:4], (*job.INSIDE[4:], "torn")], ids=", ".join)
+def test_other_ranks_inside_a_step(points: tuple[str, ...], untouched: world.Outcome, tmp_path: Path) -> None:
+    """Ranks 1 and 2 are killed at each point, one step after the other."""
+    faults = [Fault("kill", rank, point, step) for step, point in enumerate(points, 1) for rank in (1, 2)]
+    outcome = world.run(Case(faults=tuple(faults)), tmp_path, max_restarts=20)
     outcome.assert_same(untouched)
-    assert len(outcome.said) == 1
+    assert len(outcome.said) == len(faults)
 
 
-@pytest.mark.parametrize("step", [0, 3, 5])
 @pytest.mark.parametrize("point", ["batch_start", "update", "train_batch_end"])
-def test_the_first_step_a_new_epoch_and_the_last_step(
-    point: str, step: int, untouched: world.Outcome, tmp_path: Path
-) -> None:
-    outcome = world.run(Case(faults=(Fault("kill", 0, point, step + (point == "train_batch_end")),)), tmp_path)
+def test_the_first_step_a_new_epoch_and_the_last_step(point: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    faults = tuple(Fault("kill", 0, point, step + (point == "train_batch_end")) for step in (0, 3, 5))
+    outcome = world.run(Case(faults=faults), tmp_path)
     outcome.assert_same(untouched)
-    assert len(outcome.said) == 1
+    assert len(outcome.said) == len(faults)
 
 
 SECOND = [
@@ -115,14 +167,15 @@ SECOND = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "point", "rank"), SECOND)
-def test_a_second_fault_while_recovering(
-    kind: str, point: str, rank: int, untouched: world.Outcome, tmp_path: Path
-) -> None:
-    faults = (Fault("kill", 1, "backward", 2), Fault(kind, rank, point, 2))
-    outcome = world.run(Case(faults=faults), tmp_path)
+@pytest.mark.parametrize("number", range(-(-len(SECOND) // 4)))
+def test_a_second_fault_while_recovering(number: int, untouched: world.Outcome, tmp_path: Path) -> None:
+    """Four times in a run: rank 1 is killed, and another rank fails while the others recover from that."""
+    faults: list[Fault] = []
+    for step, (kind, point, rank) in enumerate(SECOND[number :: -(-len(SECOND) // 4)], 1):
+        faults += [Fault("kill", 1, "backward", step), Fault(kind, rank, point, step)]
+    outcome = world.run(Case(faults=tuple(faults)), tmp_path, max_restarts=20)
     outcome.assert_same(untouched)
-    assert len(outcome.said) == 2  # a rank that raises in the recovery itself ends, and is replaced
+    assert len(outcome.said) == len(faults)  # a rank that raises in the recovery itself ends, and is replaced
 
 
 def test_one_fault_after_the_other(untouched: world.Outcome, tmp_path: Path) -> None:

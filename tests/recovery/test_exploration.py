@@ -203,7 +203,7 @@ class Explorer:
     [
         (2, 2, 2, True, True, True, [0, 1]),
         (3, 3, 1, True, True, True, [0, 1, 2]),
-        (3, 3, 2, False, False, True, [0, 1, 2]),
+        pytest.param(3, 3, 2, False, False, True, [0, 1, 2], marks=pytest.mark.combinations),
         (4, 2, 1, True, True, True, [0]),
         pytest.param(4, 2, 2, False, False, False, [0], marks=pytest.mark.combinations),
         (4, 4, 1, False, True, True, [0, 1, 2, 3]),
