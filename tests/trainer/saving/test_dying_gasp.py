@@ -45,7 +45,7 @@ MOMENTS = {
     "end of a batch": ("train_batch_end", 3),
     "in validation": ("validation", 3),
     "end of an epoch": ("epoch_end", 3),
-    "in a periodic save": ("save", 4),
+    "in a periodic save": ("checkpoint", 4),
 }
 # Ranks 0 and 2 hold shard 0, ranks 1 and 3 shard 1; ranks 0 and 1 are a replica.
 LOST = {"rank 0": (0,), "one of each shard": (1, 2), "a whole replica": (0, 1)}
