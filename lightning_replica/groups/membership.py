@@ -1,10 +1,10 @@
 """The process groups that one rank is in.
 
 [Note: one commit, several grids]
-The commit is the world's; everything else is a grid's. Where one grid has all ranks, as under `ReplicaStrategy`, the
-group of its members is the world's group, and the commit also carries what the members tell each other. Where a world
-has several grids, a member tells only the members of its grid, before the commit. Then the commit is the same on all
-grids, and a rank can roll forward with the commit of any other (tests/sharding/test_grids.py).
+There is one commit for the world; everything else belongs to a grid. Where one grid has all ranks, as under
+`replica_zero`, the group of its members is the world's group. The commit then also carries what the members tell each
+other. Where a world has several grids, the members of each tell each other before the commit. So the commit is the same
+on all grids, and a rank can roll forward with the commit of any other rank (tests/sharding/test_grids.py).
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ class StepPhase(enum.Enum):
     IDLE = enum.auto()  # nothing durable has changed
     ENTERED = enum.auto()  # the shard's gradient is complete, the commit has begun
     COMMITTED = enum.auto()  # the commit vector is known: the step can no longer be undone
-    UPDATING = enum.auto()  # the shard is changing: a fault leaves it lost
+    UPDATING = enum.auto()  # the shard is changing: after a fault it is not intact
 
 
 @dataclass(frozen=True)

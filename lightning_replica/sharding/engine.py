@@ -7,15 +7,15 @@ has a class with these methods. Code outside of `sharding` uses nothing else of 
 [Note: the order of calls]
 A step, on every rank:
 
-    begin_window                     the first batch of the step is about to begin
-      before_backward                before each backward pass, of which there may be several
-      after_backward                 after it
-      unscale, clip                  where gradients are whole: the user's hooks see the result
-    reduce                           the shard's averaged gradient is complete
-    digest                           before the mirrors are sent
-    part_of_commit, compare, commit   from here on the step may have happened on another rank
-    update                           from here on it has happened here; needs no other rank
-    gather                           collective
+    begin_window                       the first batch of the step is about to begin
+      before_backward                  before each backward pass, of which there may be several
+      after_backward                   after it
+      unscale, clip                    where gradients are whole: the user's hooks see the result
+    reduce                             the shard's averaged gradient is complete
+    digest                             before the mirrors are sent
+    part_of_commit, compare, commit    from here on the step may have happened on another rank
+    update                             from here on it has happened here; needs no other rank
+    gather                             collective
 
 Under manual optimization `step_one` replaces the calls from reduce to gather, any number of times. `end_batch` follows
 the last of them, and then the commit of the batch. `release` is the last call of all. A fault may come in any call.

@@ -12,7 +12,7 @@ from lightning_replica.sharding import shared, voting
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit
-from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of
 from lightning_replica.sharding.reducer import Reducer
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.shared import SharedMemory
@@ -43,12 +43,12 @@ class Gradients:
         return self._reducer.memory
 
     @property
-    def wait(self) -> bool:
+    def pending(self) -> bool:
         """Whether gradients of this rank wait for a later batch to be reduced with."""
         return bool(self._reducer.private)
 
     @property
-    def rooms(self) -> list[Tensor]:
+    def receive_buffers(self) -> list[Tensor]:
         """The buffers for what other ranks send."""
         return self._reducer.pool
 
@@ -67,7 +67,7 @@ class Gradients:
         if new or gone:
             self._mapped = False
 
-    def map(self) -> None:
+    def map_memory(self) -> None:
         """Map the other ranks' memory where that is possible and not done yet. Collective."""
         if self._can_map and not self._mapped:
             blocks = [(buffers.block, buffers.layout) for buffers in self._all()]
@@ -93,7 +93,7 @@ class Gradients:
         """Complete the shard's averaged gradient. Collective."""
         if backup is not None:
             backup.keep_gradients()
-        active = _buffers_of(optimizers)
+        active = buffers_of(optimizers)
         if not self._whole:
             self._reducer.finish(active)
         else:
@@ -105,7 +105,7 @@ class Gradients:
 
     def attach(self, optimizers: Optimizers) -> None:
         """Take whole gradients as they are now; hooks may have replaced or removed some."""
-        for buffers in _buffers_of(optimizers):
+        for buffers in buffers_of(optimizers):
             for bucket in buffers.layout.buckets:
                 buffers.complete(bucket)
 
@@ -114,12 +114,12 @@ class Gradients:
 
         It is empty where `reduce` has told it. See [Note: one commit, several grids] in groups/membership.py.
         """
-        return [] if self._groups.commit_is_shared else voting.present(_buffers_of(optimizers), self._groups)
+        return [] if self._groups.commit_is_shared else voting.present(buffers_of(optimizers), self._groups)
 
     def take_used(self, optimizers: Optimizers, commit: Commit) -> None:
         """Record in the buffers which parameters have a gradient on any rank."""
         used = self._used if self._groups.commit_is_shared else commit.used
-        for buffers, flags in voting.deal(used, _buffers_of(optimizers), self._groups):
+        for buffers, flags in voting.deal(used, buffers_of(optimizers), self._groups):
             buffers.used = flags
 
     def reclaim(self) -> None:
@@ -155,8 +155,4 @@ class Gradients:
         return [buffers for buffers in self._all() if any(p.requires_grad for p in buffers.parameters)]
 
     def _all(self) -> list[Buffers]:
-        return _buffers_of(self._optimizers)
-
-
-def _buffers_of(optimizers: Optimizers) -> list[Buffers]:
-    return [buffers for optimizer in optimizers for buffers in optimizer.buffers]
+        return buffers_of(self._optimizers)

@@ -1,7 +1,7 @@
 """The user's own optimizer, applied to the pieces of a shard."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -317,6 +317,11 @@ class ShardedOptimizer:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
+
+
+def buffers_of(optimizers: Iterable[ShardedOptimizer]) -> list[Buffers]:
+    """Return the buffers of all ``optimizers``, in order."""
+    return [buffers for optimizer in optimizers for buffers in optimizer.buffers]
 
 
 def shard_optimizers(

@@ -27,7 +27,7 @@ from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.gradients import Gradients
 from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.listing import shard_tensors
-from lightning_replica.sharding.optimizer import ShardedOptimizer, shard_optimizers
+from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, shard_optimizers
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.voting import vote
 from lightning_replica.sharding.whole import WholeOptimizer, gather_optimizer, load_optimizer
@@ -76,7 +76,7 @@ class ShardedState:
     @property
     def buffers(self) -> list[Buffers]:
         """All flat buffers."""
-        return [buffers for optimizer in self.optimizers for buffers in optimizer.buffers]
+        return buffers_of(self.optimizers)
 
     def connect(self, groups: Groups, check: Check) -> None:
         """Use ``groups`` from now on."""
@@ -96,7 +96,7 @@ class ShardedState:
         """Begin a step."""
         self.follow_groups()
         self._before_window = None
-        self.gradients.map()
+        self.gradients.map_memory()
         if weights_may_differ and self._is_written():
             self.digest()  # now, because adopting the weights hides changes of the shard's bits
             with self._fence:
@@ -231,17 +231,17 @@ class ShardedState:
 
     def gather(self) -> None:
         """Rebuild parameters from the shards. Collective."""
-        self._gather(None)
+        self._gather(self.optimizers)
 
     @ranged("gather")
-    def _gather(self, optimizers: Sequence[ShardedOptimizer] | None) -> None:
-        self.gradients.map()
-        gather_parameters(self._buffers_of(optimizers), self._groups, self._check, self.gradients.memory)
+    def _gather(self, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self.gradients.map_memory()
+        gather_parameters(buffers_of(optimizers), self._groups, self._check, self.gradients.memory)
 
     @property
     def window_is_open(self) -> bool:
         """Whether unreduced gradients of this rank wait for a later batch; only then a batch ends without a commit."""
-        return self.gradients.wait
+        return self.gradients.pending
 
     # After a fault (recovery.interface.Recoverable)
 
@@ -272,7 +272,7 @@ class ShardedState:
     def held(self) -> dict[str, Tensor]:
         """Return by name the tensors of the shard and those that it is made from: flat buffers, receive buffers."""
         flat = ((name, getattr(buffers, name)) for buffers in self.buffers for name in ("params", "grads"))
-        named = [*shard_tensors(self.optimizers), *flat, *(("bucket", room) for room in self.gradients.rooms)]
+        named = [*shard_tensors(self.optimizers), *flat, *(("bucket", room) for room in self.gradients.receive_buffers)]
         return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(named)}
 
     def lose(self) -> None:
@@ -372,9 +372,6 @@ class ShardedState:
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         return next(sharded for sharded in self.optimizers if sharded.optimizer is optimizer)
 
-    def _buffers_of(self, optimizers: Sequence[ShardedOptimizer] | None) -> list[Buffers]:
-        return [buffers for optimizer in optimizers or self.optimizers for buffers in optimizer.buffers]
-
     def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool = False, save: bool = False) -> Tensor:
         """Return this rank's part of the commit.
 
@@ -382,7 +379,7 @@ class ShardedState:
             CollectiveError: If a collective that made the gradient has failed.
         """
         finish(self._check)
-        buffers = self._buffers_of(optimizers) if optimizers else []
+        buffers = buffers_of(optimizers)
         used = self.gradients.present(optimizers)
         return vote(buffers, used, self._request, stop, save)
 
