@@ -37,6 +37,7 @@ LONG = (
     "tests/report/test_timeline.py::test_pictures",
     "tests/sharding/test_gradients.py",
     "tests/sharding/test_grids.py",
+    "tests/sharding/test_manual.py",
     "tests/sharding/test_moving.py",
     "tests/sharding/test_optimizers.py",
     "tests/sharding/test_parameters.py",

@@ -195,7 +195,7 @@ class ShardedState:
         self.gradients.reduce([sharded], self._backup)
         vector = self._vector([sharded])
         # Whole gradients are the same on all ranks, but each rank looks for infinities in its own pieces only
-        # (tests/sharding/test_gradients.py::an_infinity_in_one_rank_s_piece).
+        # (tests/sharding/test_manual.py::an_infinity_in_one_rank_s_piece).
         if not self.settings.whole_gradients or request.scale is not None:
             collectives.all_reduce(vector, self._groups.world, self._check)
         commit = Commit.of(vector.tolist())
