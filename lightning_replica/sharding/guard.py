@@ -11,6 +11,10 @@ replaced since then counts as new. Writes that torch does not count (``tensor.da
 on all peers alike. The peers then agree at the commit (`digests.suspects`), and from then on this rank no longer takes
 a change in hooks for a fault. No user code runs between the commit's digest and the update.
 
+Where user code has written to weights, the shard takes its values from them, which also undoes a change of its bits.
+By then other ranks may have read the wrong bits in a gather. So a digest is taken before (`adopt`), and goes into the
+one that is sent at the commit (tests/faults/test_wrong_bits.py::test_wrong_bits_that_only_others_have_read).
+
 [Note: the digest]
 The digest is the sum of all 64-bit words modulo 2^64: a single flipped bit always changes it, and on a CPU it runs at
 the speed of the memory, ten times as fast as a CRC-32 (37 against 3 GB/s). Tensors are read in logical order, because a
@@ -127,6 +131,7 @@ class Guard:
         self._listings = Listings()
         self._memory: _Memory | None = None
         self._changed: tuple[str, ...] = ()
+        self._adopted: list[int] = []  # digests of what was overwritten by weights, since the step began
         self._excused = False
         self._found = ""
 
@@ -142,12 +147,24 @@ class Guard:
 
     def renew(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
         """Take the digest of a shard that was just updated. From now on its bits must not change."""
+        if self._memory is not None and self._memory.step != step:
+            self._adopted = []
         self._memory = self._read(step, optimizers)
 
     def reset(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
         """Take the digest of a shard that came from a peer, and clear what was wrong before."""
         self.renew(step, optimizers)
-        self._changed, self._found = (), ""
+        self._changed, self._adopted, self._found = (), [], ""
+
+    def begin_window(self) -> None:
+        """Forget what was overwritten in an earlier attempt at the same step."""
+        self._adopted = []
+
+    def adopt(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
+        """Take the digest of a shard that is about to take its values from the weights."""
+        digest = self.digest(step, optimizers)
+        if digest is not None:
+            self._adopted.append(digest.value)
 
     def keep(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
         """Take the digest again if the shard was lawfully written to, or has reached another step."""
@@ -168,7 +185,7 @@ class Guard:
         if before is not None and not self._excused:
             self._changed = self._changed or _differences(before, now)
         self._memory = now
-        return Digest(now.words, _fold(now.values), bool(self._changed))
+        return Digest(now.words, _fold((*self._adopted, *now.values)), bool(self._changed))
 
     def compare(self, step: int, digests: Mapping[int, Digest]) -> None:
         """Compare the digests of all peers, this rank's own included.

@@ -97,12 +97,12 @@ class ShardedState:
         self.follow_groups()
         self._before_window = None
         self.gradients.map_memory()
+        self._guard.begin_window()
         if weights_may_differ and self._is_written():
-            self.digest()  # now, because adopting the weights hides changes of the shard's bits
-            with self._fence:
-                if self.settings.recoverable:
+            if self.settings.recoverable:
+                with self._fence:
                     self._before_window = [buffers.main.clone() for buffers in self.buffers]
-                self._adopt(self.buffers)
+            self._adopt(self.buffers)
         self._guard.keep(self.step, self.optimizers)
         self._backup = (
             Backup(self.optimizers, self._fence) if self.settings.manual and self.settings.recoverable else None
@@ -201,11 +201,10 @@ class ShardedState:
         commit = Commit.of(vector.tolist())
         if self._backup is not None:
             self._backup.keep_shard()
-        self.digest()
+        self._adopt(sharded.buffers)
         with self._fence:
             self.phase = StepPhase.UPDATING
             reach("update")
-            self._adopt(sharded.buffers)
             self._update([sharded], commit)
             self._guard.renew(self.step, self.optimizers)
         self._gather([sharded])
@@ -219,15 +218,16 @@ class ShardedState:
         if self._is_written():
             if self._backup is not None:
                 self._backup.keep_shard()
-            with self._fence:
-                self._adopt(self.buffers)
+            self._adopt(self.buffers)
 
     def _adopt(self, written: Sequence[Buffers]) -> None:
         """Take weights that user code has written to (as a WGAN clips them) into the shard."""
-        self.gradients.reclaim()
-        for buffers in written:
-            buffers.reclaim()
-            buffers.main_from_params()
+        self._guard.adopt(self.step, self.optimizers)
+        with self._fence:
+            self.gradients.reclaim()
+            for buffers in written:
+                buffers.reclaim()
+                buffers.main_from_params()
 
     def gather(self) -> None:
         """Rebuild parameters from the shards. Collective."""

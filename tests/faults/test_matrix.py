@@ -76,8 +76,7 @@ def run_cell(
         return outcome
     outcome.assert_same(oracles[accumulate])
     assert len([line for line in outcome.said if "takes its place" in line]) == (len(faults) if kind in NEW else 0)
-    # A flipped weight may be overwritten where the next window takes in what hooks have written: nobody is the wiser.
-    assert "recovered at step" in outcome.logs or kind == "corrupt"
+    assert "recovered at step" in outcome.logs
     return outcome
 
 
