@@ -1,5 +1,8 @@
 """What the whole run has to say, and what takes long to start."""
 
+import os
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[BEFORE] = strewn(ROOT)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,7 +51,28 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     session.config.stash[LEFT] = left
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["hung"] = world.HUNG
     return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes from a worker of pytest-xdist what only it knows."""
+    world.HUNG.extend(getattr(node, "workeroutput", {}).get("hung", []))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What killed processes leave in the directory for temporary files goes with pytest's own directories."""
+    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(tmp_path_factory.mktemp("tmp"))
+    tempfile.tempdir = None
+    yield
+    tempfile.tempdir = None
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(scope="session")

@@ -174,7 +174,7 @@ def fit_again(case: Case, out: Path) -> None:
 
 
 def test_a_second_fit_after_a_failed_one(tmp_path: Path) -> None:
-    faults = tuple(Fault("exception", rank, "forward", 1) for rank in range(2))
+    faults = tuple(Fault("exception", rank, "backward", 1) for rank in range(2))
     outcome = world.run(Case(faults=faults, devices=2), tmp_path, target=fit_again)
     assert outcome.code == 1
     assert "An earlier fit in this process has failed" in outcome.logs

@@ -104,6 +104,16 @@ def group(name: str) -> str:
     return f"groups/{name}"
 
 
+def members_present(name: str) -> str:
+    """Return the key that counts the members of a process group who are about to open it."""
+    return f"present/{name}"
+
+
+def all_present(name: str) -> str:
+    """Return the key that says that all members of a process group are about to open it."""
+    return f"present/{name}/all"
+
+
 def beside(number: int, use: int) -> str:
     """Return the topic of the ``use``-th task that ranks do beside training in a generation."""
     return f"beside/{number}/{use}"

@@ -7,14 +7,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_replica.control import keys
 from lightning_replica.core import points
+
+# How long a member that is about to open a group may take to publish its address. After that it may have died.
+_PRESENT_S = 1.0
 
 
 class PatientStore(dist.Store):
     """The store that torch.distributed opens process groups with. torch calls it from C++, and only these methods.
 
     torch's own stores wait in C++ until the key is there or the wait times out. If a rank is lost between the plan and
-    the opening of a group, or raises in a hook before it opens one, all other ranks would wait for that long.
+    the opening of a group, or raises in a hook before it opens one, all other ranks would wait for that long. So the
+    members of a group first meet (`meet`), where the world may call them away. Then they connect. Whoever left at that
+    point would leave a peer behind that waits for it in C++, so nobody is called away from a wait that is short.
 
     Args:
         store: The store that holds the keys.
@@ -27,19 +33,31 @@ class PatientStore(dist.Store):
         super().__init__()
         self._store, self._check, self._timeout_s = store, check, timeout_s
 
+    def meet(self, name: str, size: int) -> None:
+        """Wait until all ``size`` members of the group ``name`` are about to open it."""
+        if self._store.add(keys.members_present(name), 1) == size:
+            self._store.set(keys.all_present(name), "1")
+        self._wait([keys.all_present(name)], patience_s=0.0)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are there, and tell the watcher that this rank waits.
+        """Wait until all ``keys`` are there."""
+        self._wait(keys, _PRESENT_S)
+
+    def _wait(self, keys: list[str], patience_s: float) -> None:
+        """Wait, and tell the watcher that this rank waits; after ``patience_s``, the world may call it away.
 
         Otherwise the supervisor would take this rank for the one that hangs, and kill it instead of the member that
         does not come (tests/launch/test_hang.py::test_a_rank_stops_while_its_peer_gives_it_its_shard).
         """
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
         pause_s = 0.0005
         try:
             while not self._store.check(keys):
                 points.waits()
-                self._check()
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - began
+                if waited_s >= patience_s:
+                    self._check()
+                if waited_s > self._timeout_s:
                     raise dist.DistStoreError(f"Timed out waiting for {keys} in the store.")
                 time.sleep(pause_s)
                 pause_s = min(0.01, 1.5 * pause_s)

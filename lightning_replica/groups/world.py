@@ -42,9 +42,11 @@ _PATIENCE_S = 0.1
 # How long ranks that are all present may take to connect. [Note: a cut connection] gloo connects in C++, where nothing
 # can be aborted. A peer may move on to the next generation before it has answered. Without this limit, the rank that
 # connects to it would wait for as long as collectives may take, and hold up the recovery that the peer waits for.
-# tests/groups/test_groups.py fails without it.
+# To make this rare, nobody is called away while it connects (`PatientStore`). tests/groups/test_groups.py fails without
+# either.
 _CONNECT_S = 10.0
 _CONNECT_S_PER_RANK = 0.05  # for a full mesh of a thousand ranks
+_GLOO_WAITS = 5  # times as long as it is told, for a connection (gloo's transport/tcp/pair.h, `waitUntil`)
 
 
 class ProcessGroups:
@@ -76,7 +78,9 @@ class ProcessGroups:
         self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
         self.device, self._timeout = device, timedelta(seconds=timeout_s)
         self._on_host, self._apart = backend_on_host(device.backend)
-        self._connect_timeout = timedelta(seconds=min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size))
+        self._connect_timeout = timedelta(
+            seconds=min(timeout_s, _CONNECT_S + _CONNECT_S_PER_RANK * world_size) / _GLOO_WAITS
+        )
         self._groups: list[dist.ProcessGroup] = []
         self._lock = threading.Lock()
         self._generation = self._with_successor = 0
@@ -285,6 +289,7 @@ class ProcessGroups:
 
     def _connect(self, name: str, wanted: NewGroup, timeout: timedelta) -> dist.ProcessGroup:
         name = f"{self._generation}/{name}"
+        self._store.meet(name, len(wanted.ranks))
         group = open_group(wanted, f"lightning_replica/{name}", dist.PrefixStore(keys.group(name), self._store))
         if wanted.timeout != timeout:
             set_group_timeout(group, timeout)

@@ -22,6 +22,7 @@ from lightning_replica.launch.beacons import Slot
 
 SIGNAL: Final = signal.SIGURG
 PATIENCE_S = 1.0
+_PAUSE_S: Final = 0.1  # `faulthandler` writes without a pause, so a text that has not grown for so long is complete
 _STATES: Final = {"T": "stopped by a signal", "t": "stopped by a tracer", "D": "in a system call that does not return"}
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -127,21 +128,26 @@ def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: 
             if file >= 0:
                 send(rank)
         texts = dict.fromkeys(slots, b"")
+        grew = dict.fromkeys(slots, 0.0)
         deadline = time.monotonic() + patience_s
         waiting = {rank for rank, file in files.items() if file >= 0}
         while waiting and time.monotonic() < deadline:
             time.sleep(0.02)
             for rank in tuple(waiting):
                 text = os.pread(files[rank], 2**20, sizes[rank])
-                # `faulthandler` writes without a pause, so a text that has not grown for a while is complete.
-                if (text and text == texts[rank]) or (not text and state_of(slots[rank].process) in tuple("TtZX")):
+                if text != texts[rank]:
+                    texts[rank], grew[rank] = text, time.monotonic()
+                elif time.monotonic() > grew[rank] + _PAUSE_S if text else _is_stopped(slots[rank].process):
                     waiting.discard(rank)
-                texts[rank] = text
     finally:
         for file in files.values():
             if file >= 0:
                 os.close(file)
     return {rank: _stack(slot, texts[rank].decode(errors="replace")) for rank, slot in slots.items()}
+
+
+def _is_stopped(process: int) -> bool:
+    return state_of(process) in tuple("TtZX")
 
 
 def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path) -> None:

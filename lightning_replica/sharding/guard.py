@@ -161,9 +161,13 @@ class Guard:
         self._adopted = []
 
     def adopt(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """Take the digest of a shard that is about to take its values from the weights."""
+        """Take the digest of a shard that is about to take its values from the weights.
+
+        Before the first step there is none to compare it with, and no other rank has read the shard.
+        """
+        known = self._memory is not None
         digest = self.digest(step, optimizers)
-        if digest is not None:
+        if known and digest is not None:
             self._adopted.append(digest.value)
 
     def keep(self, step: int, optimizers: Sequence[ShardedOptimizer]) -> None:

@@ -68,7 +68,8 @@ def run_cell(
     kind, point, who, accumulate = cell
     step, aim = step_of(point, accumulate), "batch_start" if point == "first_step" else point
     faults = tuple(Fault(kind, rank, aim, step) for rank in WHO[who])
-    outcome = world.run(Case(faults, accumulate=accumulate, hang=(1.0, 8.0), **options), tmp_path)
+    hang = (1.0, 8.0) if kind == "hang" else job.HANG
+    outcome = world.run(Case(faults, accumulate=accumulate, hang=hang, **options), tmp_path)
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), "not reached"
     if kind == "corrupt" and point in ("update", "torn"):
         assert outcome.code == 1

@@ -145,7 +145,7 @@ def test_together_with_other_faults(untouched: world.Outcome, tmp_path: Path) ->
         *flips((0, "forward", 1)),
         Fault("kill", 1, "backward", 1),
         *flips((3, "before_commit", 3)),
-        Fault("kill", 2, "after_commit", 3),
+        Fault("kill", 2, "batch_start", 4),
         Fault("exception", 1, "forward", 5),
         *flips((2, "rollback", 5)),
     )

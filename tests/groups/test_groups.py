@@ -14,6 +14,7 @@ from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.groups import world as groups
 from lightning_replica.groups.handles import Handle
+from lightning_replica.groups.patient_store import PatientStore
 from lightning_replica.groups.world import ProcessGroups
 from tests.support.ranks import run_ranks
 
@@ -26,20 +27,16 @@ def none(_: timedelta) -> Iterable[dist.ProcessGroup]:
 
 def leaves_half_way(rank: int, store: Any) -> list[str]:
     """Rank 1 tells where it listens, leaves, and never answers; which rank calls the other is chance."""
-    left = [0]
 
-    def check() -> None:
-        if rank == 1:
-            store.set(f"left/{left[0]}", "1")
-            raise Interrupted("the world moves on")
+    def wait(*_: Any) -> None:
+        raise Interrupted("the world moves on")
 
     groups._CONNECT_S = 0.5  # in this process only
-    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S, check)
+    if rank == 1:
+        PatientStore.wait = wait  # type: ignore[method-assign]
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
     said = []
     for generation in range(8):
-        left[0] = generation
-        if rank == 0:
-            store.wait([f"left/{generation}"])
         with suppress(Interrupted):
             try:
                 own.open(generation, none)
@@ -54,6 +51,35 @@ def test_a_peer_that_leaves_half_way() -> None:
     stayed, _ = run_ranks(2, leaves_half_way)
     assert stayed, "Never was it rank 0 that waited to be called."
     assert all("Could not open the process groups of generation" in line for line in stayed), stayed
+
+
+def called_away_while_it_connects(rank: int, store: Any) -> list[str]:
+    original, opening = groups.open_group, []
+
+    def open_group(*args: Any) -> dist.ProcessGroup:
+        opening.append(rank)
+        return original(*args)
+
+    def check() -> None:
+        if opening and rank == 1:
+            raise Interrupted("the world moves on")
+
+    groups.open_group, groups._CONNECT_S = open_group, 0.5  # in this process only
+    own = ProcessGroups(store, rank, 2, Cpu(), LONG_S, check)
+    said = []
+    for generation in range(8):
+        opening.clear()
+        try:
+            own.open(generation, none)
+        except (Interrupted, CollectiveError) as error:
+            said.append(str(error))
+        own.close()
+    return said
+
+
+def test_a_rank_that_is_called_away_while_it_connects() -> None:
+    """It connects first: the other one would wait for it, and could not be called away."""
+    assert run_ranks(2, called_away_while_it_connects) == [[], []]
 
 
 def fails_alone(rank: int, store: Any) -> int:
@@ -126,7 +152,7 @@ def timeouts(rank: int, store: Any) -> list[float]:
 
 def test_an_open_group_has_the_time_that_was_asked_for() -> None:
     """Connecting may take 10 s, collectives as long as the user wants."""
-    connecting = groups._CONNECT_S + 2 * groups._CONNECT_S_PER_RANK
+    connecting = (groups._CONNECT_S + 2 * groups._CONNECT_S_PER_RANK) / groups._GLOO_WAITS
     assert run_ranks(2, timeouts) == [[connecting, LONG_S, LONG_S, LONG_S]] * 2
 
 

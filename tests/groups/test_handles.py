@@ -20,7 +20,7 @@ from lightning_replica.errors import ClosedGroupError, CollectiveError, Recovery
 from lightning_replica.groups.handles import Answered, Handle
 from lightning_replica.groups.names import Held
 from lightning_replica.groups.world import ProcessGroups
-from tests.support.ranks import run_ranks
+from tests.support.ranks import meet, run_ranks
 
 RANKS = 4
 
@@ -222,6 +222,7 @@ def closed(rank: int, store: Any) -> str:
     held = {0: own.held(), 1: Held(gone=own.held().alive)}
     own.leave()
     own.open(1, none, held=held)
+    meet(rank, store, 2, "open")
     try:
         dist.barrier(group)
     except ClosedGroupError as error:

@@ -73,7 +73,7 @@ def test_a_wait_is_renewed_and_does_not_count(block: tuple[Beacons, str], rank_1
             self.looks += 1
             seen.append(block[0].slot(1))
             if self.looks < 3:
-                time.sleep(0.02)
+                time.sleep(0.02 if self.looks == 1 else 0.5)
                 raise RuntimeError("timeout")
 
         def is_completed(self) -> bool:
@@ -90,7 +90,7 @@ def test_a_wait_is_renewed_and_does_not_count(block: tuple[Beacons, str], rank_1
     assert (second.count, third.count, after.count) == (first.count + 1, first.count + 1, first.count + 2)
     assert third.deadline == third.written + LIMITS.min_s
     assert first.deadline == first.written + LIMITS.min_s  # the fourth time: learnt
-    assert rank_1._learnt[PLACES.index("gather")]._longest_s < 0.05
+    assert rank_1._learnt[PLACES.index("gather")]._longest_s < 0.4  # the wait itself is longer
 
 
 def test_recovery_has_a_limit_of_its_own(block: tuple[Beacons, str], rank_1: Beacon) -> None:

@@ -233,7 +233,7 @@ def _slow(case: Case, out: Path) -> None:
     original = job.Model.training_step
 
     def training_step(self: job.Model, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.9 * (self.global_rank == 1 and self.trainer.global_step >= 4))
+        time.sleep(0.6 * (self.global_rank == 1 and self.trainer.global_step >= 4))
         return original(self, batch, batch_idx)
 
     job.Model.training_step = training_step  # type: ignore[method-assign]
@@ -273,7 +273,7 @@ def test_all_are_suspended_for_a_while(untouched: world.Outcome, tmp_path: Path)
     (tmp_path / "supervisor").write_text(str(os.getpid()))
     before = signal.signal(signal.SIGUSR1, suspend)
     try:
-        outcome = world.run(Case(hang=(2.0, 2.0)), tmp_path, target=_calls_the_supervisor)
+        outcome = world.run(Case(hang=(2.0, 20.0)), tmp_path, target=_calls_the_supervisor)
     finally:
         signal.signal(signal.SIGUSR1, before)
     outcome.assert_same(untouched)

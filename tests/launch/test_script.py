@@ -26,7 +26,7 @@ def start(mode: str, rank: int, **environment: str) -> "subprocess.Popen[str]":
 
 def finish(process: "subprocess.Popen[str]") -> str:
     try:
-        return process.communicate(timeout=100)[0]
+        return process.communicate(timeout=200)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -158,5 +158,5 @@ def test_without_a_script() -> None:
         for options, _, _ in cases
     ]
     for process, (_, typed, message) in zip(processes, cases, strict=True):
-        output, _ = process.communicate(typed, timeout=100)
+        output, _ = process.communicate(typed, timeout=200)
         assert message in output

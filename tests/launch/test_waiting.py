@@ -87,5 +87,5 @@ def start(fresh: bool, command: list[str], cwd: str, environment: dict[str, str]
 
 
 def result(process: "subprocess.Popen[bytes]", out: Path) -> Any:
-    assert process.wait(100) == 3
+    assert process.wait(200) == 3
     return json.loads(out.read_text())

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,4 +65,5 @@ class ForkedProcess:
 
     def send_signal(self, signum: int) -> None:
         if self.returncode is None:
-            os.kill(self._process.pid, signum)
+            with suppress(ProcessLookupError):  # it has ended, and `wait` is about to know
+                os.kill(self._process.pid, signum)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,11 +66,27 @@ class Fault:
     point: str
     step: int | None
 
-    def reach(self, point: str, step: int, marker: Path, state: ShardedState | None = None) -> None:
-        """Fails if this is the place, once in the whole run: ``marker`` says that it has."""
+    def is_here(self, point: str, step: int) -> bool:
+        """Whether the place is this process's, now."""
         here = (int(os.environ["LOCAL_RANK"]), point, step)
-        if here == (self.rank, self.point, step if self.step is None else self.step) and not marker.exists():
+        return here == (self.rank, self.point, step if self.step is None else self.step)
+
+    def strikes_with(self, other: "Fault") -> bool:
+        """Whether both come at the same time, if no rank gets past the place before all are there."""
+        return (self.kind, self.point, self.step) == (other.kind, other.point, other.step)
+
+    def reach(
+        self, point: str, step: int, marker: Path, state: ShardedState | None = None, others: Sequence[Path] = ()
+    ) -> None:
+        """Fails if this is the place, once in the whole run: ``marker`` says that it has.
+
+        The ``others`` are markers to wait for. A rank that is late would otherwise be called back by the failure of
+        the first, and might not come to the place again.
+        """
+        if self.is_here(point, step) and not marker.exists():
             marker.touch()
+            while not all(other.exists() for other in others):
+                time.sleep(0.001)
             if self.kind == "corrupt":
                 assert state is not None
                 marker.write_text(flip_bit(state.shard(), zlib.crc32(f"{self.rank}{point}{step}".encode())))
@@ -142,8 +159,10 @@ class Faults(Callback):
         return self.strategy._training.state if self.strategy._training else None
 
     def reach(self, point: str, step: int) -> None:
-        for number, fault in enumerate(self.case.faults):
-            fault.reach(point, step, self.out / f"fired{number}", self.state)
+        marked = {self.out / f"fired{number}": fault for number, fault in enumerate(self.case.faults)}
+        for marker, fault in marked.items():
+            others = [other for other, each in marked.items() if each.strikes_with(fault)]
+            fault.reach(point, step, marker, self.state, others)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.strategy = trainer.strategy

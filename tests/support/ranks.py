@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+import random
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +19,12 @@ _DIED = object()
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that the system gives to nobody who leaves the choice to it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
@@ -69,5 +73,12 @@ def _call(rank: int, port: int, writer: Any, function: Callable[..., Any], args:
 
 
 def open_world(rank: int, store: Any, world_size: int) -> None:
-    """A default gloo group."""
+    """A default gloo group, to which all ranks are connected: whoever goes now, the others have it."""
     dist.init_process_group("gloo", store=dist.PrefixStore("test", store), rank=rank, world_size=world_size)
+    meet(rank, store, world_size, "open")
+
+
+def meet(rank: int, store: Any, world_size: int, name: str) -> None:
+    """Waits for all ranks, through the store."""
+    store.set(f"{name}/{rank}", "1")
+    store.wait([f"{name}/{other}" for other in range(world_size)])

@@ -40,28 +40,34 @@ def kept(out: Path) -> list[str]:
 
 
 class HoldsUp(Callback):
-    """Keeps what is written beside training from its end until two more steps are done; then kills a rank."""
+    """Keeps what is written beside training, at the step ``due``, from its end until two more steps are done.
 
-    def __init__(self, out: Path, killed: int | None = None) -> None:
-        self.out, self.killed = out, killed
+    Then a rank is killed. The second step waits until the first write is held up.
+    """
+
+    def __init__(self, out: Path, due: int, killed: int | None = None) -> None:
+        self.out, self.due, self.killed = out, due, killed
         self.done = 0
+        self.arrived = threading.Event()
         self.more = threading.Condition()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         def hold(point: str) -> None:
             if point == "save" and threading.current_thread() is not threading.main_thread():
-                begun = self.done
+                self.arrived.set()
                 with self.more:
-                    self.more.wait_for(lambda: self.done >= begun + 2)
+                    self.more.wait_for(lambda: self.done >= self.due + 2)
                 held = self.out / f"held{trainer.global_rank}"
                 if trainer.global_rank == self.killed and not held.exists():
                     held.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                held.write_text(f"{self.done - begun}")
+                held.touch()
 
         self.stop = listen(hold)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.due + 2 and not (self.out / f"held{trainer.global_rank}").exists():
+            self.arrived.wait()
         with self.more:
             self.done = trainer.global_step
             self.more.notify()
@@ -72,13 +78,13 @@ class HoldsUp(Callback):
 
 def holds_up(case: Case, out: Path) -> None:
     once = CheckpointPublisher(out / "kept", every_n_train_steps=7, async_save=True)
-    job.run(case, out, (HoldsUp(out), once))
+    job.run(case, out, (HoldsUp(out, due=7), once))
 
 
 def test_training_goes_on_and_changes_nothing_in_it(untouched: world.Outcome, tmp_path: Path) -> None:
     world.run(Case(devices=2), tmp_path, target=holds_up).assert_same(untouched)
     assert kept(tmp_path) == ["07"]
-    assert [(tmp_path / f"held{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    assert all((tmp_path / f"held{rank}").exists() for rank in range(2))
     rest = world.run(Case(devices=2, load=str(tmp_path / "kept" / "step_00000007")), tmp_path / "rest")
     assert rest.ranks == untouched.ranks, rest.logs
 
@@ -98,7 +104,7 @@ def test_a_rank_that_is_lost_while_it_writes(rank: int, untouched: world.Outcome
 
 def loses_a_rank(case: Case, out: Path) -> None:
     once = CheckpointPublisher(out / "kept", every_n_train_steps=7, async_save=True)
-    job.run(case, out, (HoldsUp(out, killed=1), once))
+    job.run(case, out, (HoldsUp(out, due=7, killed=1), once))
 
 
 def test_a_rank_that_is_lost_steps_later(untouched: world.Outcome, tmp_path: Path) -> None:
@@ -131,13 +137,14 @@ def stops_while_all_wait_for_it(case: Case, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     SaveBeside.wait = wait  # type: ignore[method-assign]
+    job.watch_closely(1, 4.0)
     listen(stop)
     job.run(case, out, (CheckpointPublisher(out / "kept", every_n_train_steps=12, async_save=True),))
 
 
 def test_a_rank_that_stops_while_all_wait_for_it(untouched: world.Outcome, tmp_path: Path) -> None:
     """The others say that they wait, so nobody takes them for ranks that hang."""
-    outcome = world.run(Case(devices=2, hang=(1.0, 4.0)), tmp_path, target=stops_while_all_wait_for_it)
+    outcome = world.run(Case(devices=2), tmp_path, target=stops_while_all_wait_for_it)
     outcome.assert_same(untouched)
     assert [said.split(" (")[0] for said in outcome.said] == ["Rank 1 hangs while saving a checkpoint"] * 2
     assert kept(tmp_path) == ["12"]

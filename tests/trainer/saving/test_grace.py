@@ -88,7 +88,7 @@ def test_ranks_that_wait_are_called_back(untouched: dict[int, world.Outcome], tm
 def test_others_save_without_one_that_is_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
     why, said = ends(Stuck(busy=(1,), devices=4, grace_s=24.0), tmp_path, GASP_WRITTEN, untouched)
     assert why == "gasp"
-    assert said[2] == "Rank 1 was busy and did not join the save; it was killed, and the others continue."
+    assert "Rank 1 was busy and did not join the save; it was killed, and the others continue." in said
 
 
 def test_all_are_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:

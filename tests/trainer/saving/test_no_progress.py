@@ -86,7 +86,7 @@ def test_pre_emption_is_no_failure(moment: str, tmp_path: Path) -> None:
         if "first" in moment
         else (Fault("sigterm", 1, "backward", 2),)
     )
-    case = Case(faults, devices=2, gasp=True, grace_s=6.0 if "first" in moment else 25.0)
+    case = Case(faults, devices=2, gasp=True, grace_s=18.0 if "first" in moment else 25.0)
     ended = world.run(case, tmp_path, max_restarts=0)
     assert ended.code == GASP_WRITTEN, f"{ended.said}\n{ended.logs}"
     assert CheckpointDirectory(tmp_path / "gasp").path_of(before[0]).exists()
