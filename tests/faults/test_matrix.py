@@ -7,8 +7,9 @@ at a shard and its update ("update", "torn") is for two holders the same as an u
 can tell who is right, and the run ends with an error that says so (with three it is repaired, test_wrong_bits.py).
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ BATCHES = 6  # in an epoch
 NEW = ("kill", "exit", "hang")  # where a new process comes
 
 
-def step_of(point: str, accumulate: int) -> int:
+def step_of(point: str, accumulate: int, epochs: int = 2) -> int:
     """Updates that are applied where a fault is aimed: in the middle of the first epoch, if the point is there."""
     epoch = -(-BATCHES // accumulate)
     middle = epoch // 2
-    known = {"first_step": 0, "epoch_end": epoch, "train_end": 2 * epoch, "validation": 3 // accumulate}
+    known = {"first_step": 0, "epoch_end": epoch, "train_end": epochs * epoch, "validation": 3 // accumulate}
     after = {"train_batch_end": middle + 1, "scheduler": middle + 1, "checkpoint": 2, "logger": middle + 1}
     return {**known, **after}.get(point, middle)
 
@@ -57,14 +58,21 @@ def sample() -> list[tuple[str, str, str, int]]:
     return [found[number * 5 % len(found)] for number, found in enumerate(kept)]
 
 
+Oracles = Callable[[int, int], world.Outcome]
+
+
 @pytest.fixture(scope="module")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, world.Outcome]:
-    return {a: world.run(Case(accumulate=a), tmp_path_factory.mktemp("untouched")) for a in ACCUMULATE}
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The untouched run, by batches accumulated and epochs."""
+
+    @functools.cache
+    def run(accumulate: int, epochs: int) -> world.Outcome:
+        return world.run(Case(accumulate=accumulate, epochs=epochs), tmp_path_factory.mktemp("untouched"))
+
+    return run
 
 
-def run_cell(
-    cell: tuple[str, str, str, int], oracles: dict[int, world.Outcome], tmp_path: Path, **options: Any
-) -> world.Outcome:
+def run_cell(cell: tuple[str, str, str, int], oracles: Oracles, tmp_path: Path, **options: Any) -> world.Outcome:
     kind, point, who, accumulate = cell
     step, aim = step_of(point, accumulate), "batch_start" if point == "first_step" else point
     faults = tuple(Fault(kind, rank, aim, step) for rank in WHO[who])
@@ -75,7 +83,7 @@ def run_cell(
         assert outcome.code == 1
         assert "none of its holders" in outcome.logs
         return outcome
-    outcome.assert_same(oracles[accumulate])
+    outcome.assert_same(oracles(accumulate, 2))
     assert len([line for line in outcome.said if "takes its place" in line]) == (len(faults) if kind in NEW else 0)
     assert "recovered at step" in outcome.logs
     return outcome
@@ -84,19 +92,23 @@ def run_cell(
 ANYWHERE = (*job.INSIDE, "forward", "backward", "torn", "train_batch_end", "scheduler", "logger")
 
 
+SEVERAL = 4  # faults in a run
+LONG = {1: 2, 4: 4}  # epochs in which they fit, by batches accumulated
+
+
 def ends_the_run(cell: tuple[str, str, str, int]) -> bool:
     return cell[0] == "corrupt" and cell[1] in ("update", "torn")
 
 
 def several() -> list[list[tuple[str, str, str, int]]]:
-    """The sample in groups of two or three that strike one run, each at another point."""
+    """The sample in groups that strike one run, each of another kind at another point."""
     groups: list[list[tuple[str, str, str, int]]] = []
     for cell in (cell for cell in sample() if not ends_the_run(cell)):
         fits = [
             group
             for group in groups
             if group[0][3] == cell[3]
-            and len(group) < (3 if cell[3] == 1 else 2)
+            and len(group) < SEVERAL
             and all(kind != cell[0] and point != cell[1] for kind, point, _, _ in group)
         ]
         if fits:
@@ -111,35 +123,33 @@ def name_of(group: list[tuple[str, str, str, int]]) -> str:
 
 
 @pytest.mark.parametrize("group", several(), ids=name_of)
-def test_faults_at_every_point(
-    group: list[tuple[str, str, str, int]], oracles: dict[int, world.Outcome], tmp_path: Path
-) -> None:
+def test_faults_at_every_point(group: list[tuple[str, str, str, int]], oracles: Oracles, tmp_path: Path) -> None:
     faults, new, may_be_new = [], 0, 0
+    epochs = LONG[group[0][3]]
     for number, (kind, point, who, accumulate) in enumerate(group):
         aim = "batch_start" if point == "first_step" else point
         # A fault may leave out the rest of its step, and the beginning of the next: so they are two steps apart.
-        step = step_of(point, accumulate) + (2 * number - (2 if accumulate == 1 else 0) if point in ANYWHERE else 0)
+        later = 2 * number - (2 if accumulate == 1 else 0)
+        step = step_of(point, accumulate, epochs) + later * (point in ANYWHERE)
         faults += [Fault(kind, rank, aim, step) for rank in WHO[who]]
         new += len(WHO[who]) * (kind in NEW)
         may_be_new += len(WHO[who])
-    case = Case(tuple(faults), accumulate=accumulate, max_tries=10)
+    case = Case(tuple(faults), accumulate=accumulate, epochs=epochs, max_tries=10)
     outcome = world.run(case, tmp_path, max_restarts=20)
-    outcome.assert_same(oracles[accumulate])
+    outcome.assert_same(oracles(accumulate, epochs))
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), "not reached"
     # A rank that raises while it recovers from another fault ends, and is replaced.
     assert new <= len([line for line in outcome.said if "takes its place" in line]) <= may_be_new
 
 
 @pytest.mark.parametrize("cell", [cell for cell in sample() if ends_the_run(cell)], ids=str)
-def test_a_fault_that_ends_the_run(
-    cell: tuple[str, str, str, int], oracles: dict[int, world.Outcome], tmp_path: Path
-) -> None:
+def test_a_fault_that_ends_the_run(cell: tuple[str, str, str, int], oracles: Oracles, tmp_path: Path) -> None:
     run_cell(cell, oracles, tmp_path)
 
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("cell", list(cells()), ids=str)
-def test_the_whole_table(cell: tuple[str, str, str, int], oracles: dict[int, world.Outcome], tmp_path: Path) -> None:
+def test_the_whole_table(cell: tuple[str, str, str, int], oracles: Oracles, tmp_path: Path) -> None:
     run_cell(cell, oracles, tmp_path)
 
 

@@ -54,6 +54,36 @@ def train(case: Trained, out: Path) -> None:
     torch.save(result, out / f"result{rank}.pt")
 
 
+@dataclass
+class Several(Case):
+    """Scenarios without faults, one after the other in the same processes."""
+
+    names: tuple[str, ...] = ()
+
+
+def train_several(case: Several, out: Path) -> None:
+    for name in case.names:
+        torch._dynamo.reset()
+        (out / name).mkdir(exist_ok=True)
+        train(Trained(name=name, devices=case.devices), out / name)
+
+
+@pytest.fixture(scope="module")
+def untouched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank of two ends with, of all scenarios that tests of this session ask for."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    asked = [item.callspec.params["name"] for item in items if "untouched" in item.fixturenames]  # type: ignore[attr-defined]
+    out = tmp_path_factory.mktemp("untouched")
+    case = Several(names=tuple(dict.fromkeys(asked)), devices=2)
+    outcome = world.run(case, out, target=train_several)
+    assert outcome.code == 0, outcome.logs
+    return {name: loaded(out / name, case.devices) for name in case.names}
+
+
+def loaded(out: Path, devices: int) -> list[dict[str, Any]]:
+    return [torch.load(out / f"result{rank}.pt", weights_only=True) for rank in range(devices)]
+
+
 class Reaches(job.Callback):
     """Reaches the points of the package, and points in the user's own code; "batch 4" is the fifth of its epoch."""
 
@@ -81,9 +111,9 @@ class Reaches(job.Callback):
 
 
 def results(case: Trained, out: Path) -> tuple[world.Outcome, list[dict[str, Any]]]:
-    outcome = world.run(case, out, target=train)
+    outcome = world.run(case, out, max_restarts=10, target=train)
     assert outcome.code == 0, outcome.logs
-    return outcome, [torch.load(out / f"result{rank}.pt", weights_only=True) for rank in range(case.devices)]
+    return outcome, loaded(out, case.devices)
 
 
 def assert_no_trace(case: Trained, out: Path, untouched: list[dict[str, Any]]) -> None:
@@ -91,7 +121,7 @@ def assert_no_trace(case: Trained, out: Path, untouched: list[dict[str, Any]]) -
     assert "corrupted" not in outcome.logs, outcome.logs  # a guard that sees everything has seen nothing
     for rank, (got, expected) in enumerate(zip(ranks, untouched, strict=True)):
         assert different(got, expected) == [], f"rank {rank} of {case}\n{outcome.logs}"
-    assert (out / "fired0").exists(), f"{case} was not reached"
+    assert all((out / f"fired{number}").exists() for number in range(len(case.faults))), f"{case} was not reached"
     assert "recovered at step" in outcome.logs
 
 
@@ -127,11 +157,10 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("name", "kind"), ENDS)
-def test_a_kill_or_an_exception(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_kill_or_an_exception(name: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path) -> None:
     """Each scenario meets one of the two; the other behind the marker."""
-    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
     case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2)
-    assert_no_trace(case, tmp_path / kind, untouched)
+    assert_no_trace(case, tmp_path, untouched[name])
 
 
 ON_DEVICES = {"manual_accumulation", "gan"}  # the others behind the marker
@@ -140,12 +169,11 @@ ON_DEVICES = {"manual_accumulation", "gan"}  # the others behind the marker
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ON_DEVICES else pytest.mark.combinations) for name in NAMES]
 )
-def test_errors_of_a_device(name: str, tmp_path: Path) -> None:
+def test_errors_of_a_device(name: str, untouched: dict[str, list[Any]], tmp_path: Path) -> None:
     """On the simulated NPU: one that leaves all as it is, then one that takes the shard."""
-    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
     for kind in ("npu link", "npu uce 3 main"):
         case = Trained((fitting(name, sample(name, kind)),), name=name, devices=2, accelerator="simulated npu")
-        assert_no_trace(case, tmp_path / kind, untouched)
+        assert_no_trace(case, tmp_path / kind, untouched[name])
 
 
 AT_REST = [point for point in POINTS if point != "update"]
@@ -164,15 +192,14 @@ FLIPPED = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FLIPPED else pytest.mark.combinations) for name in NAMES]
 )
-def test_a_flipped_bit(name: str, tmp_path: Path) -> None:
+def test_a_flipped_bit(name: str, untouched: dict[str, list[Any]], tmp_path: Path) -> None:
     """It is repaired, or overwritten lawfully before anybody reads it (values are adopted from weights)."""
-    _, untouched = results(Trained(name=name, devices=2), tmp_path / "untouched")
     for number in range(2):
         chosen = zlib.crc32(f"{name}/flip{number}".encode())
         fault = Fault("corrupt", number, AT_REST[chosen % len(AT_REST)], 1 + chosen // 16 % 3)
         case = Trained((fitting(name, fault),), name=name, devices=2)
         outcome, ranks = results(case, tmp_path / str(number))
-        for got, expected in zip(ranks, untouched, strict=True):
+        for got, expected in zip(ranks, untouched[name], strict=True):
             assert different(got, expected) == [], f"{case}\n{outcome.logs}"
         assert (tmp_path / str(number) / "fired0").exists(), f"{case} was not reached"
 
@@ -183,10 +210,11 @@ def test_through_sockets(tmp_path: Path) -> None:
     _, untouched = results(Trained(name="clip_norm", devices=4, options=options), tmp_path / "untouched")
     _, shared = results(Trained(name="clip_norm", devices=4), tmp_path / "shared")
     assert [different(a, b) for a, b in zip(shared, untouched, strict=True)] == [[]] * 4
-    for number, point in enumerate(["reduction", "before_commit", "update", "gather"]):
-        for kind in ("kill", "exception"):
-            case = Trained((Fault(kind, number, point, 1 + number),), name="clip_norm", devices=4, options=options)
-            assert_no_trace(case, tmp_path / f"{kind}-{point}", untouched)
+    for kind in ("kill", "exception"):
+        places = enumerate(["reduction", "before_commit", "update", "gather"])
+        faults = tuple(Fault(kind, number, point, 1 + number) for number, point in places)
+        case = Trained(faults, name="clip_norm", devices=4, options=options)
+        assert_no_trace(case, tmp_path / kind, untouched)
 
 
 @pytest.mark.combinations

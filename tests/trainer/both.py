@@ -15,8 +15,13 @@ from tests.support.ranks import free_port
 from tests.trainer import scenarios
 
 
-def compare(names: list[str], out: Path, devices: int = 2, **options: Any) -> dict[str, tuple[Any, Any]]:
-    """For each scenario, what rank 0 ended with: under DDP, and under replica_zero. All ranks must agree."""
+def compare(
+    names: list[str], out: Path, *options: dict[str, Any], devices: int = 2
+) -> dict[str, tuple[Any, list[Any]]]:
+    """For each scenario, what rank 0 ended with: under DDP, and under replica_zero with each of ``options``.
+
+    All ranks must agree.
+    """
     case = Case(devices=devices)
     case.scenarios, case.options, case.port = names, options, free_port()  # type: ignore[attr-defined]
     outcome = world.run(case, out, target=both)
@@ -25,13 +30,14 @@ def compare(names: list[str], out: Path, devices: int = 2, **options: Any) -> di
     assert "recovered" not in outcome.logs
     found = {}
     for name in names:
-        ddp, ours = (
+        ddp, *ours = (
             [torch.load(out / f"{name}.{kind}.{rank}.pt", weights_only=True) for rank in range(devices)]
-            for kind in ("ddp", "ours")
+            for kind in ("ddp", *range(len(options)))
         )
-        for other in ours[1:]:
-            assert different(other, ours[0]) == [], f"{name}: ranks differ in {different(other, ours[0])}"
-        found[name] = (ddp[0], ours[0])
+        for first, *others in ours:
+            for other in others:
+                assert different(other, first) == [], f"{name}: ranks differ in {different(other, first)}"
+        found[name] = (ddp[0], [first for first, *_ in ours])
     return found
 
 
@@ -55,12 +61,11 @@ def both(case: Any, out: Path) -> None:
         torch.save(result, out / f"{name}.ddp.{rank}.pt")
     dist.destroy_process_group()
     for name in case.scenarios:
-        torch._dynamo.reset()
-        # The guard sees everything; no scenario is a reason for an alarm.
-        result = scenarios.fit(
-            name, ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **case.options}), case.devices
-        )
-        torch.save(result, out / f"{name}.ours.{rank}.pt")
+        for number, options in enumerate(case.options):
+            torch._dynamo.reset()
+            # The guard sees everything; no scenario is a reason for an alarm.
+            strategy = ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **options})
+            torch.save(scenarios.fit(name, strategy, case.devices), out / f"{name}.{number}.{rank}.pt")
 
 
 FIND_UNUSED = {

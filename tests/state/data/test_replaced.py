@@ -27,27 +27,31 @@ PLANS = {
 
 
 class Fails(Callback):
-    """One fault, at a number of steps of the whole training."""
+    """Each fault comes at a number of steps of the whole training; ``marker`` and its number say that it has."""
 
-    def __init__(self, fault: Fault, marker: Path) -> None:
-        self.fault, self.marker = fault, marker
+    def __init__(self, faults: tuple[Fault, ...], marker: Path) -> None:
+        self.faults, self.marker = faults, marker
+
+    def reach(self, point: str, step: int) -> None:
+        for number, fault in enumerate(self.faults):
+            fault.reach(point, step, self.marker.with_suffix(f".{number}"))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        listen(lambda point: self.fault.reach(point, trainer.global_step, self.marker))
+        listen(lambda point: self.reach(point, trainer.global_step))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.fault.reach("train_batch_end", trainer.global_step, self.marker)
+        self.reach("train_batch_end", trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.fault.reach("epoch_end", trainer.global_step, self.marker)
+        self.reach("epoch_end", trainer.global_step)
 
 
 def run(case: Any, out: Path) -> None:
-    """The training with the fault, from the beginning or from a checkpoint; then, in peace, what else there is."""
+    """The training with its faults, from the beginning or from a checkpoint; then, in peace, what else there is."""
     torch.set_num_threads(1)
     rank = os.environ["LOCAL_RANK"]
-    for name, plan, ckpt, fault in case.trainings:
-        fails = (Fails(fault, out / f"{name}.fired"),) if fault else ()
+    for name, plan, ckpt, *faults in case.trainings:
+        fails = (Fails(tuple(faults), out / f"{name}.fired"),) if faults else ()
         result = train(plan, out / name if ckpt is None else None, ckpt, callbacks=fails)
         (out / f"{name}.{rank}.json").write_text(json.dumps(result))
 
@@ -55,7 +59,7 @@ def run(case: Any, out: Path) -> None:
 def start(trainings: list[Any], out: Path) -> world.Outcome:
     case = Case(devices=2)
     case.trainings = trainings  # type: ignore[attr-defined]
-    outcome = world.run(case, out, target=run)
+    outcome = world.run(case, out, max_restarts=10, target=run)
     assert outcome.code == 0, outcome.logs
     return outcome
 
@@ -69,7 +73,7 @@ def result(out: Path, name: str, rank: int) -> Any:
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("untouched")
-    start([(name, plan, None, None) for name, plan in PLANS.items()], out)
+    start([(name, plan, None) for name, plan in PLANS.items()], out)
     return out
 
 
@@ -80,31 +84,36 @@ def check_same(name: str, out: Path, untouched: Path) -> None:
         assert got == expected, f"{name} on rank {rank}"
 
 
-FAULTS = [
-    ("map workers", Fault("kill", 1, "before_commit", 5)),
-    ("map workers", Fault("kill", 0, "train_batch_end", 2)),
-    ("map persistent", Fault("kill", 1, "batch_start", 9)),
-    ("stream", Fault("kill", 0, "batch_start", 4)),
-    ("stream", Fault("kill", 1, "train_batch_end", 9)),
-    ("stream", Fault("exception", 1, "batch_start", 3)),
-    ("stream workers", Fault("kill", 1, "before_commit", 4)),
-    ("stream workers", Fault("kill", 0, "epoch_end", 3)),
-    ("two loaders", Fault("kill", 1, "batch_start", 4)),
-    ("own order", Fault("kill", 1, "batch_start", 3)),
-    ("own order", Fault("kill", 0, "before_commit", 9)),
-    ("own order", Fault("kill", 1, "epoch_end", 6)),
-    ("fresh", Fault("kill", 1, "before_commit", 2)),
-    ("fresh", Fault("kill", 0, "before_commit", 9)),
-    ("fresh", Fault("kill", 1, "batch_start", 6)),
-    ("fresh", Fault("kill", 1, "epoch_end", 6)),
-]
+FAULTS = {
+    "map workers": (Fault("kill", 0, "train_batch_end", 2), Fault("kill", 1, "before_commit", 5)),
+    "map persistent": (Fault("kill", 1, "batch_start", 9),),
+    "stream": (
+        Fault("exception", 1, "batch_start", 3),
+        Fault("kill", 0, "batch_start", 4),
+        Fault("kill", 1, "train_batch_end", 9),
+    ),
+    "stream workers": (Fault("kill", 0, "epoch_end", 3), Fault("kill", 1, "before_commit", 4)),
+    "two loaders": (Fault("kill", 1, "batch_start", 4),),
+    "own order": (
+        Fault("kill", 1, "batch_start", 3),
+        Fault("kill", 1, "epoch_end", 6),
+        Fault("kill", 0, "before_commit", 9),
+    ),
+    "fresh": (
+        Fault("kill", 1, "before_commit", 2),
+        Fault("kill", 1, "epoch_end", 6),
+        Fault("kill", 1, "batch_start", 6),
+        Fault("kill", 0, "before_commit", 9),
+    ),
+}
 
 
-@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=str)
-def test_a_replaced_rank_reads_the_same_data(name: str, fault: Fault, untouched: Path, tmp_path: Path) -> None:
-    outcome = start([(name, PLANS[name], None, fault)], tmp_path)
-    assert (tmp_path / f"{name}.fired").exists()
-    assert len(outcome.said) == (fault.kind == "kill")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_replaced_rank_reads_the_same_data(name: str, untouched: Path, tmp_path: Path) -> None:
+    """Each time, in a training of several faults."""
+    outcome = start([(name, PLANS[name], None, *FAULTS[name])], tmp_path)
+    assert all((tmp_path / f"{name}.{number}").exists() for number in range(len(FAULTS[name])))
+    assert len(outcome.said) == sum(fault.kind == "kill" for fault in FAULTS[name])
     check_same(name, tmp_path, untouched)
 
 
@@ -120,5 +129,5 @@ def test_a_rank_is_replaced_in_a_resumed_run(name: str, step: int, untouched: Pa
 def test_a_checkpoint_that_was_written_after_a_rank_was_replaced(untouched: Path, tmp_path: Path) -> None:
     start([("stream", PLANS["stream"], None, Fault("kill", 1, "batch_start", 6))], tmp_path / "first")
     ckpt = tmp_path / "first" / "stream" / "batch-step=8.ckpt"
-    start([("stream", PLANS["stream"], ckpt, None)], tmp_path)
+    start([("stream", PLANS["stream"], ckpt)], tmp_path)
     check_same("stream", tmp_path, untouched)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,39 +11,49 @@ import pytest
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.launch.test_external import slurm, torchrun
-from tests.launch.test_script import finish, results, start, wait_for
-from tests.support import job, world
+from tests.launch.test_script import SCRIPT, finish, results
+from tests.support import forked_python, job, world
 from tests.support.forked import ForkedProcess
+from tests.support.forked_python import ForkedPython
 from tests.support.job import Case, Fault
 from tests.support.ranks import free_port
 
+LINE = [sys.executable, str(SCRIPT)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
 
 @pytest.fixture(scope="module")
-def untouched() -> dict[str, str]:
-    output = finish(start("none", 0))
-    assert len(results(output)) == 2, output
-    return results(output)
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("untouched")
+    done = forked_python.run([*LINE, "none", "0"], folder, environment(), folder / "output", 200)
+    assert len(results(done.stdout)) == 2, done.stdout
+    return results(done.stdout)
 
 
 @pytest.mark.parametrize("fixture", ["tmp_path", pytest.param("bucket", marks=pytest.mark.combinations)])
 def test_sigterm_and_the_same_command_again(
-    fixture: str, untouched: dict[str, str], request: pytest.FixtureRequest
+    fixture: str, untouched: dict[str, str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Rank 0 waits inside of its step until it has heard; the other is in a collective."""
-    place = request.getfixturevalue(fixture)
-    process = start("wait", 0, GASP=str(place))
-    wait_for(process, "waiting")
+    place, folder = request.getfixturevalue(fixture), tmp_path_factory.mktemp("outputs")
+    line, first = [*LINE, "wait", "0"], folder / "first"
+    process = ForkedPython(line, str(folder), environment(GASP=str(place)), str(first))
+    while "waiting" not in (first.read_text() if first.exists() else ""):
+        assert process.poll() is None, first.read_text()
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    output = finish(process)
-    assert process.returncode == GASP_WRITTEN, output
+    code, output = process.wait(200), first.read_text()
+    assert code == GASP_WRITTEN, output
     assert "SIGTERM: all ranks save and end, within 25 s." in output
     assert f"the run has ended early and has left {place}/step_00000003" in output
     assert "Traceback" not in output
-    again = start("wait", 0, GASP=str(place))
-    output = finish(again)
-    assert again.returncode == 0, output
-    assert output.count(f"resumes from {place}/step_00000003.") == 1
-    assert results(output) == untouched
+    again = forked_python.run(line, folder, environment(GASP=str(place)), folder / "again", 200)
+    assert again.returncode == 0, again.stdout
+    assert again.stdout.count(f"resumes from {place}/step_00000003.") == 1
+    assert results(again.stdout) == untouched
 
 
 def test_torchrun_restarts_all_ranks(untouched: dict[str, str], tmp_path: Path) -> None:
