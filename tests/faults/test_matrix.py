@@ -85,7 +85,8 @@ def run_cell(cell: tuple[str, str, str, int], oracles: Oracles, tmp_path: Path, 
         return outcome
     outcome.assert_same(oracles(accumulate, 2))
     assert len([line for line in outcome.said if "takes its place" in line]) == (len(faults) if kind in NEW else 0)
-    assert "recovered at step" in outcome.logs
+    # Before the first step no rank has read the shard, and the first window takes it from the weights.
+    assert "recovered at step" in outcome.logs or (kind, point) == ("corrupt", "first_step")
     return outcome
 
 
