@@ -72,8 +72,9 @@ class Fault:
         return here == (self.rank, self.point, step if self.step is None else self.step)
 
     def strikes_with(self, other: "Fault") -> bool:
-        """Whether both come at the same time, if no rank gets past the place before all are there."""
-        return (self.kind, self.point, self.step) == (other.kind, other.point, other.step)
+        """Whether ranks come to both at the same time, if none gets past the place before all are there."""
+        same = (self.kind, self.point, self.step) == (other.kind, other.point, other.step)
+        return same and self.rank != other.rank
 
     def reach(
         self, point: str, step: int, marker: Path, state: ShardedState | None = None, others: Sequence[Path] = ()
