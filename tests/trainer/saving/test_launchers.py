@@ -11,7 +11,7 @@ import pytest
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.launch.test_external import slurm, torchrun
-from tests.launch.test_script import SCRIPT, finish, results
+from tests.launch.test_script import SCRIPT, finish, forked, results
 from tests.support import forked_python, job, world
 from tests.support.forked import ForkedProcess
 from tests.support.forked_python import ForkedPython
@@ -27,8 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("untouched")
-    done = forked_python.run([*LINE, "none", "0"], folder, environment(), folder / "output", 200)
+    done = forked(tmp_path_factory.mktemp("untouched"), "none", 0)
     assert len(results(done.stdout)) == 2, done.stdout
     return results(done.stdout)
 
