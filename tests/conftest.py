@@ -13,6 +13,7 @@ from hypothesis import settings
 from tests import tiers
 from tests.support import world
 from tests.support.bucket import Server
+from tests.support.job import Case
 from tests.support.tidy import strewn
 
 # A test under load is not a slow test: what takes how long is measured in benchmarks/.
@@ -73,6 +74,26 @@ def _temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         del os.environ["TMPDIR"]
     else:
         os.environ["TMPDIR"] = before
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
+    """The oracle: the training of `tests.support.job` on four ranks, left alone."""
+    outcome = _left_alone(Case(), tmp_path_factory.mktemp("untouched"))
+    assert all(len(rank) == 12 for rank in outcome.batches)
+    return outcome
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
+    """The same on two ranks."""
+    return _left_alone(Case(devices=2), tmp_path_factory.mktemp("pair"))
+
+
+def _left_alone(case: Case, out: Path) -> world.Outcome:
+    outcome = world.run(case, out)
+    assert (outcome.code, outcome.said) == (0, []), outcome.logs
+    return outcome
 
 
 @pytest.fixture(scope="session")

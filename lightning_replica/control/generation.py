@@ -205,7 +205,7 @@ class Generations:
         try:
             self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
         except RecoveryError as error:
-            raise RecoveryError(f"{error} Missing: ranks {missing()}.") from error
+            raise RecoveryError(f"{error} Ranks that had not reported by then: {missing()}.") from error
         verdict = None if given_up else self.verdict()
         if verdict is not None:  # others may have shared their part before they saw the verdict, and then stop
             raise RecoveryError(verdict)

@@ -52,22 +52,15 @@ def start(
     ]
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    outcome = world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-    assert outcome.code == 0, outcome.logs
-    return outcome.ranks
-
-
 @pytest.mark.parametrize("environment", [slurm, by_hand])
 def test_an_exception_leaves_no_trace(
-    environment: Callable[[int, int], dict[str, str]], untouched: list[dict[str, Any]], tmp_path: Path
+    environment: Callable[[int, int], dict[str, str]], pair: world.Outcome, tmp_path: Path
 ) -> None:
     case = Case((Fault("exception", 1, "backward", 2),), devices=2)
     processes = start(environment, tmp_path, job.run, case, tmp_path)
     logs = "".join((tmp_path / f"log{rank}").read_text() for rank in range(2) if processes[rank].wait() is not None)
     assert [process.returncode for process in processes] == [0, 0], logs
-    assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)] == untouched
+    assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)] == pair.ranks
     assert "recovered at step 2" in logs
 
 
@@ -145,6 +138,7 @@ def torchrun(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.combinations  # test_launchers.py has the same with a last checkpoint
 def test_torchrun(tmp_path: Path) -> None:
     """First a rank raises, which is recovered from; then it is killed, and torchrun starts all ranks again."""
     process = torchrun("raise and kill", "1")

@@ -20,13 +20,6 @@ WATCHED = Case(hang=(1.0, 5.0))
 PATIENT = Case(hang=(20.0, 40.0))
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    outcome = world.run(Case(), tmp_path_factory.mktemp("untouched"))
-    assert (outcome.code, outcome.said) == (0, []), outcome.logs
-    return outcome
-
-
 def assert_killed(outcome: world.Outcome, untouched: world.Outcome, rank: int, where: str, times: int = 1) -> None:
     outcome.assert_same(untouched)
     assert len(outcome.said) == 2 * times, outcome.said

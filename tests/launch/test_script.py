@@ -146,12 +146,10 @@ def test_without_a_script() -> None:
     fit = "L.Trainer(strategy='replica_zero', accelerator='cpu', devices=2, logger=False).fit(BoringModel())"
     model = "from lightning.pytorch.demos.boring_classes import BoringModel"
     code = f"import lightning as L, lightning_replica\n{model}\n{fit}"
-    nodes = code.replace("devices=2", "devices=2, num_nodes=2")
     cases = [
         (["-c", code], "", "came from `python -c` or standard input"),
         (["-"], code, "came from `python -c` or standard input"),
         (["-i"], code + "\n", "an interactive session or a notebook has no script"),
-        (["-c", nodes], "", "starts the ranks of one node. Start the script on all nodes with torchrun"),
     ]
     processes = [
         subprocess.Popen(

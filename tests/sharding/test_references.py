@@ -84,16 +84,15 @@ def relative_distance(ours: nn.Module, theirs: list[Tensor]) -> float:
 def as_ddp_of_two(groups: Groups) -> None:
     """Two addends commute, halving is exact: not one bit may differ. DDP adds up a window's gradients as we do."""
     alone = make_groups(Grid.of(2, 1), groups.rank, timedelta(seconds=60))
-    for make in MAKERS.values():
-        for accumulate in (1, 3):
-            theirs = train_ddp(groups, make, accumulate)
-            for each, options in (
-                (groups, {}),
-                (alone, {"partition": "parameter"}),
-                (groups, {"whole_gradients": True}),
-            ):
-                ours = train(each, make, accumulate, **options)
-                assert all(same_bits(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    for make, accumulate in zip(MAKERS.values(), (1, 3), strict=True):
+        theirs = train_ddp(groups, make, accumulate)
+        for each, options in (
+            (groups, {}),
+            (alone, {"partition": "parameter"}),
+            (groups, {"whole_gradients": True}),
+        ):
+            ours = train(each, make, accumulate, **options)
+            assert all(same_bits(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def as_hybrid_fsdp(groups: Groups) -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ def _context() -> Any:
 
 
 def _enter(environment: dict[str, str], log: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    for known in weakref.finalize._registry:  # torch's libraries, which would be taken apart function by function
+        known.atexit = False
     os.environ.clear()
     os.environ.update(environment)
     os.environ["LIGHTNING_REPLICA_SUPERVISOR"] = str(os.getppid())  # the fork server

@@ -15,24 +15,22 @@ from tests.support.ranks import free_port
 from tests.trainer import scenarios
 
 
-def compare(
-    names: list[str], out: Path, *options: dict[str, Any], devices: int = 2
-) -> dict[str, tuple[Any, list[Any]]]:
-    """For each scenario, what rank 0 ended with: under DDP, and under replica_zero with each of ``options``.
+def compare(options: dict[str, list[dict[str, Any]]], out: Path, devices: int = 2) -> dict[str, tuple[Any, list[Any]]]:
+    """For each scenario, what rank 0 ended with: under DDP, and under replica_zero with each of its options.
 
     All ranks must agree.
     """
     case = Case(devices=devices)
-    case.scenarios, case.options, case.port = names, options, free_port()  # type: ignore[attr-defined]
+    case.options, case.port = options, free_port()  # type: ignore[attr-defined]
     outcome = world.run(case, out, target=both)
     assert outcome.code == 0, outcome.logs
     assert "corrupted" not in outcome.logs
     assert "recovered" not in outcome.logs
     found = {}
-    for name in names:
+    for name, each in options.items():
         ddp, *ours = (
             [torch.load(out / f"{name}.{kind}.{rank}.pt", weights_only=True) for rank in range(devices)]
-            for kind in ("ddp", *range(len(options)))
+            for kind in ("ddp", *range(len(each)))
         )
         for first, *others in ours:
             for other in others:
@@ -56,12 +54,12 @@ def both(case: Any, out: Path) -> None:
     place.mkdir()
     os.chdir(place)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case.port), NODE_RANK="0", WORLD_SIZE=str(case.devices))
-    for name in case.scenarios:
+    for name in case.options:
         result = scenarios.fit(name, DDPStrategy(find_unused_parameters=name in FIND_UNUSED), case.devices)
         torch.save(result, out / f"{name}.ddp.{rank}.pt")
     dist.destroy_process_group()
-    for name in case.scenarios:
-        for number, options in enumerate(case.options):
+    for name in case.options:
+        for number, options in enumerate(case.options[name]):
             torch._dynamo.reset()
             # The guard sees everything; no scenario is a reason for an alarm.
             strategy = ReplicaZeroStrategy(**{"bucket_bytes": 512, "guard": "full", **options})

@@ -22,7 +22,7 @@ from tests.trainer.resumes import Stage, run
 from tests.trainer.scenarios import fit
 
 # With two optimizers, without and with a loss scaler, with buffers, schedulers, state from the start.
-NAMES = ("plain", "adagrad", "schedulers", "gan", "half_mixed_seen", "images_with_batch_norm", "dtypes_and_shapes")
+NAMES = ("adagrad", "schedulers", "gan", "half_mixed_seen", "images_with_batch_norm", "dtypes_and_shapes")
 CLIPPED = ("dtypes_and_shapes", "half_mixed_seen")
 
 

@@ -18,6 +18,7 @@ DDP_IS_WRONG = {"finetuning"}
 NAMES = [name for name in SCENARIOS if name not in DDP_IS_WRONG]
 EXACT = [name for name in NAMES if name not in CLIPPED | ROUNDED]
 PARTS = 4
+PARAMETERS = EXACT[::3]  # of the others only the default partition is compared; test_scenarios has both
 
 
 def check(name: str, ddp: dict[str, Any], ours: dict[str, Any], limit: float = 0.0) -> None:
@@ -38,20 +39,22 @@ def test_what_the_readme_counts() -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_two_ranks_end_with_the_bits_of_ddp(part: int, tmp_path: Path) -> None:
-    partitions: list[dict[str, Any]] = [{"partition": "element"}, {"partition": "parameter"}]
-    for name, (ddp, ours) in both.compare(NAMES[part::PARTS], tmp_path, *partitions).items():
+    by_parameter: dict[str, Any] = {"partition": "parameter"}
+    options = {name: [{}, *([by_parameter] if name in PARAMETERS else [])] for name in NAMES[part::PARTS]}
+    for name, (ddp, ours) in both.compare(options, tmp_path).items():
         for each in ours:
             check(name, ddp, each)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_four_ranks_differ_in_the_order_of_summation_only(replicas: int, tmp_path: Path) -> None:
+def test_four_ranks_differ_in_the_order_of_summation_only(tmp_path: Path) -> None:
     names = ["plain", "accumulation", "momentum", "unused", "gan", "images_with_batch_norm", "own_clipping"]
-    for name, (ddp, (ours,)) in both.compare(names, tmp_path, {"replicas": replicas}, devices=4).items():
-        check(name, ddp, ours, limit=2e-5 if name == "gan" else 2e-6)
+    replicas: list[dict[str, Any]] = [{"replicas": number} for number in (1, 2, 4)]
+    for name, (ddp, ours) in both.compare(dict.fromkeys(names, replicas), tmp_path, devices=4).items():
+        for each in ours:
+            check(name, ddp, each, limit=2e-5 if name == "gan" else 2e-6)
 
 
 def test_parameters_that_thaw_are_trained_alike_on_all_ranks(tmp_path: Path) -> None:
-    ddp, (ours,) = both.compare(["finetuning"], tmp_path, {})["finetuning"]
+    ddp, (ours,) = both.compare({"finetuning": [{}]}, tmp_path)["finetuning"]
     assert ours["plain"]["steps"] == ddp["plain"]["steps"]
     assert ours["plain"]["rates"] == ddp["plain"]["rates"]

@@ -25,11 +25,6 @@ def publishes(case: Case, out: Path) -> None:
     job.run(case, out, (publisher(out),))
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
 def kept(out: Path) -> list[str]:
     """The checkpoints, all of them whole; and nothing is left of others."""
     directory = CheckpointDirectory(out / "kept")
@@ -81,25 +76,25 @@ def holds_up(case: Case, out: Path) -> None:
     job.run(case, out, (HoldsUp(out, due=7), once))
 
 
-def test_training_goes_on_and_changes_nothing_in_it(untouched: world.Outcome, tmp_path: Path) -> None:
-    world.run(Case(devices=2), tmp_path, target=holds_up).assert_same(untouched)
+def test_training_goes_on_and_changes_nothing_in_it(pair: world.Outcome, tmp_path: Path) -> None:
+    world.run(Case(devices=2), tmp_path, target=holds_up).assert_same(pair)
     assert kept(tmp_path) == ["07"]
     assert all((tmp_path / f"held{rank}").exists() for rank in range(2))
     rest = world.run(Case(devices=2, load=str(tmp_path / "kept" / "step_00000007")), tmp_path / "rest")
-    assert rest.ranks == untouched.ranks, rest.logs
+    assert rest.ranks == pair.ranks, rest.logs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_lost_while_it_writes(rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_while_it_writes(rank: int, pair: world.Outcome, tmp_path: Path) -> None:
     """Its part is on the disk, nothing is published; after the recovery it is written again."""
     outcome = world.run(Case(devices=2, faults=(Fault("kill", rank, "save", None),)), tmp_path, target=publishes)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     assert (tmp_path / "fired0").exists()
     found = kept(tmp_path)
     assert found[0] in ("04", "05", "06", "07")
     assert found[-2:] == ["08", "12"]
     rest = world.run(Case(devices=2, load=str(tmp_path / "kept" / f"step_000000{found[0]}")), tmp_path / "rest")
-    assert rest.ranks == untouched.ranks, rest.logs
+    assert rest.ranks == pair.ranks, rest.logs
 
 
 def loses_a_rank(case: Case, out: Path) -> None:
@@ -107,16 +102,16 @@ def loses_a_rank(case: Case, out: Path) -> None:
     job.run(case, out, (HoldsUp(out, due=7, killed=1), once))
 
 
-def test_a_rank_that_is_lost_steps_later(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_steps_later(pair: world.Outcome, tmp_path: Path) -> None:
     """What is missing is written again at once, not when the next is due."""
     outcome = world.run(Case(devices=2), tmp_path, target=loses_a_rank)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     assert kept(tmp_path) in (["09"], ["10"])
 
 
-def test_a_rank_that_is_lost_meanwhile(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_meanwhile(pair: world.Outcome, tmp_path: Path) -> None:
     faults = Fault("kill", 1, "forward", 4), Fault("kill", 0, "update", 5), Fault("kill", 1, "train_end", 12)
-    world.run(Case(devices=2, faults=faults), tmp_path, target=publishes).assert_same(untouched)
+    world.run(Case(devices=2, faults=faults), tmp_path, target=publishes).assert_same(pair)
     assert kept(tmp_path)[-1] == "12"
 
 
@@ -142,10 +137,10 @@ def stops_while_all_wait_for_it(case: Case, out: Path) -> None:
     job.run(case, out, (CheckpointPublisher(out / "kept", every_n_train_steps=12, async_save=True),))
 
 
-def test_a_rank_that_stops_while_all_wait_for_it(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_rank_that_stops_while_all_wait_for_it(pair: world.Outcome, tmp_path: Path) -> None:
     """The others say that they wait, so nobody takes them for ranks that hang."""
     outcome = world.run(Case(devices=2), tmp_path, target=stops_while_all_wait_for_it)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     assert [said.split(" (")[0] for said in outcome.said] == ["Rank 1 hangs while saving a checkpoint"] * 2
     assert kept(tmp_path) == ["12"]
 
@@ -168,10 +163,10 @@ def loses_its_directory(case: Case, out: Path) -> None:
     job.run(case, out, (LosesItsDirectory(out / "kept"), publisher(out)))
 
 
-def test_what_cannot_be_written_is_said_and_training_goes_on(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_and_training_goes_on(pair: world.Outcome, tmp_path: Path) -> None:
     """The last one is tried twice: beside training, and then at the end."""
     outcome = world.run(Case(devices=2), tmp_path, target=loses_its_directory)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     for step, times in ((8, 1), (12, 2)):
         said = f"the checkpoint of step {step} could not be written: rank 0: {tmp_path}/kept/step_{step:08d}.tmp-"
         assert outcome.logs.count(said) == times, outcome.logs

@@ -18,11 +18,6 @@ PLACES = {"batch": Fault("kill", 1, "reduction", 2), "tail": Fault("kill", 1, "a
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
-@pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What runs have left that were ended once."""
     left = {}
@@ -66,7 +61,7 @@ def sampled(cells: Iterable[Any], *chosen: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("end", sampled(ENDS, "killed before its first batch", "all raise in the tail"))
-def test_a_new_one_is_right(end: str, ended: dict[str, Path], untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_new_one_is_right(end: str, ended: dict[str, Path], pair: world.Outcome, tmp_path: Path) -> None:
     """Written in place of the former, of the same step; twice."""
     place, kind, point = ENDS[end]
     out = shutil.copytree(ended[place], tmp_path / "run")
@@ -83,16 +78,14 @@ def test_a_new_one_is_right(end: str, ended: dict[str, Path], untouched: world.O
         if time == 1:
             for number in range(len(ranks)):
                 (out / f"fired{1 + number}").unlink()
-    again(out, place, *faults).assert_same(untouched)
+    again(out, place, *faults).assert_same(pair)
 
 
 CODES = {"kill": 137, "exception": 1}
 
 
 @pytest.mark.parametrize("end", sampled(product(PLACES, CODES), ("tail", "kill"), ("batch", "exception")), ids=" ".join)
-def test_the_former_stays(
-    end: tuple[str, str], ended: dict[str, Path], untouched: world.Outcome, tmp_path: Path
-) -> None:
+def test_the_former_stays(end: tuple[str, str], ended: dict[str, Path], pair: world.Outcome, tmp_path: Path) -> None:
     """Ended before its first batch, when the former is loaded, and there is nothing to save yet."""
     place, kind = end
     out = shutil.copytree(ended[place], tmp_path / "run")
@@ -100,21 +93,21 @@ def test_the_former_stays(
     outcome = again(out, place, Fault(kind, 0, "train_start", None))
     assert outcome.code == CODES[kind], outcome.logs
     assert newest(out) == former
-    again(out, place, Fault(kind, 0, "train_start", None)).assert_same(untouched)
+    again(out, place, Fault(kind, 0, "train_start", None)).assert_same(pair)
 
 
 @pytest.mark.parametrize("place", sampled(PLACES, "tail"))
-def test_told_at_once(place: str, ended: dict[str, Path], untouched: world.Outcome, tmp_path: Path) -> None:
+def test_told_at_once(place: str, ended: dict[str, Path], pair: world.Outcome, tmp_path: Path) -> None:
     """It makes the step that was under way, as ever, and saves that."""
     out = shutil.copytree(ended[place], tmp_path / "run")
     former = newest(out)
     told = Fault("sigterm", 0, "batch_start", None)
     assert again(out, place, told).code == GASP_WRITTEN
     assert newest(out)[0].name > former[0].name
-    again(out, place, told).assert_same(untouched)
+    again(out, place, told).assert_same(pair)
 
 
-def test_lost_while_the_former_is_set_aside(ended: dict[str, Path], untouched: world.Outcome, tmp_path: Path) -> None:
+def test_lost_while_the_former_is_set_aside(ended: dict[str, Path], pair: world.Outcome, tmp_path: Path) -> None:
     """Whoever publishes the new one is killed between two renames, and nobody is left."""
     out = shutil.copytree(ended["batch"], tmp_path / "run")
     path, saved_ns = newest(out)
@@ -124,7 +117,7 @@ def test_lost_while_the_former_is_set_aside(ended: dict[str, Path], untouched: w
     left = CheckpointDirectory(out / "gasp").latest(verify=True)
     assert left.manifest is not None
     assert (left.path, left.manifest.saved_ns) == (path.with_name(path.name + ".old"), saved_ns)
-    again(out, "batch", *faults).assert_same(untouched)
+    again(out, "batch", *faults).assert_same(pair)
 
 
 def alone(out: Path, *faults: Fault) -> world.Outcome:

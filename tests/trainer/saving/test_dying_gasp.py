@@ -3,7 +3,7 @@
 import itertools
 import os
 import signal
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,23 @@ from tests.support import job, world
 from tests.support.job import Case, Fault
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(), tmp_path_factory.mktemp("untouched"))
+def resumed(out: Path, *cases: Case) -> world.Outcome:
+    """Runs each case to its end, from what the one before it has left; then on, with nothing in the way."""
+    load = ""
+    for number, case in enumerate(cases):
+        ended = world.run(replace(case, gasp=True, load=load), out, max_restarts=0)
+        assert ended.code == GASP_WRITTEN, f"{number}: {ended.code} {ended.said}\n{ended.logs}"
+        assert len([line for line in ended.said if "Start it again" in line]) == 1
+        for fault in range(len(case.faults)):
+            (out / f"fired{fault}").rename(out / f"fired{number}.{fault}")
+        left = CheckpointDirectory(out / "gasp").latest(verify=True)
+        assert not left.problems
+        assert CheckpointDirectory(out / "gasp").tracked == left.path.name
+        load = str(left.path)
+    return world.run(Case(gasp=True, load=load), out, max_restarts=0)
 
 
-def resumed(case: Case, out: Path) -> world.Outcome:
-    """Runs ``case`` to its end, and goes on from what it has left."""
-    ended = world.run(case, out, max_restarts=0)
-    assert ended.code == GASP_WRITTEN, f"{ended.code} {ended.said}\n{ended.logs}"
-    assert len([line for line in ended.said if "Start it again" in line]) == 1
-    left = CheckpointDirectory(out / "gasp").latest(verify=True)
-    assert not left.problems
-    assert CheckpointDirectory(out / "gasp").tracked == left.path.name
-    return world.run(Case(gasp=True, load=str(left.path)), out, max_restarts=0)
-
-
+# Updates applied where a fault comes.
 MOMENTS = {
     "first step": ("batch_start", 0),
     "mid-step": ("reduction", 2),
@@ -49,63 +50,106 @@ MOMENTS = {
 }
 # Ranks 0 and 2 hold shard 0, ranks 1 and 3 shard 1; ranks 0 and 1 are a replica.
 LOST = {"rank 0": (0,), "one of each shard": (1, 2), "a whole replica": (0, 1)}
+KINDS = ("sigterm", "interrupt", "exception")  # SIGTERM at one rank, Ctrl-C at another, an exception on every rank
 
 
-def sampled(every: int, *choices: Iterable[str | int]) -> list[Any]:
-    """All combinations; all but some behind the marker."""
-    cells = list(itertools.product(*choices))
-    return [
-        pytest.param(*cell, marks=() if number % every == 0 else pytest.mark.combinations, id=", ".join(map(str, cell)))
-        for number, cell in enumerate(cells)
-        if cell != ("exception", "in the update")  # test_every_rank_raises_while_its_shard_changes
-    ]
+def ends(kind: str, point: str, step: int | None, ranks: tuple[int, ...]) -> Case:
+    return Case(tuple(Fault(kind, rank, point, step) for rank in ranks))
 
 
-@pytest.mark.parametrize("moment", sampled(2, MOMENTS))
+def nobody_is_lost(kind: str, point: str, step: int) -> Case:
+    return ends(kind, point, step, (0, 1, 2, 3) if kind == "exception" else (2,))
+
+
+# Several ends of one training, each run from what the one before it has left; points of the package count the steps of
+# a run, those of the user's code all of them. All single ones are behind the marker.
+SEVERAL = {
+    "killed": (
+        ends("kill", "batch_start", 0, (1,)),
+        ends("kill", "before_commit", 2, (1,)),
+        ends("kill", "checkpoint", 4, (1,)),
+    ),
+    "killed later": (
+        ends("kill", "update", 1, (1,)),
+        ends("kill", "validation", 3, (1,)),
+        ends("kill", "scheduler", 4, (1,)),
+    ),
+    "others are killed": (
+        ends("kill", "batch_start", 0, LOST["rank 0"]),
+        ends("kill", "update", 2, LOST["one of each shard"]),
+        ends("kill", "validation", 4, LOST["a whole replica"]),
+    ),
+    "nobody is lost": (
+        nobody_is_lost("exception", "gather", 1),
+        nobody_is_lost("sigterm", "before_commit", 0),
+        nobody_is_lost("interrupt", "update", 0),
+    ),
+    "nobody is lost, again": (
+        nobody_is_lost("exception", "reduction", 1),
+        nobody_is_lost("sigterm", "forward", 2),
+        nobody_is_lost("interrupt", "after_commit", 0),
+    ),
+    "the supervisor is told, as by a scheduler or a terminal": (
+        ends(f"tell {signal.SIGTERM.value}", "backward", 1, (0,)),
+        ends(f"tell {signal.SIGINT.value}", "backward", 3, (0,)),
+        ends(f"tell {signal.SIGUSR1.value}", "backward", 4, (0,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_run_ends_early_three_times(name: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    resumed(tmp_path, *SEVERAL[name]).assert_same(untouched)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_is_killed_and_not_replaced(moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
-    point, step = MOMENTS[moment]
-    resumed(Case(faults=(Fault("kill", 1, point, step),), gasp=True), tmp_path).assert_same(untouched)
+    resumed(tmp_path, ends("kill", *MOMENTS[moment], (1,))).assert_same(untouched)
 
 
-@pytest.mark.parametrize(("moment", "lost"), sampled(4, ["first step", "in the update", "in validation"], LOST))
+@pytest.mark.combinations
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("moment", ["first step", "in the update", "in validation"])
 def test_others_are_killed(moment: str, lost: str, untouched: world.Outcome, tmp_path: Path) -> None:
-    point, step = MOMENTS[moment]
-    resumed(
-        Case(faults=tuple(Fault("kill", rank, point, step) for rank in LOST[lost]), gasp=True), tmp_path
-    ).assert_same(untouched)
+    resumed(tmp_path, ends("kill", *MOMENTS[moment], LOST[lost])).assert_same(untouched)
 
 
-@pytest.mark.parametrize(("kind", "moment"), sampled(5, ["sigterm", "interrupt", "exception"], MOMENTS))
+@pytest.mark.combinations
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [cell for cell in itertools.product(KINDS, MOMENTS) if cell != ("exception", "in the update")],
+)  # test_every_rank_raises_while_its_shard_changes has that one
 def test_nobody_is_lost(kind: str, moment: str, untouched: world.Outcome, tmp_path: Path) -> None:
-    """SIGTERM at one rank, Ctrl-C at another, an exception on every rank."""
-    point, step = MOMENTS[moment]
-    ranks = range(4) if kind == "exception" else (2,)
-    resumed(Case(faults=tuple(Fault(kind, rank, point, step) for rank in ranks), gasp=True), tmp_path).assert_same(
-        untouched
-    )
+    resumed(tmp_path, nobody_is_lost(kind, *MOMENTS[moment])).assert_same(untouched)
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_the_supervisor_is_told(told: signal.Signals, untouched: world.Outcome, tmp_path: Path) -> None:
-    """As by a scheduler, or a terminal."""
-    resumed(Case(faults=(Fault(f"tell {told.value}", 0, "backward", 2),), gasp=True), tmp_path).assert_same(untouched)
-
-
-@pytest.mark.parametrize(("point", "rank"), sampled(3, ["gasp", "gasp_write", "save", "track"], [0, 2]))
-def test_a_second_rank_is_killed_while_it_writes(
-    point: str, rank: int, untouched: world.Outcome, tmp_path: Path
-) -> None:
+def while_it_writes(step: int, point: str, rank: int) -> Case:
     """Each shard still has a holder."""
-    faults = Fault("kill", 1, "update", 2), Fault("kill", rank, point, None)
-    resumed(Case(faults=faults, gasp=True), tmp_path).assert_same(untouched)
-    assert (tmp_path / "fired1").exists()
+    return Case((Fault("kill", 1, "update", step), Fault("kill", rank, point, None)))
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        (while_it_writes(1, "gasp", 0), while_it_writes(1, "gasp_write", 2), while_it_writes(0, "save", 0)),
+        *(
+            pytest.param((while_it_writes(2, point, rank),), marks=pytest.mark.combinations)
+            for point, rank in itertools.product(["gasp", "gasp_write", "save", "track"], [0, 2])
+        ),
+    ],
+    ids=str,
+)
+def test_a_second_rank_is_killed_while_it_writes(
+    cases: tuple[Case, ...], untouched: world.Outcome, tmp_path: Path
+) -> None:
+    resumed(tmp_path, *cases).assert_same(untouched)
 
 
 def test_a_second_rank_hangs_while_it_writes(untouched: world.Outcome, tmp_path: Path) -> None:
     """It is found and killed as in any hang; who is left begins again without it."""
     faults = Fault("kill", 1, "update", 2), Fault("hang", 2, "gasp_write", None)
-    resumed(Case(faults=faults, gasp=True, hang=(3.0, 20.0)), tmp_path).assert_same(untouched)
-    assert (tmp_path / "fired1").exists()
+    resumed(tmp_path, Case(faults, hang=(3.0, 20.0))).assert_same(untouched)
 
 
 class LosesItsDirectory(Callback):

@@ -56,11 +56,6 @@ def trains(case: Full, out: Path) -> None:
     job.run(case, out, (Disk(case), kept))
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
 CASES = {
     "rank 0": (Full(), "plain.pt", (4, 6, 8), "The next is due at step 8: make sure that it can be written."),
     "rank 1": (
@@ -75,11 +70,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_and_the_next_is_written(name: str, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_training_goes_on_and_the_next_is_written(name: str, pair: world.Outcome, tmp_path: Path) -> None:
     """All ranks agree, though one alone cannot write; and nothing in the training is different."""
     case, file, failed, then = CASES[name]
     outcome = world.run(case, tmp_path, max_restarts=0, target=trains)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     directory = CheckpointDirectory(tmp_path / "gasp")
     whole = [f"step_{step:08d}" for step in range(2, 13, 2) if step not in failed]
     assert sorted(entry.name for entry in directory.path.iterdir()) == [TRACKER, *whole]
@@ -93,10 +88,10 @@ def test_training_goes_on_and_the_next_is_written(name: str, untouched: world.Ou
     assert "recovered" not in outcome.logs
 
 
-def test_one_that_was_asked_for(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_one_that_was_asked_for(pair: world.Outcome, tmp_path: Path) -> None:
     asked = Fault(f"hear {signal.SIGUSR2.value}", 1, "backward", 4)
     outcome = world.run(Full((asked,)), tmp_path, max_restarts=0, target=trains)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     said = "the checkpoint that was asked for could not be written: rank 0: "
     assert outcome.logs.count(said) == 1, outcome.logs
 

@@ -62,12 +62,7 @@ def trains(case: Full, out: Path) -> None:
     job.run(case, out, (CheckpointPublisher(out / "gasp", every_n_train_steps=2, must_save=case.must_save),))
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
-def check(case: Full, out: Path, rank: int, file: str, reason: str, untouched: world.Outcome) -> None:
+def check(case: Full, out: Path, rank: int, file: str, reason: str, pair: world.Outcome) -> None:
     """The periodic checkpoint of step 2 is all that is there; with space again, a run goes on from it."""
     ended = world.run(case, out, max_restarts=0, target=trains)
     assert ended.code == NOTHING_SAVED, ended.logs
@@ -80,7 +75,7 @@ def check(case: Full, out: Path, rank: int, file: str, reason: str, untouched: w
     assert {entry.name for entry in directory.path.iterdir()} == {TRACKER, "step_00000002", *failed}
     assert directory.tracked == "step_00000002"
     assert directory.latest(verify=True).problems == ()
-    world.run(Full(()), out, max_restarts=0).assert_same(untouched)
+    world.run(Full(()), out, max_restarts=0).assert_same(pair)
 
 
 CASES = {
@@ -90,15 +85,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("file", CASES)
-def test_a_file_may_not_grow(file: str, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_file_may_not_grow(file: str, pair: world.Outcome, tmp_path: Path) -> None:
     case = CASES[file]
-    check(case, tmp_path, case.rank, file, "File too large", untouched)
+    check(case, tmp_path, case.rank, file, "File too large", pair)
 
 
-def test_a_periodic_save_that_must_not_fail(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_periodic_save_that_must_not_fail(pair: world.Outcome, tmp_path: Path) -> None:
     """Every rank raises, and the last checkpoint cannot be written for the same reason."""
     case = Full((), point="batch_end", must_save=True)
-    check(case, tmp_path, 0, "plain.pt", "File too large", untouched)
+    check(case, tmp_path, 0, "plain.pt", "File too large", pair)
 
 
 @pytest.fixture
@@ -113,11 +108,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_full_disk(small_disk: Path, untouched: world.Outcome) -> None:
-    check(Full(limit_bytes=None), small_disk, 0, "plain.pt", "No space left on device", untouched)
+def test_a_full_disk(small_disk: Path, pair: world.Outcome) -> None:
+    check(Full(limit_bytes=None), small_disk, 0, "plain.pt", "No space left on device", pair)
 
 
-def test_the_tracker_cannot_be_written(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_the_tracker_cannot_be_written(pair: world.Outcome, tmp_path: Path) -> None:
     """What is published is found nevertheless; the tracker names the one before, which is whole."""
     ended = world.run(Full(limit_bytes=0, point="track"), tmp_path, max_restarts=0, target=trains)
     assert ended.code == NOTHING_SAVED, ended.logs
@@ -126,4 +121,4 @@ def test_the_tracker_cannot_be_written(untouched: world.Outcome, tmp_path: Path)
     latest = directory.latest(verify=True)
     assert latest.problems == ()
     assert latest.path == directory.path_of(3)
-    world.run(Full(()), tmp_path, max_restarts=0).assert_same(untouched)
+    world.run(Full(()), tmp_path, max_restarts=0).assert_same(pair)

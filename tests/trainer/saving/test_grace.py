@@ -59,13 +59,13 @@ def trains(case: Stuck, out: Path) -> None:
     job.run(case, out, (GetsStuck(case, out), CheckpointPublisher(out / "gasp", every_n_train_steps=1)))
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, world.Outcome]:
-    """By number of ranks."""
-    return {ranks: world.run(Case(devices=ranks), tmp_path_factory.mktemp("untouched")) for ranks in (2, 4)}
+@pytest.fixture
+def oracles(pair: world.Outcome, untouched: world.Outcome) -> dict[int, world.Outcome]:
+    """Untouched runs by number of ranks."""
+    return {2: pair, 4: untouched}
 
 
-def ends(case: Stuck, out: Path, code: int, untouched: dict[int, world.Outcome]) -> tuple[str, list[str]]:
+def ends(case: Stuck, out: Path, code: int, oracles: dict[int, world.Outcome]) -> tuple[str, list[str]]:
     """Why the newest checkpoint was written, which is of the second step, and what the supervisor said."""
     ended = world.run(case, out, max_restarts=0, target=trains)
     assert ended.code == code, f"{ended.said}\n{ended.logs}"
@@ -74,26 +74,26 @@ def ends(case: Stuck, out: Path, code: int, untouched: dict[int, world.Outcome])
     assert latest.manifest is not None
     assert latest.manifest.step == 2
     again = world.run(replace(case, grace_s=25.0), out, max_restarts=0, target=trains)
-    again.assert_same(untouched[case.devices])
+    again.assert_same(oracles[case.devices])
     return latest.manifest.written_for, ended.said
 
 
-def test_ranks_that_wait_are_called_back(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
+def test_ranks_that_wait_are_called_back(oracles: dict[int, world.Outcome], tmp_path: Path) -> None:
     """Half of the grace is over: the last decided step."""
-    why, said = ends(Stuck(waiting=(1,), grace_s=20.0), tmp_path, GASP_WRITTEN, untouched)
+    why, said = ends(Stuck(waiting=(1,), grace_s=20.0), tmp_path, GASP_WRITTEN, oracles)
     assert why == "gasp"
     assert said[:2] == ["SIGTERM: all ranks save and end, within 20 s.", "The run was stopped by SIGTERM."]
 
 
-def test_others_save_without_one_that_is_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
-    why, said = ends(Stuck(busy=(1,), devices=4, grace_s=24.0), tmp_path, GASP_WRITTEN, untouched)
+def test_others_save_without_one_that_is_busy(oracles: dict[int, world.Outcome], tmp_path: Path) -> None:
+    why, said = ends(Stuck(busy=(1,), devices=4, grace_s=24.0), tmp_path, GASP_WRITTEN, oracles)
     assert why == "gasp"
     assert "Rank 1 was busy and did not join the save; it was killed, and the others continue." in said
 
 
-def test_all_are_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> None:
+def test_all_are_busy(oracles: dict[int, world.Outcome], tmp_path: Path) -> None:
     """They are killed in the end; the periodic checkpoint of the same step is what there is."""
-    why, said = ends(Stuck(busy=(0, 1), grace_s=2.0), tmp_path, NOTHING_SAVED, untouched)
+    why, said = ends(Stuck(busy=(0, 1), grace_s=2.0), tmp_path, NOTHING_SAVED, oracles)
     assert why == "periodic"
     assert said.count("2 s are over (grace_s); processes that have not ended are killed.") == 1
 
@@ -107,10 +107,10 @@ def test_all_are_busy(untouched: dict[int, world.Outcome], tmp_path: Path) -> No
     ],
 )
 def test_a_second_signal_ends_all_at_once(
-    signals: tuple[Any, ...], untouched: dict[int, world.Outcome], tmp_path: Path
+    signals: tuple[Any, ...], oracles: dict[int, world.Outcome], tmp_path: Path
 ) -> None:
     case = Stuck(signals=signals, busy=(0, 1))
-    why, said = ends(case, tmp_path, 128 + signals[1], untouched)
+    why, said = ends(case, tmp_path, 128 + signals[1], oracles)
     assert why == "periodic"
     assert said == [
         f"{signals[0].name}: all ranks save and end, within 25 s.",

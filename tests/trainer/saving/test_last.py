@@ -31,11 +31,6 @@ def fits(case: Case, out: Path, *callbacks: Callback) -> None:
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
-@pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that found nothing to go on from, and what it has left."""
     out = tmp_path_factory.mktemp("told")
@@ -56,11 +51,11 @@ def chosen(outcome: world.Outcome) -> set[str]:
     return {line.split("resumes from ")[1] for line in outcome.logs.splitlines() if "resumes from" in line}
 
 
-def test_a_fit_goes_on_and_repeats_no_batch(left: Path, untouched: world.Outcome) -> None:
+def test_a_fit_goes_on_and_repeats_no_batch(left: Path, pair: world.Outcome) -> None:
     again = world.run(TOLD, left, target=fits)
-    again.assert_same(untouched)
+    again.assert_same(pair)
     assert chosen(again) == {f"{left}/gasp/step_00000004."}
-    assert len((left / "batches1").read_text().splitlines()) == len(untouched.batches[1])
+    assert len((left / "batches1").read_text().splitlines()) == len(pair.batches[1])
 
 
 @pytest.mark.parametrize(
@@ -71,12 +66,12 @@ def test_a_fit_goes_on_and_repeats_no_batch(left: Path, untouched: world.Outcome
     ],
 )
 def test_from_the_one_before_if_the_newest_is_damaged(
-    name: str, damage: Callable[[Path], None], said: str, left: Path, untouched: world.Outcome
+    name: str, damage: Callable[[Path], None], said: str, left: Path, pair: world.Outcome
 ) -> None:
     file = left / "gasp" / "step_00000004" / name
     damage(file)
     again = world.run(TOLD, left, target=fits)
-    again.assert_same(untouched)
+    again.assert_same(pair)
     assert chosen(again) == {f"{left}/kept/step_00000003."}
     assert again.logs.count(f"Passed over: The checkpoint {file.parent} cannot be used: {said}") == 1
 
@@ -130,11 +125,11 @@ def fits_twice(case: Case, out: Path) -> None:
         fits(replace(case, epochs=epochs, load=load), out)
 
 
-def test_a_second_fit_of_one_script(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_second_fit_of_one_script(pair: world.Outcome, tmp_path: Path) -> None:
     twice = world.run(Case(devices=2), tmp_path, target=fits_twice)
-    twice.assert_same(untouched)
+    twice.assert_same(pair)
     assert chosen(twice) == {f"{tmp_path}/kept/step_00000006."}
-    assert len((tmp_path / "batches0").read_text().splitlines()) == len(untouched.batches[0])
+    assert len((tmp_path / "batches0").read_text().splitlines()) == len(pair.batches[0])
 
 
 def fits_with_last(case: Case, out: Path) -> None:
@@ -143,16 +138,16 @@ def fits_with_last(case: Case, out: Path) -> None:
     fits(case, out, saves_last)
 
 
-def test_lightnings_own_counts_where_there_is_none_of_ours(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_lightnings_own_counts_where_there_is_none_of_ours(pair: world.Outcome, tmp_path: Path) -> None:
     case = Case(devices=2, faults=(Fault("exit", 0, "train_batch_end", 6),))
     assert world.run(case, tmp_path, max_restarts=0, target=fits_with_last).code != 0
     ours, case = tmp_path / "kept" / "step_00000003", replace(case, load="last")
     shutil.copytree(tmp_path, tmp_path / "copy")
     with_ours = world.run(case, tmp_path, target=fits_with_last)
-    with_ours.assert_same(untouched)
+    with_ours.assert_same(pair)
     assert chosen(with_ours) == {f"{ours}."}
     shutil.rmtree(tmp_path / "copy" / "kept")
     with_theirs = world.run(case, tmp_path / "copy", target=fits_with_last)
-    with_theirs.assert_same(untouched)
+    with_theirs.assert_same(pair)
     assert chosen(with_theirs) == set()
     assert f"Restored all states from the checkpoint at {tmp_path}/copy/lightning/last.ckpt" in with_theirs.logs

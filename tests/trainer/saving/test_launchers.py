@@ -56,10 +56,11 @@ def test_sigterm_and_the_same_command_again(
 
 
 def test_torchrun_restarts_all_ranks(untouched: dict[str, str], tmp_path: Path) -> None:
-    """Rank 1 is killed; the other saves within torchrun's grace, and all go on from there."""
+    """Rank 1 raises, and is killed; the other saves within torchrun's grace, and all go on from there."""
     process = torchrun("raise and kill", "1", GASP=str(tmp_path))
     output = finish(process)
     assert process.returncode == 0, output
+    assert "recovered at step 2" in output
     assert output.count(f"resumes from {tmp_path}/step_00000003.") == 1
     assert results(output) == untouched
 

@@ -54,19 +54,14 @@ def trains(case: Kept, out: Path) -> None:
     job.run(case, out, (Names(out), *ours), state_dict_type="sharded")
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
 def entries(out: Path) -> set[str]:
     return {entry.name for entry in (out / "kept").iterdir()}
 
 
-def test_the_tracker_follows_and_each_removes_its_own(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_the_tracker_follows_and_each_removes_its_own(pair: world.Outcome, tmp_path: Path) -> None:
     """A rank is killed in one of the callback's saves, and replaced."""
     case = Kept((Fault("kill", 1, "save", 9),))
-    world.run(case, tmp_path, target=trains).assert_same(untouched)
+    world.run(case, tmp_path, target=trains).assert_same(pair)
     assert (tmp_path / "fired0").exists()
     theirs = {step: f"theirs-step={step}.ckpt" for step in (3, 6, 9, 12)}
     assert json.loads((tmp_path / "names.json").read_text()) == {
@@ -84,7 +79,7 @@ def test_the_tracker_follows_and_each_removes_its_own(untouched: world.Outcome, 
 
 
 @pytest.mark.parametrize("last", [False, True, "link"])
-def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_it(last: bool | str, pair: world.Outcome, tmp_path: Path) -> None:
     """Theirs is the newest when a rank is lost; what the callback removes is not what the tracker names."""
     case = Kept((Fault("kill", 1, "backward", 9),), top=1, last=last, load="last")
     assert world.run(case, tmp_path, max_restarts=0, target=trains).code == GAVE_UP
@@ -97,7 +92,7 @@ def test_a_run_goes_on_from_it(last: bool | str, untouched: world.Outcome, tmp_p
     assert latest.path == directory.path / newest
     assert set(latest.problems) == (links if last == "link" else set())
     again = world.run(case, tmp_path, max_restarts=0, target=trains)
-    again.assert_same(untouched)
+    again.assert_same(pair)
     assert f"resumes from {directory.path / newest}." in again.logs
     assert directory.tracked == newest.replace("9", "12")
     assert directory.latest(verify=True).path == directory.path / newest.replace("9", "12")

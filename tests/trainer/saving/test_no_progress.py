@@ -53,12 +53,7 @@ def failures(out: Path) -> tuple[int, int] | None:
     return None if read is None else (read["step"], read["failures"])
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
-def test_the_third_at_one_step_ends_the_loop(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_the_third_at_one_step_ends_the_loop(pair: world.Outcome, tmp_path: Path) -> None:
     """A scheduler that starts the same command again for 75 would do so for ever."""
     (tmp_path / "poison").write_text("3")
     for count, code in enumerate([GASP_WRITTEN, GASP_WRITTEN, NO_PROGRESS, NO_PROGRESS], start=1):
@@ -71,7 +66,7 @@ def test_the_third_at_one_step_ends_the_loop(untouched: world.Outcome, tmp_path:
     assert world.run(POISONED, tmp_path, max_restarts=0, target=poisoned).code == GASP_WRITTEN
     assert failures(tmp_path) == (4, 1)
     (tmp_path / "poison").unlink()
-    world.run(POISONED, tmp_path, max_restarts=0, target=poisoned).assert_same(untouched)
+    world.run(POISONED, tmp_path, max_restarts=0, target=poisoned).assert_same(pair)
     assert failures(tmp_path) is None
 
 

@@ -22,11 +22,6 @@ USR2 = signal.SIGUSR2.value
 TWO = Case(devices=2, gasp=True)
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
 def saved(out: Path) -> dict[str, str]:
     """Name of each checkpoint, and why it was written."""
     entries = list(CheckpointDirectory(out / "gasp").entries(verify=True))
@@ -42,37 +37,35 @@ def saved(out: Path) -> dict[str, str]:
         pytest.param((Fault(f"hear {USR2}", 0, "train_batch_end", 2), Fault("kill", 1, "update", 2)), id="and a loss"),
     ],
 )
-def test_all_ranks_save_and_go_on(faults: tuple[Fault, ...], untouched: world.Outcome, tmp_path: Path) -> None:
+def test_all_ranks_save_and_go_on(faults: tuple[Fault, ...], pair: world.Outcome, tmp_path: Path) -> None:
     outcome = world.run(Case(devices=2, gasp=True, faults=faults), tmp_path)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     (name,) = saved(tmp_path)
     assert saved(tmp_path) == {name: "planned"}
     assert CheckpointDirectory(tmp_path / "gasp").tracked == name
     assert outcome.logs.count(f"{tmp_path / 'gasp' / name} is written, as asked.") == 1
     again = Case(devices=2, gasp=True, load=str(tmp_path / "gasp" / name))
     rest = world.run(again, tmp_path / "again")
-    assert rest.ranks == untouched.ranks, rest.logs
-    for seen, whole in zip(rest.batches, untouched.batches, strict=True):
+    assert rest.ranks == pair.ranks, rest.logs
+    for seen, whole in zip(rest.batches, pair.batches, strict=True):
         assert 0 < len(seen) < len(whole)
         assert all(whole[place] == digests for place, digests in seen.items())
 
 
 @pytest.mark.parametrize(("rank", "point", "step"), [(0, "save", 4), (1, "save", 4), (1, "batch_start", 3)])
-def test_a_rank_that_is_lost_meanwhile(
-    rank: int, point: str, step: int, untouched: world.Outcome, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_lost_meanwhile(rank: int, point: str, step: int, pair: world.Outcome, tmp_path: Path) -> None:
     """Whoever was asked and is still there asks again, with the next commit; in a tail, with the same."""
     asked = tuple(Fault(f"hear {USR2}", each, "backward", 2) for each in range(2))
     outcome = world.run(Case(devices=2, gasp=True, faults=(*asked, Fault("kill", rank, point, 3))), tmp_path)
-    outcome.assert_same(untouched)
+    outcome.assert_same(pair)
     assert (tmp_path / "fired2").exists()
     assert saved(tmp_path) == {f"step_{step:08d}": "planned"}
 
 
-def test_nobody_has_said_where(untouched: world.Outcome, tmp_path: Path) -> None:
+def test_nobody_has_said_where(pair: world.Outcome, tmp_path: Path) -> None:
     outcome = world.run(Case(devices=2, faults=(Fault(f"tell {USR2}", 0, "backward", 2),)), tmp_path)
     assert outcome.code == 0
-    assert outcome.ranks == untouched.ranks
+    assert outcome.ranks == pair.ranks
     assert outcome.said == [
         "SIGUSR2: nothing is saved. Either training is not under way, or it has neither a CheckpointPublisher nor a"
         " DyingGaspCheckpoint, which name the directory."
@@ -104,8 +97,8 @@ def asks(case: Case, out: Path) -> None:
     job.run(case, out, (Asks(out),))
 
 
-def test_the_command(untouched: world.Outcome, tmp_path: Path) -> None:
-    world.run(TWO, tmp_path, target=asks).assert_same(untouched)
+def test_the_command(pair: world.Outcome, tmp_path: Path) -> None:
+    world.run(TWO, tmp_path, target=asks).assert_same(pair)
     (name,) = saved(tmp_path)
     assert (tmp_path / "asked").read_text() == f"{tmp_path / 'gasp' / name} is written.\n"
 

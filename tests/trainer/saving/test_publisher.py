@@ -18,23 +18,18 @@ def cannot_write(case: Case, out: Path) -> None:
     job.run(case, out, (CheckpointPublisher("/proc/checkpoints"),))
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_newest_stay_and_a_run_goes_on_from_each(rank: int, untouched: world.Outcome, tmp_path: Path) -> None:
+def test_the_newest_stay_and_a_run_goes_on_from_each(rank: int, pair: world.Outcome, tmp_path: Path) -> None:
     """A rank is killed with its part of one of them on the disk, nothing of which is published."""
     case = Case(devices=2, faults=(Fault("kill", rank, "save", 10),))
-    world.run(case, tmp_path, target=publishes).assert_same(untouched)
+    world.run(case, tmp_path, target=publishes).assert_same(pair)
     assert (tmp_path / "fired0").exists()
     directory = CheckpointDirectory(tmp_path / "kept")
     assert sorted(entry.name for entry in directory.path.iterdir()) == ["latest", "step_00000010", "step_00000012"]
     assert directory.tracked == "step_00000012"
     assert not directory.latest(verify=True).problems
     again = Case(devices=2, load=str(directory.path_of(10)))
-    world.run(again, tmp_path, target=publishes).assert_same(untouched)
+    world.run(again, tmp_path, target=publishes).assert_same(pair)
 
 
 def test_a_directory_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:

@@ -17,16 +17,6 @@ from tests.support.bucket import trouble
 from tests.support.job import Case, Fault
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(), tmp_path_factory.mktemp("untouched"))
-
-
-@pytest.fixture(scope="module")
-def untouched_pair(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    return world.run(Case(devices=2), tmp_path_factory.mktemp("pair"))
-
-
 def url_of(out: Path, bucket: str | None = None) -> str:
     """What ranks are told; they have nothing but a directory."""
     file = out / "url"
@@ -93,16 +83,16 @@ def publishes_beside(case: Case, out: Path) -> None:
 
 @pytest.mark.parametrize("target", [publishes, publishes_beside])
 def test_a_rank_is_replaced_and_a_run_goes_on_from_each(
-    target: type[None], bucket: str, untouched_pair: world.Outcome, tmp_path: Path
+    target: type[None], bucket: str, pair: world.Outcome, tmp_path: Path
 ) -> None:
     """It is killed with its part of one of them in the store, and nothing of that one published."""
     url_of(tmp_path, bucket)
     case = Case(devices=2, faults=(Fault("kill", 1, "save", 10),))
-    world.run(case, tmp_path, target=target).assert_same(untouched_pair)
+    world.run(case, tmp_path, target=target).assert_same(pair)
     assert (tmp_path / "fired0").exists()
     assert whole(bucket) == ["12", "10"]
     again = Case(devices=2, load=f"{bucket}/step_00000010")
-    world.run(again, tmp_path, target=target).assert_same(untouched_pair)
+    world.run(again, tmp_path, target=target).assert_same(pair)
 
 
 def keeps_one(case: Case, out: Path) -> None:
@@ -111,11 +101,9 @@ def keeps_one(case: Case, out: Path) -> None:
     job.run(case, out, callbacks, state_dict_type="sharded")
 
 
-def test_lightnings_own_checkpoints_are_published_too(
-    bucket: str, untouched_pair: world.Outcome, tmp_path: Path
-) -> None:
+def test_lightnings_own_checkpoints_are_published_too(bucket: str, pair: world.Outcome, tmp_path: Path) -> None:
     url_of(tmp_path, bucket)
-    world.run(Case(devices=2), tmp_path, target=keeps_one).assert_same(untouched_pair)
+    world.run(Case(devices=2), tmp_path, target=keeps_one).assert_same(pair)
     assert whole(bucket) == ["step=12.ckpt"]
 
 
@@ -139,11 +127,11 @@ def publishes_to_one_that_is_down(case: Case, out: Path) -> None:
     job.run(case, out, (Down(), CheckpointPublisher(url_of(out), every_n_train_steps=2)))
 
 
-def test_the_store_is_down_for_a_while(bucket: str, untouched_pair: world.Outcome, tmp_path: Path) -> None:
+def test_the_store_is_down_for_a_while(bucket: str, pair: world.Outcome, tmp_path: Path) -> None:
     """Training goes on, and the next checkpoint is written."""
     url_of(tmp_path, bucket)
     outcome = world.run(Case(devices=2), tmp_path, target=publishes_to_one_that_is_down)
-    outcome.assert_same(untouched_pair)
+    outcome.assert_same(pair)
     for step in (4, 6):
         said = f"the checkpoint of step {step} could not be written: "
         assert outcome.logs.count(said) == 1, outcome.logs
