@@ -23,6 +23,7 @@ FOLDERS = [
     "sharding",
     "checkpoint",
     "launch",
+    "nodes",
     "state",
     "accelerators",
     "trainer",

@@ -241,6 +241,38 @@ def standby_call(number: int) -> str:
     return f"standby/call/{number}"
 
 
+# Keys of nodes
+
+NODES_COME = "nodes/come"
+"""How many nodes have come. A counter, which gives each node its number."""
+
+NODES_LEFT = "nodes/left"
+"""How many nodes have left a run that is over. A counter: the node that serves the store waits for all."""
+
+NODES_OVER = "nodes/over"
+"""Present once the ranks of a node have ended. Written by that node; spares wait for it."""
+
+
+def node(number: int) -> str:
+    """Return the key of a node's address and name. Written once, by that node."""
+    return f"nodes/member/{number}"
+
+
+def beat(number: int) -> str:
+    """Return the key of a node's sign of life: a number that it raises. Written by that node; changes."""
+    return f"nodes/beat/{number}"
+
+
+def slot(number: int) -> str:
+    """Return the key of the node that the rendezvous has given a slot. Written once, by that node."""
+    return f"nodes/slot/{number}"
+
+
+def placement(number: int) -> str:
+    """Return the key of a placement of nodes. Written once, by compare-and-set."""
+    return f"nodes/placement/{number}"
+
+
 # Keys of faults on purpose
 
 

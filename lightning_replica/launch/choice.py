@@ -59,20 +59,20 @@ def launcher_for(
     return supervise(num_processes, options, hand_over())
 
 
-def check_devices(num_processes: int) -> None:
+def check_devices(world_size: int) -> None:
     """Check that a trainer asks for as many ranks as this script runs with. All ranks come to the same result.
 
     Args:
-        num_processes: Number of ranks that the trainer asks for.
+        world_size: Number of ranks that the trainer asks for, on all nodes.
 
     Raises:
-        ConfigurationError: If the supervisor has started another number of ranks, for the script's first trainer.
+        ConfigurationError: If supervisors have started another number of ranks, for the script's first trainer.
     """
     running = ranks_running()
-    if running in ("", str(num_processes)):
+    if running in ("", str(world_size)):
         return
     raise ConfigurationError(
-        f"This trainer asks for {num_processes} rank{'s' if num_processes > 1 else ''}, but this script runs with"
+        f"This trainer asks for {world_size} rank{'s' if world_size > 1 else ''}, but this script runs with"
         f" {running}, because its first trainer with `replica_zero` asked for that. Use the same `devices` in all of"
         " them. A trainer that only predicts or tests on one device needs no replicas: `Trainer(devices=1,"
         ' strategy="auto")`.'

@@ -5,11 +5,13 @@
 | LIGHTNING_REPLICA_STORE | ``host:port`` of the supervisor's store |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
+| LIGHTNING_REPLICA_RANK | the rank |
 | LIGHTNING_REPLICA_WORLD_SIZE | number of ranks; Lightning removes WORLD_SIZE after a fit |
 | LIGHTNING_REPLICA_SPOOL | directory for large results that set-up collectives gave ranks (control/journal.py) |
 | LIGHTNING_REPLICA_BEACONS | where the rank finds the memory that it writes its progress to (beacons.py) |
 
-LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them.
+LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them. On several
+nodes RANK is set too, as torchrun sets it.
 """
 
 import os
@@ -24,17 +26,16 @@ import torch.distributed as dist
 
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.place import Place
 
 _STORE = "LIGHTNING_REPLICA_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
+_RANK = "LIGHTNING_REPLICA_RANK"
 _WORLD_SIZE = "LIGHTNING_REPLICA_WORLD_SIZE"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_LOOPBACK = ("lo", "lo0")  # Linux, macOS
 _CONNECT = timedelta(seconds=60)
 _FOREVER = timedelta(days=3650)
-
-LOOPBACK = "127.0.0.1"
 
 
 class Surroundings(Protocol):
@@ -105,19 +106,21 @@ class RankEnvironment:
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""
 
-    def variables(self, rank: int, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    def variables(self, rank: int, place: Place, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the complete environment for the process of ``rank``."""
         return {
-            **loopback_interface(),
+            **interface(place.interface),
             **inherited,
             _STORE: f"{self.address}:{self.port}",
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
-            _WORLD_SIZE: str(world_size),
+            _RANK: str(rank),
+            _WORLD_SIZE: str(place.world_size),
             **({} if self.spool is None else {SPOOL: str(self.spool)}),
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": "0",
-            "WORLD_SIZE": str(world_size),
+            **({} if place.is_alone else {"RANK": str(rank)}),  # else code that is imported takes LOCAL_RANK for it
+            "LOCAL_RANK": str(place.local_rank(rank)),
+            "NODE_RANK": str(place.node_rank(rank)),
+            "WORLD_SIZE": str(place.world_size),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
@@ -128,10 +131,14 @@ def ranks_running() -> str:
     return os.environ.get(_WORLD_SIZE, "")
 
 
-def loopback_interface() -> dict[str, str]:
-    """Return the variable that keeps gloo's sockets on this machine. A value that the user has set takes precedence."""
-    found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
-    return {_GLOO_INTERFACE: found[0]} if found else {}
+def rank_here() -> int:
+    """Return the rank of this process, which a supervisor has started."""
+    return int(os.environ[_RANK])
+
+
+def interface(name: str) -> dict[str, str]:
+    """Return the variable that keeps gloo's sockets on an interface. A value that the user has set takes precedence."""
+    return {_GLOO_INTERFACE: name} if name else {}
 
 
 def connect(host: str, port: int) -> dist.TCPStore:

@@ -24,7 +24,8 @@ from lightning_replica.control.generation import Generations, Store
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
-from lightning_replica.launch.environment import LOOPBACK, RankEnvironment, connect, loopback_interface, serve
+from lightning_replica.launch.environment import RankEnvironment, connect, interface, serve
+from lightning_replica.launch.place import LOOPBACK, loopback_interface
 
 _LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
 _PATIENCE_S = 2.0
@@ -125,7 +126,7 @@ class ExternalEnvironment:
         """
         attempt = _attempt(os.environ)
         if num_nodes == 1:
-            for name, value in loopback_interface().items():
+            for name, value in interface(loopback_interface()).items():
                 os.environ.setdefault(name, value)
         host, port = cluster.main_address, cluster.main_port
         served = None

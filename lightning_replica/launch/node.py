@@ -15,7 +15,8 @@ from lightning_replica.control.phase import Phase
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.beacons import HangLimits
-from lightning_replica.launch.environment import LOOPBACK, RankEnvironment
+from lightning_replica.launch.environment import RankEnvironment, connect
+from lightning_replica.launch.place import Place
 from lightning_replica.launch.policy import END_S
 from lightning_replica.launch.repeats import Repeats
 from lightning_replica.launch.spool import Spool
@@ -96,8 +97,8 @@ class Ended:
     where: str
 
 
-Event: TypeAlias = Child | Standbys | signal.Signals | None
-"""A rank's process that has ended; standbys to be filled; a signal; None when it is time to look at the ranks."""
+Event: TypeAlias = Child | Standbys | signal.Signals | Callable[[], None] | None
+"""A rank's process that has ended; standbys to be filled; a signal; something to call; None to look at the ranks."""
 
 
 class Node:
@@ -114,7 +115,7 @@ class Node:
     def __init__(
         self, start: Start, world_size: int, options: RecoveryOptions, directory: Path, standbys: Standbys | None
     ) -> None:
-        self._start, self._world_size, self._standbys = start, world_size, standbys
+        self._start, self._standbys = start, standbys
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._children: dict[int, Child] = {}
         self._watch = Watch(world_size, HangLimits.of(options), directory)
@@ -122,19 +123,15 @@ class Node:
         self._repeats = Repeats()
         self._over = threading.Event()
 
-    def open(self, port: int) -> None:
-        """Prepare to start ranks, and begin to watch them.
-
-        Args:
-            port: Port of the supervisor's store.
-        """
-        self._port, self._spool = port, Spool()
+    def open(self, place: Place) -> None:
+        """Prepare to start ranks at ``place``, and begin to watch them."""
+        self._place, self._spool = place, Spool()
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
 
     def watch_standbys(self) -> None:
         """Start to listen for calls of ranks, which say when it is time to start standbys."""
         if self._standbys is not None:
-            self._standbys.watch(self._port, self._events.put)
+            self._standbys.watch(lambda: connect(self._place.address, self._place.port), self._events.put)
 
     def close(self) -> None:
         """Kill all remaining processes, and remove what ranks have left for each other."""
@@ -170,8 +167,9 @@ class Node:
 
     def start(self, rank: int, generation: int) -> str:
         """Start a new process for a rank, or use a standby; return which of the two, in words."""
-        environment = RankEnvironment(LOOPBACK, self._port, os.getpid(), generation, self._spool.path)
-        variables = environment.variables(rank, self._world_size, os.environ) | self._watch.variables
+        place = self._place
+        environment = RankEnvironment(place.address, place.port, os.getpid(), generation, self._spool.path)
+        variables = environment.variables(rank, place, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
         child = Child(rank, standby or self._start(rank, variables), generation)
@@ -197,6 +195,11 @@ class Node:
         """Kill a rank that hangs. Its end is an event like that of any other rank."""
         self._hung[rank] = why
         self._children[rank].process.send_signal(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill all ranks. Unlike other methods, any thread may call this."""
+        for child in tuple(self._children.values()):
+            child.process.send_signal(signal.SIGKILL)
 
     def send(self, signum: int, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to ``ranks``, by default to all ranks."""

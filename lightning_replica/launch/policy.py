@@ -5,7 +5,7 @@ actions, which the supervisor carries out in order. tests/launch/test_policy.py 
 
 | from | event | to |
 |---|---|---|
-| RUNNING, TOLD | a rank ends that can be replaced | the same |
+| RUNNING, TOLD | a rank ends that can be replaced, or a node | the same |
 | RUNNING | a rank ends that cannot be replaced; ranks can save | SAVING |
 | RUNNING | a rank ends that cannot be replaced; ranks cannot save, or need not | ENDING |
 | RUNNING, SAVING | a first signal; ranks can save | TOLD |
@@ -98,6 +98,15 @@ class Replace:
 
 
 @dataclass(frozen=True)
+class Relocate:
+    """The action: begin a generation with this fault, and have another node start the ranks of a lost node."""
+
+    ranks: tuple[int, ...]
+    fault: Fault
+    number: int
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """The action: record that the run is given up, and wake all ranks that wait."""
 
@@ -126,7 +135,7 @@ class EndAbsent:
     """The action: kill ranks that have not come to save, if others have: those may hold every shard."""
 
 
-Action: TypeAlias = Say | Replace | GiveUp | Send | EndRanks | EndAbsent
+Action: TypeAlias = Say | Replace | Relocate | GiveUp | Send | EndRanks | EndAbsent
 Actions: TypeAlias = tuple[Action, ...]
 
 
@@ -188,6 +197,32 @@ class Policy:
         self.restarts += 1
         fault = Fault("hang" if end.hung else "death", (end.rank,), end.how)
         return (Replace(end.rank, fault, self.restarts),)
+
+    def node_ended(self, ranks: tuple[int, ...], how: str, facts: Facts, place: bool) -> Actions:
+        """Decide what to do when a node and all its ranks are lost.
+
+        Args:
+            ranks: The ranks.
+            how: How the node was lost, in words.
+            facts: The situation now.
+            place: Whether another node is there for the ranks.
+        """
+        if self.code or facts.given_up:
+            return self._fail(how, GAVE_UP, facts, ranks if self.options.gasp else ())
+        if not self.options.recovery:
+            return self._fail(f"{how}. With recovery=False, this ends the run.", GAVE_UP, facts)
+        if not facts.in_fit:
+            where = "before its first batch" if facts.phase == "set-up" else "outside of training"
+            return self._fail(f"{how} {where}, where a node cannot be replaced.", GAVE_UP, facts)
+        if facts.no_replacement:
+            return self._fail(f"{how}, and it cannot be replaced: {facts.no_replacement}", GAVE_UP, facts, ranks)
+        if not place:
+            return self._fail(f"{how}, and no node is left to take its place.", GAVE_UP, facts, ranks)
+        if self.restarts_left <= 0:
+            used = f"{self.restarts} of max_restarts={self.options.max_restarts} are used"
+            return self._fail(f"{how}, and no replacement is left: {used}.", GAVE_UP, facts, ranks)
+        self.restarts += 1
+        return (Relocate(ranks, Fault("death", ranks, how), self.restarts),)
 
     def signalled(self, told: signal.Signals, now: float, facts: Facts) -> Actions:
         """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once."""

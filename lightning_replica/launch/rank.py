@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, sign_in
-from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.environment import RankEnvironment, rank_here
 from lightning_replica.launch.last_words import LastWords, show
 
 
@@ -28,7 +28,7 @@ class SupervisedRank:
 
     def __init__(self, environment: RankEnvironment) -> None:
         self._environment = environment
-        self.rank = int(os.environ["LOCAL_RANK"])
+        self.rank = rank_here()
         self.replaces = environment.generation > 0
         self._shown: BaseException | None = None
         if VARIABLE in os.environ:

@@ -16,7 +16,6 @@ from lightning_replica.control import keys
 from lightning_replica.control.generation import Store
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.activity import state_of
-from lightning_replica.launch.environment import LOOPBACK, connect
 from lightning_replica.launch.waiting import search_path
 
 Command: TypeAlias = Callable[[int], tuple[Sequence[str], str | None]]
@@ -55,11 +54,12 @@ class Standbys:
     Args:
         command: Returns the command line of a rank.
         count: Number of standbys.
+        least: Number of standbys that are kept whatever the user has chosen: on a spare node, one for each rank.
     """
 
-    def __init__(self, command: Command, count: int) -> None:
-        self._command, self._count = command, count
-        self._port = 0
+    def __init__(self, command: Command, count: int, least: int = 0) -> None:
+        self._command, self._count, self._least = command, max(count, least), least
+        self._connect: Callable[[], Store] | None = None
         self._waiting: list[_Standby] = []
         self._modules: list[str] | None = None  # None until the first call
         self._wanted = False
@@ -67,20 +67,20 @@ class Standbys:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="standby-calls", daemon=True)
 
-    def watch(self, port: int, changed: Callable[["Standbys"], None]) -> None:
+    def watch(self, connect: Callable[[], Store], changed: Callable[["Standbys"], None]) -> None:
         """Start to listen for calls.
 
         Args:
-            port: Port of the supervisor's store.
+            connect: Opens a new connection to the store of the run.
             changed: Called from another thread when `fill` has something to do.
         """
-        self._port, self._changed = port, changed
+        self._connect, self._changed = connect, changed
         self.keep(self._count)
 
     def keep(self, count: int) -> None:
         """Keep ``count`` standbys waiting from the next call on."""
-        self._count = count
-        if count and self._port and not self._thread.is_alive():
+        self._count = max(count, self._least)
+        if self._count and self._connect is not None and not self._thread.is_alive():
             self._thread.start()
 
     def fill(self, restarts_left: int) -> None:
@@ -93,7 +93,8 @@ class Standbys:
         self._waiting = [standby for standby in self._waiting if standby not in died]
         if not self._wanted or self._modules is None or self._lost > _MAX_LOST:
             return
-        for _ in range(min(self._count, restarts_left) - len(self._waiting)):
+        useful = max(restarts_left, self._least) if restarts_left else 0  # a node that is replaced counts once
+        for _ in range(min(self._count, useful) - len(self._waiting)):
             standby = _Standby(self._command, self._modules)
             self._waiting.append(standby)
             threading.Thread(target=self._wait, args=(standby,), name="standby", daemon=True).start()
@@ -111,22 +112,25 @@ class Standbys:
     def end(self) -> None:
         """End all standbys."""
         self._over.set()
-        if self._thread.is_alive():
-            call(connect(LOOPBACK, self._port), [])  # wakes the thread
+        if self._thread.is_alive() and self._connect is not None:
+            call(self._connect(), [])  # wakes the thread
             self._thread.join()
         waiting, self._waiting = self._waiting, []
         for standby in waiting:
             standby.end()
 
     def _listen(self) -> None:
-        store = connect(LOOPBACK, self._port)
+        if self._connect is None:
+            raise RuntimeError("`watch` starts this thread")
+        store = self._connect()
         number = 1
         while True:
             modules = json.loads(store.get(keys.standby_call(number)))
             if self._over.is_set():
                 return
-            self._modules, self._wanted = modules, True
-            self._changed(self)
+            if modules:  # else another node ends
+                self._modules, self._wanted = modules, True
+                self._changed(self)
             number += 1
 
     def _wait(self, standby: "_Standby") -> None:

@@ -7,23 +7,25 @@ leave messages.
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from lightning_replica.control import keys, planned_save
 from lightning_replica.control.faults import Fault
-from lightning_replica.control.generation import Generations
+from lightning_replica.control.generation import Generations, Store
 from lightning_replica.control.phase import Phase, phase_of
 from lightning_replica.control.told import Told
 from lightning_replica.core.messages import leave_room
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN
 from lightning_replica.launch.ending import Ending
-from lightning_replica.launch.environment import LOOPBACK, serve
+from lightning_replica.launch.environment import serve
 from lightning_replica.launch.last_words import LastWords
-from lightning_replica.launch.node import Child, Ended, Node, Start
+from lightning_replica.launch.node import Child, Ended, Event, Node, Start
+from lightning_replica.launch.others import Nobody, Others
+from lightning_replica.launch.place import LOOPBACK, Place
 from lightning_replica.launch.policy import (
     Action,
     Actions,
@@ -33,6 +35,7 @@ from lightning_replica.launch.policy import (
     GiveUp,
     Policy,
     RankEnd,
+    Relocate,
     Replace,
     Say,
     Send,
@@ -80,20 +83,31 @@ class Supervisor:
         The code is 0 if every rank ended with 0; else one of `exit_codes`, or the code of the rank that failed first
         (128 + n for signal n).
         """
-        self._store = serve(LOOPBACK)
-        self._generations = Generations(self._store)
+        store = serve(LOOPBACK)
         for key, note in self._notes.items():
-            self._store.set(key, note)
-        self._node.open(self._store.port)
+            store.set(key, note)
+        return self.run_at(Place.alone(self._world_size, store.port), store, range(self._world_size), Nobody())
+
+    def run_at(self, place: Place, store: Store, ranks: Iterable[int], others: Others) -> int:
+        """Start some ranks of the world, and return like `run`.
+
+        Args:
+            place: Where this supervisor stands.
+            store: The store that all processes of the run share.
+            ranks: The ranks of this node; none on a spare.
+            others: The other nodes.
+        """
+        self._store, self._generations, self._others = store, Generations(store), others
+        self._node.open(place)
         self._handlers = {s: signal.signal(s, self._on_signal) for s in _HEARD}
         self._hear_usr1()
         asked = ExitStack()
         asked.enter_context(planned_save.listening())
         try:
-            for rank in range(self._world_size):
-                self._node.start(rank, generation=0)
+            self.start(ranks, generation=0)
             self._node.watch_standbys()
-            while self._node.children:
+            others.begin(self._node.put)
+            while self._node.children or not others.may_leave():
                 self._on(self._node.next())
         finally:
             self._node.close()
@@ -101,6 +115,19 @@ class Supervisor:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
         return self._final_code()
+
+    def start(self, ranks: Iterable[int], generation: int) -> None:
+        """Start ranks on this node. Other threads use `Others.begin` to have this called."""
+        for rank in ranks:
+            self._node.start(rank, generation)
+
+    def node_ended(self, ranks: tuple[int, ...], how: str, place: bool) -> None:
+        """Have the ranks of a lost node replaced, or end the run. See `Policy.node_ended`."""
+        self._carry_out(self._policy.node_ended(ranks, how, self._facts(), place))
+
+    def kill(self) -> None:
+        """Kill all ranks of this node at once. Any thread may call this."""
+        self._node.kill_all()
 
     def _final_code(self) -> int:
         path = Gasp.written(self._generations) if self._policy.options.gasp else None
@@ -113,7 +140,7 @@ class Supervisor:
 
     # Events
 
-    def _on(self, event: Child | Standbys | signal.Signals | None) -> None:
+    def _on(self, event: Event) -> None:
         self._ask()
         if event is None:
             self._look()
@@ -123,8 +150,12 @@ class Supervisor:
             self._on_asked_to_save()
         elif isinstance(event, signal.Signals):
             self._carry_out(self._policy.signalled(event, time.monotonic(), self._facts()))
-        else:
+        elif isinstance(event, Child):
             self._on_end(self._node.bury(event))
+            if not self._node.children:
+                self._others.ended()
+        else:
+            event()
 
     def _ask(self) -> None:
         """Take over what the trainer's callbacks say, once a rank has reported it."""
@@ -210,6 +241,8 @@ class Supervisor:
             self._say(action.text)
         elif isinstance(action, Replace):
             self._replace(action)
+        elif isinstance(action, Relocate):
+            self._relocate(action)
         elif isinstance(action, GiveUp):
             self._generations.give_up(action.why, action.asked)
             self._generations.begin_next(0, Fault("end", action.ranks, action.why))  # wakes ranks that are blocked
@@ -222,6 +255,11 @@ class Supervisor:
 
     def _replace(self, action: Replace) -> None:
         who = self._node.start(action.rank, self._generations.begin_next(0, action.fault))
+        used = f"{action.number} of {self._policy.options.max_restarts}"
+        self._say(f"{action.fault.text}; {who} takes its place ({used}).")
+
+    def _relocate(self, action: Relocate) -> None:
+        who = self._others.relocate(action.ranks, action.fault)
         used = f"{action.number} of {self._policy.options.max_restarts}"
         self._say(f"{action.fault.text}; {who} takes its place ({used}).")
 

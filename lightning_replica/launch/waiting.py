@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_replica.core.orphans import die_with
+from lightning_replica.launch.environment import rank_here
 from lightning_replica.launch.rank import enter
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def become(command: Sequence[str], cwd: str | None, environment: dict[str, str])
     if cwd is not None:
         os.chdir(cwd)
     enter()
-    _set_rank(int(environment["LOCAL_RANK"]))
+    _set_rank(rank_here())
     if command[1] == "-m":
         _run_module(command[2], command[3:])
     else:

@@ -33,7 +33,6 @@ from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import check_devices, is_rank, launcher_for, surroundings
-from lightning_replica.launch.external import started_by_another
 from lightning_replica.sharding.engine import Engine, Partition
 from lightning_replica.state import logger_runs
 from lightning_replica.trainer import fit_loop
@@ -169,11 +168,11 @@ class ReplicaZeroStrategy(LightningCheckpoints):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1 and not started_by_another(self.cluster_environment):
+        if num_nodes != 1 and not is_rank(self.cluster_environment):
             raise ConfigurationError(
                 f"{num_nodes=}: `python train.py` starts the ranks of one node. Start the script on all nodes with"
-                f" torchrun (`torchrun --nnodes={num_nodes} --nproc-per-node=... train.py`) or SLURM, or set"
-                " `num_nodes=1`."
+                f" `lightning-replica run --nnodes={num_nodes} --nproc-per-node=... train.py`, which replaces lost"
+                " nodes, with torchrun or with SLURM, or set `num_nodes=1`."
             )
         self._num_nodes = num_nodes
 
@@ -211,7 +210,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     # Setting up
 
     def _configure_launcher(self) -> None:
-        check_devices(self.num_processes)
+        check_devices(self.world_size)
         grid = self.grid  # raises in the first process, before any rank waits for another
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
         if grid.size == 1 and not is_rank(self.cluster_environment):

@@ -56,7 +56,13 @@ def test_as_a_new_process(tmp_path: Path) -> None:
     for place in (folder, folder / "package"):
         (place / "script.py").write_text(SCRIPT)
     (folder / "neighbour.py").touch()
-    environment = {**os.environ, "LOCAL_RANK": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "LIGHTNING_REPLICA_RANK": "1",
+        "LOCAL_RANK": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     environment.pop("PYTHONSAFEPATH", None)
     commands = [
         ([sys.executable, str(folder / "script.py")], str(elsewhere)),

@@ -1,0 +1,97 @@
+"""``lightning-replica run``: starts a training on several nodes, with torchrun's own flags."""
+
+import argparse
+import math
+from typing import Any
+
+from lightning_replica.errors import ConfigurationError
+
+_NODE_TIMEOUT_S = 10.0
+_PORT = 29500
+_BACKENDS = ("c10d",)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command. Its options are parsed by torchrun's parser, which takes a while to import."""
+    parser = commands.add_parser(
+        "run",
+        help="starts a training on several nodes, and replaces nodes that are lost",
+        add_help=False,
+        prefix_chars="\0",  # no argument looks like an option, so all of them are left to the other parser
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the training on this node, and return its exit code."""
+    from lightning_replica.nodes import job
+
+    given = parser().parse_args(options.arguments)
+    command = job.training_command(given.training_script, given.training_script_args, given.module)
+    return job.run(settings_of(given), command)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with the options of this command."""
+    from torch.distributed.run import get_args_parser
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.prog, parser.description = (
+        "lightning-replica run",
+        "Starts a training on several nodes. Run it on each node.",
+    )
+    ours = parser.add_argument_group("lightning_replica")
+    ours.add_argument("--spares", type=int, default=0, help="nodes that wait until another is lost (default: 0)")
+    ours.add_argument(
+        "--node-timeout",
+        "--node_timeout",
+        type=float,
+        default=_NODE_TIMEOUT_S,
+        help="seconds without a sign of life after which a node is lost (default: %(default)g)",
+    )
+    return parser
+
+
+def settings_of(given: argparse.Namespace) -> Any:
+    """Return the nodes' settings, from what torchrun's parser has parsed.
+
+    Raises:
+        ConfigurationError: If an option has a value that only torchrun supports.
+    """
+    from lightning_replica.nodes.job import address_towards
+    from lightning_replica.nodes.settings import NodeSettings
+
+    if given.rdzv_backend not in (*_BACKENDS, "static"):
+        raise ConfigurationError(f"--rdzv-backend={given.rdzv_backend}: choose one of {', '.join(_BACKENDS)}.")
+    host, _, port = (given.rdzv_endpoint or "127.0.0.1").partition(":")
+    number = _whole("--rdzv-endpoint's port", port or str(_PORT))
+    conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
+    return NodeSettings(
+        nnodes=_whole("--nnodes", given.nnodes),
+        nproc_per_node=_whole("--nproc-per-node", given.nproc_per_node),
+        host=host,
+        port=number,
+        run_id=given.rdzv_id,
+        address=given.local_addr or address_towards(host, number),
+        spares=given.spares,
+        node_timeout_s=given.node_timeout,
+        join_timeout_s=_seconds("--rdzv-conf join_timeout", conf.get("join_timeout", "600")),
+    )
+
+
+def _whole(name: str, given: str) -> int:
+    try:
+        return int(given)
+    except ValueError as error:
+        raise ConfigurationError(f"{name}={given}: must be a whole number here.") from error
+
+
+def _seconds(name: str, given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError as error:
+        raise ConfigurationError(f"{name}={given}: must be a number of seconds.") from error
+    if not (value > 0 and math.isfinite(value)):
+        raise ConfigurationError(f"{name}={given}: must be a number of seconds above 0.")
+    return value

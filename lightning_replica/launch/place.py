@@ -1,0 +1,53 @@
+"""Where a supervisor stands: which ranks it has, and where the store of the run is."""
+
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+LOOPBACK: Final = "127.0.0.1"
+_LOOPBACKS: Final = ("lo", "lo0")  # Linux, macOS
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a supervisor knows of the world around it.
+
+    Attributes:
+        world_size: Number of ranks on all nodes.
+        local_world_size: Number of ranks on a node.
+        address: Address of the store that all processes of the run share.
+        port: Its port.
+        interface: Name of the network interface for traffic between ranks; empty to leave the choice to gloo.
+        node: Name of this node, for messages; empty if there is only one.
+    """
+
+    world_size: int
+    local_world_size: int
+    address: str
+    port: int
+    interface: str = ""
+    node: str = ""
+
+    @classmethod
+    def alone(cls, world_size: int, port: int) -> "Place":
+        """Return the place of the only supervisor, which serves the store itself."""
+        return cls(world_size, world_size, LOOPBACK, port, loopback_interface())
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self.local_world_size == self.world_size
+
+    def local_rank(self, rank: int) -> int:
+        """Return the number of ``rank`` among those of its node."""
+        return rank % self.local_world_size
+
+    def node_rank(self, rank: int) -> int:
+        """Return the number of the node slot that ``rank`` belongs to, wherever its process runs."""
+        return rank // self.local_world_size
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback interface; empty if it has none of the usual names."""
+    found = [name for _, name in socket.if_nameindex() if name in _LOOPBACKS]
+    return found[0] if found else ""

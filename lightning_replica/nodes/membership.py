@@ -1,0 +1,110 @@
+"""Who is in: torchelastic's rendezvous decides which nodes are the first to train.
+
+Every node that comes takes part in one round of the rendezvous. The round is complete once `nnodes` nodes have come; a
+node that comes later is a spare. Rounds never change: which node has which ranks from then on is a `Placement`.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from lightning_replica.control import keys
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.nodes.placement import Placement
+from lightning_replica.nodes.settings import NodeSettings
+
+# Our own signs of life decide who is lost (`life`). The rendezvous would compare the clocks of different machines.
+_NEVER_S = 10**7
+_NO_SECOND_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node that has come.
+
+    Attributes:
+        number: Its number, in the order in which nodes have come. A node that comes again gets a new one.
+        address: Its IP address.
+        port: A port at which its supervisor listens as long as it lives.
+        name: Its name, for messages.
+    """
+
+    number: int
+    address: str
+    port: int
+    name: str
+
+    def to_json(self) -> str:
+        """Return the member as a line of JSON."""
+        return json.dumps([self.number, self.address, self.port, self.name])
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "Member":
+        """Make a member from what `to_json` returned."""
+        number, address, port, name = json.loads(line)
+        return cls(int(number), str(address), int(port), str(name))
+
+
+def register(store: dist.Store, address: str, port: int, name: str) -> Member:
+    """Give this node a number, and make it known to all others."""
+    member = Member(store.add(keys.NODES_COME, 1) - 1, address, port, name)
+    store.set(keys.beat(member.number), "0")
+    store.set(keys.node(member.number), member.to_json())
+    return member
+
+
+def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement:
+    """Wait until all nodes have come, and return the first placement.
+
+    Raises:
+        ConfigurationError: If too few nodes have come within ``join_timeout_s``.
+    """
+    os.environ[_NO_SECOND_STORE] = "1"  # torchelastic would serve one more store, on every interface
+    handler = DynamicRendezvousHandler.from_backend(
+        settings.run_id,
+        store,
+        _UntilFull(store, settings.run_id),
+        min_nodes=settings.nnodes,
+        max_nodes=settings.nnodes,
+        local_addr=settings.address,
+        timeout=RendezvousTimeout(join=timedelta(seconds=settings.join_timeout_s)),
+        keep_alive_interval=_NEVER_S,
+    )
+    try:
+        slot = handler.next_rendezvous().rank
+    except _FullError:
+        return Placement.from_json(store.get(keys.placement(0)))
+    except RendezvousTimeoutError as error:
+        come = store.add(keys.NODES_COME, 0)
+        raise ConfigurationError(
+            f"Only {come} of nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port} within"
+            f" {settings.join_timeout_s:g} s. Start the same command on the other nodes, or raise the time-out of the"
+            " rendezvous (--rdzv-conf join_timeout=...)."
+        ) from error
+    store.set(keys.slot(slot), str(member.number))
+    if slot == 0:
+        slots = tuple(int(store.get(keys.slot(each))) for each in range(settings.nnodes))
+        store.set(keys.placement(0), Placement(slots).to_json())
+    return Placement.from_json(store.get(keys.placement(0)))
+
+
+class _FullError(Exception):
+    """The round is complete, and this node is not in it."""
+
+
+class _UntilFull(C10dRendezvousBackend):
+    """Ends the rendezvous of a spare, which would otherwise ask the store every second as long as it waits."""
+
+    def get_state(self) -> Any:
+        """Return the state of the rendezvous; see `C10dRendezvousBackend`."""
+        # All nodes of the round have left the rendezvous before the placement is written.
+        if self._store.check([keys.placement(0)]):
+            raise _FullError
+        return super().get_state()

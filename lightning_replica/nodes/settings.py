@@ -1,0 +1,64 @@
+"""What all nodes of a run are started with."""
+
+from dataclasses import dataclass
+
+from lightning_replica.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """What the user has said about the nodes of a run.
+
+    Attributes:
+        nnodes: Number of nodes that train.
+        nproc_per_node: Number of ranks on each of them.
+        host: Host of the store.
+        port: Port of the store.
+        run_id: Name of the run. Runs with different names may share a store.
+        address: IP address of this node.
+        spares: Number of further nodes that are expected. More may come.
+        node_timeout_s: Time without a sign of life after which a node is lost.
+        join_timeout_s: How long to wait until all nodes have come.
+    """
+
+    nnodes: int
+    nproc_per_node: int
+    host: str
+    port: int
+    run_id: str
+    address: str
+    spares: int = 0
+    node_timeout_s: float = 10.0
+    join_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigurationError: If one of them makes no sense.
+        """
+        least = {"nnodes": 1, "nproc_per_node": 1, "spares": 0, "port": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: must be at least {value}.")
+        for name in ("node_timeout_s", "join_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: must be more than 0 s.")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def beat_s(self) -> float:
+        """Time between two signs of life of a node, in seconds."""
+        return self.node_timeout_s / 5
+
+    @property
+    def fence_s(self) -> float:
+        """Time without an answer of the store after which a node ends its own ranks, in seconds.
+
+        It is shorter than `node_timeout_s`: others may replace the ranks after that, and they must have ended by then.
+        """
+        return 0.8 * self.node_timeout_s
