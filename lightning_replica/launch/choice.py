@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import ClusterEnvironment
 
 from lightning_replica._compat.lightning import _Launcher
@@ -77,6 +78,14 @@ def check_devices(world_size: int) -> None:
         " them. A trainer that only predicts or tests on one device needs no replicas: `Trainer(devices=1,"
         ' strategy="auto")`.'
     )
+
+
+def environment_of_rank() -> ClusterEnvironment | None:
+    """Return the cluster environment of a rank that a supervisor has started; None for Lightning to find it.
+
+    Lightning would find the scheduler that has started the supervisor, whose variables say nothing about ranks.
+    """
+    return None if RankEnvironment.current() is None else LightningEnvironment()
 
 
 def is_rank(cluster: ClusterEnvironment | None) -> bool:

@@ -189,7 +189,8 @@ class Node:
         """Return which ranks hang, if any do. While a killed rank has not ended, no other rank is judged."""
         if self._hung:
             return None  # ranks that wait for the killed rank would seem to hang
-        return self._watch.look({child.rank: child.process for child in self._children.values()}, phase)
+        processes = {child.rank: child.process for child in self._children.values()}
+        return self._watch.look(processes, phase, self._place.is_alone)
 
     def kill(self, rank: int, why: str) -> None:
         """Kill a rank that hangs. Its end is an event like that of any other rank."""

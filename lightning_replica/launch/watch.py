@@ -82,6 +82,7 @@ class Watch:
 
     def __init__(self, world_size: int, limits: HangLimits, directory: Path) -> None:
         self._findings: dict[int, tuple[float, Finding]] = {}  # by rank: when it had last written, and what it is doing
+        self._whole = True
         created = create(world_size)
         self._beacons = created[0] if created else None
         self._path = created[1] if created else ""
@@ -106,13 +107,15 @@ class Watch:
             limit_s = self._limits.recovery_s if replaces else self._limits.max_s
             self._beacons.reset(rank, now, now + limit_s)
 
-    def look(self, processes: Mapping[int, Watched], phase: Callable[[], Phase]) -> Hang | None:
+    def look(self, processes: Mapping[int, Watched], phase: Callable[[], Phase], whole: bool = True) -> Hang | None:
         """Look at all ranks once, and return the hang that was found, if any.
 
         Args:
-            processes: The processes of all live ranks.
+            processes: The processes of all live ranks of this node.
             phase: Returns where the run is; called only if something looks like a hang.
+            whole: Whether no other node has ranks. Else ranks that all wait may wait for a rank of another node.
         """
+        self._whole = whole
         if self._beacons is None or self._limits.off:
             return None
         self._judge.looks(time.monotonic())
@@ -126,7 +129,7 @@ class Watch:
         now = time.monotonic()
         stopped = self._stopped(slots, now)
         overdue = self._judge.overdue(slots, now)
-        if not stopped and not overdue and not self._judge.stalled(slots, {}, now):
+        if not stopped and not overdue and not (self._whole and self._judge.stalled(slots, {}, now)):
             return None
         here = phase()
         stopped = tuple(rank for rank in stopped if here == "set-up" or (here == "fit" and _at_start(slots[rank])))
@@ -138,7 +141,7 @@ class Watch:
         culprits = self._judge.culprits(slots, findings, now)
         if here == "set-up":
             return self._look_at_set_up(slots, processes, findings, culprits)
-        stalled = not culprits and self._judge.stalled(slots, findings, now)
+        stalled = self._whole and not culprits and self._judge.stalled(slots, findings, now)
         if not culprits and not stalled:
             return None
         asked = self._ask(slots, processes)

@@ -32,7 +32,7 @@ from lightning_replica.devices import device_for
 from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
-from lightning_replica.launch.choice import check_devices, is_rank, launcher_for, surroundings
+from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, surroundings
 from lightning_replica.sharding.engine import Engine, Partition
 from lightning_replica.state import logger_runs
 from lightning_replica.trainer import fit_loop
@@ -121,6 +121,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        cluster_environment = cluster_environment or environment_of_rank()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes)
         checks.seconds(timeout_s=timeout_s)

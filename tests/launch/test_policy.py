@@ -20,6 +20,7 @@ from lightning_replica.launch.policy import (
     GiveUp,
     Policy,
     RankEnd,
+    Relocate,
     Replace,
     Say,
     Send,
@@ -46,6 +47,36 @@ def test_a_lost_rank_is_replaced_as_often_as_the_user_says() -> None:
     why = "Rank 1 died (SIGKILL), and no replacement is left: 2 of max_restarts=2 are used."
     assert run.rank_ended(DIED, FIT) == (*given_up(why, (1,)), EndRanks(signal.SIGTERM, END_S))
     assert (run.state, run.final_code(saved=False)) == (State.ENDING, GAVE_UP)
+
+
+def test_the_ranks_of_a_lost_node_go_to_another_which_counts_once() -> None:
+    run, how = policy(max_restarts=1), "Node a, with ranks [2, 3], is lost"
+    assert run.node_ended((2, 3), how, FIT, place=True) == (Relocate((2, 3), Fault("death", (2, 3), how), 1),)
+    assert (run.state, run.restarts_left) == (State.RUNNING, 0)
+    why = f"{how}, and no replacement is left: 1 of max_restarts=1 are used."
+    ending = EndRanks(signal.SIGTERM, END_S)
+    assert run.node_ended((2, 3), how, FIT, place=True) == (*given_up(why, (2, 3)), ending)
+    assert run.final_code(saved=False) == GAVE_UP
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "place", "why"),
+    [
+        (FIT, {}, False, ", and no node is left to take its place."),
+        (FIT, {"recovery": False}, True, ". With recovery=False, this ends the run."),
+        (SET_UP, {}, True, " before its first batch, where a node cannot be replaced."),
+        (DONE, {}, True, " outside of training, where a node cannot be replaced."),
+        (Facts("fit", no_replacement="x."), {}, True, ", and it cannot be replaced: x."),
+    ],
+)
+def test_the_ranks_of_a_lost_node_cannot_go_anywhere(
+    facts: Facts, options: dict[str, Any], place: bool, why: str
+) -> None:
+    run = policy(**options)
+    said, gives_up, *_ = run.node_ended((2,), "Node a is lost", facts, place)
+    assert said == Say(f"Node a is lost{why}")
+    assert isinstance(gives_up, GiveUp)
+    assert run.code == GAVE_UP
 
 
 @pytest.mark.parametrize(

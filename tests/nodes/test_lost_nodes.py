@@ -15,6 +15,8 @@ from tests.support.machines import NEEDS_ROOT, Machine, machines
 SCRIPT = Path(__file__).with_name("script.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 STEPS = 400
+# As in a task of `srun`: what Lightning would read there says nothing about our ranks.
+SLURM = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0"}
 
 
 def results(out: Path) -> list[str]:
@@ -40,7 +42,8 @@ def start(nodes: list[Machine], out: Path, *options: str) -> None:
         flags = ["--nnodes", "2", "--spares", "1", "--nproc-per-node", "2", *options]
         command = [sys.executable, "-m", "lightning_replica", "run", *flags]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes[0].address}:29500"]
-        node.start([*command, str(SCRIPT), str(out), "2", "150", str(STEPS)], out / f"log{number}", ENVIRONMENT)
+        log, slurm = out / f"log{number}", {**SLURM, "SLURM_PROCID": str(number), "SLURM_NODEID": str(number)}
+        node.start([*command, str(SCRIPT), str(out), "2", "150", str(STEPS)], log, {**ENVIRONMENT, **slurm})
         if number == 1:
             until(lambda: logs(out, nodes).count("has ranks") == 2, nodes, out)
 
