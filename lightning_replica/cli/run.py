@@ -68,7 +68,7 @@ def settings_of(given: argparse.Namespace) -> Any:
     number = _whole("--rdzv-endpoint's port", port or str(_PORT))
     conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
     return NodeSettings(
-        nnodes=_whole("--nnodes", given.nnodes),
+        nnodes=_nodes(given.nnodes),
         nproc_per_node=_whole("--nproc-per-node", given.nproc_per_node),
         host=host,
         port=number,
@@ -78,6 +78,15 @@ def settings_of(given: argparse.Namespace) -> Any:
         node_timeout_s=given.node_timeout,
         join_timeout_s=_seconds("--rdzv-conf join_timeout", conf.get("join_timeout", "600")),
     )
+
+
+def _nodes(given: str) -> int:
+    least, _, most = given.partition(":")
+    if most and least != most:
+        raise ConfigurationError(
+            f"--nnodes={given}: ranks keep their number here, so give one number of nodes, and --spares for more."
+        )
+    return _whole("--nnodes", least)
 
 
 def _whole(name: str, given: str) -> int:

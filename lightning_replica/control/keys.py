@@ -246,6 +246,9 @@ def standby_call(number: int) -> str:
 NODES_COME = "nodes/come"
 """How many nodes have come. A counter, which gives each node its number."""
 
+NODES_FACTS = "nodes/facts"
+"""The name of the node that came first, and how it was started, as JSON. Written once, by that node."""
+
 NODES_LEFT = "nodes/left"
 """How many nodes have left a run that is over. A counter: the node that serves the store waits for all."""
 

@@ -1,15 +1,18 @@
 """A run on several nodes, as one of them sees it from start to end."""
 
+import json
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import psutil
 import torch.distributed as dist
 
-from lightning_replica.control import keys
+import lightning_replica
+from lightning_replica.control import agreement, keys
+from lightning_replica.control.generation import Store
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
@@ -24,6 +27,10 @@ from lightning_replica.nodes.placement import ranks_of
 from lightning_replica.nodes.pulse import listen
 from lightning_replica.nodes.settings import NodeSettings
 
+_TRY_S: Final = 5.0  # for one connection
+_PAUSE_S: Final = 0.2
+_QUIET_S: Final = 5.0  # before this node tells that it waits for the store
+
 
 def run(settings: NodeSettings, command: Sequence[str]) -> int:
     """Run a training command on this node, together with the other nodes, and return the exit code.
@@ -36,6 +43,7 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         ConfigurationError: If nobody serves the store, or too few nodes come.
     """
     served, store = open_store(settings)
+    compare(store, facts(settings, command), socket.gethostname())
     listening = listen(settings.address)
     own = register(store, settings.address, listening.getsockname()[1], socket.gethostname())
     placement = join(store, own, settings)
@@ -73,29 +81,70 @@ def open_store(settings: NodeSettings) -> tuple[bool, dist.Store]:
     """Serve the store if its host is this node; else connect to it. Return whether this process serves it, and it.
 
     Raises:
-        ConfigurationError: If no process serves the store.
+        ConfigurationError: If no process serves the store, or its host has no address that other nodes can reach.
     """
-    address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0]
+    advice = "Give the address or the name of one of the nodes, as HOST:PORT, to --rdzv-endpoint on all nodes."
+    try:
+        address = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigurationError(f"The host {settings.host!r} of the store is not known: {error}. {advice}") from error
+    if address.startswith("127.") and settings.host not in (address, "localhost"):
+        raise ConfigurationError(f"{settings.host!r} is {address} here, which no other node can reach. {advice}")
     if address in own_addresses():
         try:
-            return True, serve(str(address), settings.port)
+            return True, serve(address, settings.port)
         except OSError:  # another process of this node serves it
             pass
-    try:
-        store = dist.TCPStore(
-            settings.host,
-            settings.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=settings.join_timeout_s),
-        )
-    except dist.DistError as error:
-        raise ConfigurationError(
-            f"No store answers at {settings.host}:{settings.port}: {error}. Check that the node with this address runs"
-            " the same command, and that the port is open between the nodes."
-        ) from error
-    del store
+    _wait_for_store(settings)
     return False, connect(settings.host, settings.port)
+
+
+def _wait_for_store(settings: NodeSettings) -> None:
+    """Wait until a process listens at the endpoint: nodes may be started in any order."""
+    where, began, said = f"{settings.host}:{settings.port}", time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((settings.host, settings.port), _TRY_S).close()
+            return
+        except OSError as error:
+            waited_s = time.monotonic() - began
+            if waited_s > settings.join_timeout_s:
+                raise ConfigurationError(
+                    f"No process has served a store at {where} for {settings.join_timeout_s:g} s: {error}. Check that"
+                    " the node with this address runs the same command, and that its port is open to this node."
+                ) from error
+            if waited_s > _QUIET_S and not said:
+                said = True
+                say(f"waiting for the store at {where}, where no process listens yet ({error}).")
+        time.sleep(_PAUSE_S)
+
+
+def facts(settings: NodeSettings, command: Sequence[str]) -> dict[str, str]:
+    """Return what all nodes of a run must have in common."""
+    return {
+        "--nnodes": str(settings.nnodes),
+        "--nproc-per-node": str(settings.nproc_per_node),
+        "--node-timeout": f"{settings.node_timeout_s:g}",
+        "the script and its arguments": " ".join(command[1:]),
+        **agreement.versions(),
+        "lightning_replica": lightning_replica.__version__,
+    }
+
+
+def compare(store: Store, own: Mapping[str, str], name: str) -> None:
+    """Check that this node was started like the one that came first. The others go on waiting for a node that was.
+
+    Raises:
+        ConfigurationError: If it was not; the message names the first difference.
+    """
+    first = json.loads(store.compare_set(keys.NODES_FACTS, "", json.dumps([name, dict(own)])))
+    for what, value in own.items():
+        there = first[1].get(what)
+        if there != value:
+            raise ConfigurationError(
+                f"Nodes disagree on {what}: it is {value!r} on {name}, but {there!r} on {first[0]}, which came first."
+                " Start the same command on all nodes. If these are two runs, give each its own --rdzv-endpoint."
+            )
 
 
 def own_addresses() -> frozenset[str]:

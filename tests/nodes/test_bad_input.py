@@ -1,0 +1,91 @@
+"""What users get wrong when they start several nodes: each is named before anyone waits."""
+
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_replica.cli.main import main
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.environment import serve
+from lightning_replica.nodes import job
+from lightning_replica.nodes.settings import NodeSettings
+from tests.support.ranks import free_port
+
+COMMAND = ["python", "train.py", "--epochs", "3"]
+
+
+def settings(**changes: Any) -> NodeSettings:
+    given = NodeSettings(2, 4, "127.0.0.1", free_port(), "none", "127.0.0.1", join_timeout_s=0.1)
+    return replace(given, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "command", "said"),
+    [
+        ({"nproc_per_node": 8}, COMMAND, "Nodes disagree on --nproc-per-node: it is '8' on b, but '4' on a"),
+        ({"nnodes": 3}, COMMAND, "Nodes disagree on --nnodes: it is '3' on b, but '2' on a"),
+        ({"node_timeout_s": 3.5}, COMMAND, "Nodes disagree on --node-timeout: it is '3.5' on b, but '10' on a"),
+        ({}, [*COMMAND[:-1], "4"], "on the script and its arguments: it is 'train.py --epochs 4' on b, but 'train.py"),
+    ],
+)
+def test_nodes_that_were_started_differently(changes: dict[str, Any], command: list[str], said: str) -> None:
+    store, first = serve("127.0.0.1"), settings()
+    job.compare(store, job.facts(first, COMMAND), "a")
+    job.compare(store, job.facts(first, COMMAND), "b")
+    with pytest.raises(ConfigurationError) as raised:
+        job.compare(store, job.facts(replace(first, **changes), command), "b")
+    assert said in str(raised.value)
+    assert "Start the same command on all nodes." in str(raised.value)
+
+
+def test_other_versions() -> None:
+    store, facts = serve("127.0.0.1"), job.facts(settings(), COMMAND)
+    job.compare(store, {**facts, "torch": "2.6.0"}, "a")
+    with pytest.raises(ConfigurationError, match="Nodes disagree on torch: it is .* on b, but '2.6.0' on a"):
+        job.compare(store, facts, "b")
+
+
+def test_an_endpoint_that_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "own_addresses", frozenset)
+    given = settings()
+    with pytest.raises(ConfigurationError) as raised:
+        job.open_store(given)
+    assert f"No process has served a store at 127.0.0.1:{given.port} for 0.1 s" in str(raised.value)
+    assert "that its port is open to this node" in str(raised.value)
+
+
+def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigurationError, match="The host 'nowhere' of the store is not known"):
+        job.open_store(settings(host="nowhere"))
+
+
+def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 29500))])
+    with pytest.raises(ConfigurationError, match="'node0' is 127.0.1.1 here, which no other node can reach"):
+        job.open_store(settings(host="node0"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nnodes", "1:4"], "--nnodes=1:4: ranks keep their number here, so give one number of nodes"),
+        (["--nnodes", "two"], "--nnodes=two: must be a whole number here."),
+        (["--nproc-per-node", "auto"], "--nproc-per-node=auto: must be a whole number here."),
+        (["--rdzv-endpoint", "127.0.0.1:http"], "--rdzv-endpoint's port=http: must be a whole number here."),
+        (["--rdzv-backend", "zookeeper"], "--rdzv-backend=zookeeper: choose one of c10d."),
+        (["--rdzv-conf", "join_timeout=soon"], "--rdzv-conf join_timeout=soon: must be a number of seconds."),
+        (["--rdzv-conf", "join_timeout=-1"], "--rdzv-conf join_timeout=-1: must be a number of seconds above 0."),
+        (["--nnodes", "0"], "nnodes=0: must be at least 1."),
+        (["--spares", "-1"], "spares=-1: must be at least 0."),
+        (["--node-timeout", "0"], "node_timeout_s=0.0: must be more than 0 s."),
+    ],
+)
+def test_options(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *options, "train.py"]) == 2
+    assert said in capsys.readouterr().err
