@@ -169,3 +169,14 @@ def is_profiled() -> bool:
     """Return whether torch's profiler is on in this thread."""
     enabled: bool = torch.autograd._profiler_enabled()
     return enabled
+
+
+def rendezvous_config(given: str) -> dict[str, str]:
+    """Return what torchrun's ``--rdzv-conf`` says.
+
+    Raises:
+        ValueError: If it is not of the form ``name=value,...``.
+    """
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    return _parse_rendezvous_config(given)

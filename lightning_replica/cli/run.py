@@ -1,10 +1,15 @@
 """``lightning-replica run``: starts a training on several nodes, with torchrun's own flags."""
 
 import argparse
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_replica.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_replica.nodes.settings import NodeSettings
+
+T = TypeVar("T")
 
 _NODE_TIMEOUT_S = 10.0
 _PORT = 29500
@@ -37,10 +42,8 @@ def parser() -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     parser: argparse.ArgumentParser = get_args_parser()
-    parser.prog, parser.description = (
-        "lightning-replica run",
-        "Starts a training on several nodes. Run it on each node.",
-    )
+    parser.prog = "lightning-replica run"
+    parser.description = "Starts a training on several nodes. Run it on each node."
     ours = parser.add_argument_group("lightning_replica")
     ours.add_argument("--spares", type=int, default=0, help="nodes that wait until another is lost (default: 0)")
     ours.add_argument(
@@ -53,30 +56,36 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings_of(given: argparse.Namespace) -> Any:
+def settings_of(given: argparse.Namespace) -> "NodeSettings":
     """Return the nodes' settings, from what torchrun's parser has parsed.
 
     Raises:
         ConfigurationError: If an option has a value that only torchrun supports.
     """
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from lightning_replica._compat.torch import rendezvous_config
     from lightning_replica.nodes.job import address_towards
     from lightning_replica.nodes.settings import NodeSettings
 
+    # "static" is what torchrun's parser says if the user has named no backend.
     if given.rdzv_backend not in (*_BACKENDS, "static"):
         raise ConfigurationError(f"--rdzv-backend={given.rdzv_backend}: choose one of {', '.join(_BACKENDS)}.")
-    host, _, port = (given.rdzv_endpoint or "127.0.0.1").partition(":")
-    number = _whole("--rdzv-endpoint's port", port or str(_PORT))
-    conf = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
+    try:
+        host, port = parse_rendezvous_endpoint(given.rdzv_endpoint or "127.0.0.1", _PORT)
+        conf = rendezvous_config(given.rdzv_conf)
+    except ValueError as error:
+        raise ConfigurationError(f"--rdzv-endpoint or --rdzv-conf: {error}") from error
     return NodeSettings(
         nnodes=_nodes(given.nnodes),
-        nproc_per_node=_whole("--nproc-per-node", given.nproc_per_node),
+        nproc_per_node=_number("--nproc-per-node", given.nproc_per_node, int),
         host=host,
-        port=number,
+        port=port,
         run_id=given.rdzv_id,
-        address=given.local_addr or address_towards(host, number),
+        address=given.local_addr or address_towards(host, port),
         spares=given.spares,
         node_timeout_s=given.node_timeout,
-        join_timeout_s=_seconds("--rdzv-conf join_timeout", conf.get("join_timeout", "600")),
+        join_timeout_s=_number("--rdzv-conf join_timeout", conf.get("join_timeout", "600"), float),
     )
 
 
@@ -86,21 +95,11 @@ def _nodes(given: str) -> int:
         raise ConfigurationError(
             f"--nnodes={given}: ranks keep their number here, so give one number of nodes, and --spares for more."
         )
-    return _whole("--nnodes", least)
+    return _number("--nnodes", least, int)
 
 
-def _whole(name: str, given: str) -> int:
+def _number(name: str, given: str, kind: Callable[[str], T]) -> T:
     try:
-        return int(given)
+        return kind(given)
     except ValueError as error:
-        raise ConfigurationError(f"{name}={given}: must be a whole number here.") from error
-
-
-def _seconds(name: str, given: str) -> float:
-    try:
-        value = float(given)
-    except ValueError as error:
-        raise ConfigurationError(f"{name}={given}: must be a number of seconds.") from error
-    if not (value > 0 and math.isfinite(value)):
-        raise ConfigurationError(f"{name}={given}: must be a number of seconds above 0.")
-    return value
+        raise ConfigurationError(f"{name}={given}: must be a number here.") from error

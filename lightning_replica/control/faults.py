@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lightning_replica.errors import ProtocolError
+
 Detected: TypeAlias = Literal[
     "death", "hang", "corrupted shard", "device error", "worker death", "exception", "peer gone", "end"
 ]
@@ -38,15 +40,43 @@ class Fault:
     ranks: tuple[int, ...]
     text: str
 
-    def to_json(self, token: str = "") -> str:
-        """Return the fault as a line of JSON; ``token`` makes the line unique."""
-        return json.dumps([self.detected, self.ranks, self.text, token])
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a supervisor has begun this generation to replace ranks."""
+        return self.detected in ("death", "hang") and bool(self.ranks)
+
+    def to_json(self, token: str = "", note: str = "") -> str:
+        """Return the fault as a line of JSON.
+
+        Args:
+            token: Makes the line unique.
+            note: What supervisors tell each other with the fault.
+        """
+        return json.dumps([self.detected, self.ranks, self.text, token, note])
 
     @classmethod
-    def from_json(cls, line: str) -> "Fault":
-        """Make a fault from what `to_json` returned."""
-        detected, ranks, text, _ = json.loads(line)
-        return cls(detected, tuple(ranks), text)
+    def from_json(cls, line: str | bytes) -> "Fault":
+        """Make a fault from what `to_json` returned.
+
+        Raises:
+            ProtocolError: If it is something else.
+        """
+        return cls.with_note(line)[0]
+
+    @classmethod
+    def with_note(cls, line: str | bytes) -> tuple["Fault", str]:
+        """Make a fault from what `to_json` returned, and return it with the note.
+
+        Raises:
+            ProtocolError: If it is something else.
+        """
+        try:
+            detected, ranks, text, _, note = json.loads(line)
+            if detected not in _TELLING:
+                raise ValueError(f"{detected!r} is no kind of fault")
+            return cls(detected, tuple(map(int, ranks)), str(text)), str(note)
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"{line!r} is no fault: {error}") from error
 
 
 def most_telling(faults: Iterable[Fault]) -> Fault:

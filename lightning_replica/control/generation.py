@@ -10,6 +10,7 @@ mistaken for a report of its replacement.
 import json
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -85,15 +86,29 @@ class Generations:
         """Begin a generation that no other process has begun, and return it."""
         while True:
             candidate = self.newest(known) + 1
-            # The value is unique, so that this process can see whether it has won the race.
-            own = fault.to_json(token=f"{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
-            if self.store.compare_set(keys.generation(candidate), "", own) == own.encode():
+            if self.begin_first(candidate, fault):
                 return candidate
             known = candidate
 
+    def begin_first(self, generation: int, fault: Fault, note: str = "") -> bool:
+        """Begin ``generation``; return False if another process has begun it.
+
+        Args:
+            generation: The generation after the newest that this process knows.
+            fault: The fault.
+            note: What supervisors tell each other with the fault.
+        """
+        # The value is unique, so that this process can see whether it has won the race.
+        own = fault.to_json(f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}", note)
+        return self.store.compare_set(keys.generation(generation), "", own) == own.encode()
+
     def fault(self, generation: int) -> Fault:
         """Return the fault that ended the generation before ``generation``."""
-        return Fault.from_json(self.store.get(keys.generation(generation)).decode())
+        return Fault.from_json(self.store.get(keys.generation(generation)))
+
+    def fault_and_note(self, generation: int) -> tuple[Fault, str]:
+        """Wait until ``generation`` begins, and return its fault, with the note for supervisors."""
+        return Fault.with_note(self.store.get(keys.generation(generation)))
 
     def record_corruption(self, generation: int) -> None:
         """Record that wrong bits were found in the generation before ``generation``, whichever process begins that.

@@ -35,7 +35,10 @@ LOOP = "loop"
 
 
 def generation(number: int) -> str:
-    """Return the key of the fault that began a generation. Written once, by compare-and-set; a loser just joins it."""
+    """Return the key of the fault that began a generation. Written once, by compare-and-set; a loser just joins it.
+
+    Where a node was lost, the new placement of nodes is with the fault.
+    """
     return f"generation/{number}"
 
 
@@ -252,9 +255,6 @@ NODES_FACTS = "nodes/facts"
 NODES_LEFT = "nodes/left"
 """How many nodes have left a run that is over. A counter: the node that serves the store waits for all."""
 
-NODES_OVER = "nodes/over"
-"""Present once the ranks of a node have ended. Written by that node; spares wait for it."""
-
 
 def node(number: int) -> str:
     """Return the key of a node's address and name. Written once, by that node."""
@@ -262,7 +262,7 @@ def node(number: int) -> str:
 
 
 def beat(number: int) -> str:
-    """Return the key of a node's sign of life: a number that it raises. Written by that node; changes."""
+    """Return the key of a node's sign of life (`nodes.life`). Written by that node; changes."""
     return f"nodes/beat/{number}"
 
 
@@ -271,9 +271,8 @@ def slot(number: int) -> str:
     return f"nodes/slot/{number}"
 
 
-def placement(number: int) -> str:
-    """Return the key of a placement of nodes. Written once, by compare-and-set."""
-    return f"nodes/placement/{number}"
+NODES_FIRST = "nodes/first"
+"""The first placement of nodes. Written once, by the first node of the rendezvous. Others are in `generation`."""
 
 
 # Keys of faults on purpose

@@ -110,6 +110,9 @@ class Node:
         options: What the user has chosen about recovery, as far as known at the start.
         directory: Where the stacks of ranks are written when one hangs.
         standbys: Processes that wait to become ranks; None if there are none.
+
+    Attributes:
+        has_had_ranks: Whether a process of this machine has been a rank.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Node:
         self._watch = Watch(world_size, HangLimits.of(options), directory)
         self._hung: dict[int, str] = {}
         self._repeats = Repeats()
+        self.has_had_ranks = False
         self._over = threading.Event()
 
     def open(self, place: Place) -> None:
@@ -173,7 +177,7 @@ class Node:
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
         child = Child(rank, standby or self._start(rank, variables), generation)
-        self._children[rank] = child
+        self._children[rank], self.has_had_ranks = child, True
         # One thread per child blocks in waitpid, so that a death is noticed at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
         return "a new process" if standby is None else "a standby"

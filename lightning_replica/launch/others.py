@@ -15,8 +15,16 @@ class Others(Protocol):
     def begin(self, put: Put) -> None:
         """Begin to watch the other nodes. Called when this node's ranks have been started."""
 
-    def relocate(self, ranks: tuple[int, ...], fault: Fault) -> str:
-        """Begin a generation with this fault, and have another node start the ranks; return which, in words."""
+    @property
+    def restarts(self) -> int:
+        """Number of processes and nodes that were replaced anywhere in this run, as far as known here."""
+
+    def relocate(self, fault: Fault) -> str:
+        """Begin a generation with this fault, in which other nodes start the ranks of lost nodes.
+
+        Returns:
+            The names of the nodes; empty if none is there yet. Then the ranks stay vacant until one comes.
+        """
 
     def may_leave(self) -> bool:
         """Return whether a supervisor without ranks may end; if not, ranks may still be given to it."""
@@ -31,9 +39,14 @@ class Nobody:
     def begin(self, put: Put) -> None:
         """Do nothing."""
 
-    def relocate(self, ranks: tuple[int, ...], fault: Fault) -> str:
+    @property
+    def restarts(self) -> int:
+        """Return 0: the supervisor counts what it replaces itself."""
+        return 0
+
+    def relocate(self, fault: Fault) -> str:
         """Raise an error: no other node can be lost."""
-        raise RuntimeError(f"there is no other node for ranks {ranks}")
+        raise RuntimeError(f"there is no other node: {fault.text}")
 
     def may_leave(self) -> bool:
         """Return true: the run is over once the ranks of the only node have ended."""

@@ -18,7 +18,6 @@ class Place:
         address: Address of the store that all processes of the run share.
         port: Its port.
         interface: Name of the network interface for traffic between ranks; empty to leave the choice to gloo.
-        node: Name of this node, for messages; empty if there is only one.
     """
 
     world_size: int
@@ -26,7 +25,6 @@ class Place:
     address: str
     port: int
     interface: str = ""
-    node: str = ""
 
     @classmethod
     def alone(cls, world_size: int, port: int) -> "Place":

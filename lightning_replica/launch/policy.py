@@ -99,9 +99,8 @@ class Replace:
 
 @dataclass(frozen=True)
 class Relocate:
-    """The action: begin a generation with this fault, and have another node start the ranks of a lost node."""
+    """The action: begin a generation with this fault, in which another node starts the ranks of a lost node."""
 
-    ranks: tuple[int, ...]
     fault: Fault
     number: int
 
@@ -173,56 +172,73 @@ class Policy:
         """Return whether ranks that hang are killed. They are not once ranks only end."""
         return self._saves or not (self.code or facts.given_up)
 
+    def count(self, restarts: int) -> None:
+        """Take note of how many processes and nodes were replaced in this run, also by other supervisors."""
+        self.restarts = max(self.restarts, restarts)
+
     def rank_ended(self, end: RankEnd, facts: Facts) -> Actions:
         """Decide what to do when a rank's process has ended."""
         if end.code == 0 and not facts.in_fit:
             return ()
         code = GAVE_UP if end.hung and not facts.in_fit else 128 - end.code if end.code < 0 else end.code or 1
-        if self.code or facts.given_up:
-            return self._fail(end.how, code, facts, (end.rank,) if self.options.gasp else ())
-        if not self.options.recovery:
-            return self._fail(f"{end.how}. With recovery=False, this ends the run.", code, facts)
-        if not facts.in_fit:
-            where = "before its first batch" if facts.phase == "set-up" else "outside of training"
-            return self._fail(f"{end.how} {where}, where a rank cannot be replaced.", code, facts)
-        if end.again:
-            why = f"{end.how}, twice {end.where}: another process would end there too."
-            return self._fail(why, code, facts, (end.rank,))
-        if facts.no_replacement:
-            why = f"{end.how}, and it cannot be replaced: {facts.no_replacement}"
-            return self._fail(why, GAVE_UP, facts, (end.rank,))
-        if self.restarts_left <= 0:
-            used = f"{self.restarts} of max_restarts={self.options.max_restarts} are used"
-            return self._fail(f"{end.how}, and no replacement is left: {used}.", GAVE_UP, facts, (end.rank,))
+        fails = self._cannot_be_replaced("a rank", (end.rank,), end.how, code, facts, end.again and end.where)
+        if fails:
+            return fails
         self.restarts += 1
         fault = Fault("hang" if end.hung else "death", (end.rank,), end.how)
         return (Replace(end.rank, fault, self.restarts),)
 
-    def node_ended(self, ranks: tuple[int, ...], how: str, facts: Facts, place: bool) -> Actions:
+    def node_ended(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
         """Decide what to do when a node and all its ranks are lost.
 
         Args:
             ranks: The ranks.
             how: How the node was lost, in words.
             facts: The situation now.
-            place: Whether another node is there for the ranks.
+        """
+        fails = self._cannot_be_replaced("a node", ranks, how, GAVE_UP, facts)
+        if fails:
+            return fails
+        self.restarts += 1
+        return (Relocate(Fault("death", ranks, how), self.restarts),)
+
+    def no_node_came(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
+        """Decide what to do when no node has come in time to take the place of a lost one. See `node_ended`."""
+        waited = f"{self.options.rendezvous_timeout_s:g} s (rendezvous_timeout_s)"
+        return self._fail(f"{how}, and no other node has come within {waited}.", GAVE_UP, facts, ranks)
+
+    def abandoned(self, how: str, facts: Facts) -> Actions:
+        """Decide what to do when no node is left that trains. This one is a spare, which has nothing to save."""
+        return self._fail(how, GAVE_UP, facts)
+
+    def _cannot_be_replaced(
+        self, what: str, ranks: tuple[int, ...], how: str, code: int, facts: Facts, again: str | bool = False
+    ) -> Actions:
+        """Return the actions that end the run if lost ranks cannot be replaced; nothing if they can.
+
+        Args:
+            what: What is lost: a rank or a node.
+            ranks: The ranks.
+            how: How they were lost, in words.
+            code: The exit code that stands for that.
+            facts: The situation now.
+            again: Where the rank was, in words, if the process before it ended in the same way at the same place.
         """
         if self.code or facts.given_up:
-            return self._fail(how, GAVE_UP, facts, ranks if self.options.gasp else ())
+            return self._fail(how, code, facts, ranks if self.options.gasp else ())
         if not self.options.recovery:
-            return self._fail(f"{how}. With recovery=False, this ends the run.", GAVE_UP, facts)
+            return self._fail(f"{how}. With recovery=False, this ends the run.", code, facts)
         if not facts.in_fit:
             where = "before its first batch" if facts.phase == "set-up" else "outside of training"
-            return self._fail(f"{how} {where}, where a node cannot be replaced.", GAVE_UP, facts)
+            return self._fail(f"{how} {where}, where {what} cannot be replaced.", code, facts)
+        if again:
+            return self._fail(f"{how}, twice {again}: another process would end there too.", code, facts, ranks)
         if facts.no_replacement:
             return self._fail(f"{how}, and it cannot be replaced: {facts.no_replacement}", GAVE_UP, facts, ranks)
-        if not place:
-            return self._fail(f"{how}, and no node is left to take its place.", GAVE_UP, facts, ranks)
         if self.restarts_left <= 0:
             used = f"{self.restarts} of max_restarts={self.options.max_restarts} are used"
             return self._fail(f"{how}, and no replacement is left: {used}.", GAVE_UP, facts, ranks)
-        self.restarts += 1
-        return (Relocate(ranks, Fault("death", ranks, how), self.restarts),)
+        return ()
 
     def signalled(self, told: signal.Signals, now: float, facts: Facts) -> Actions:
         """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once."""

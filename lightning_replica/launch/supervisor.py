@@ -121,9 +121,23 @@ class Supervisor:
         for rank in ranks:
             self._node.start(rank, generation)
 
-    def node_ended(self, ranks: tuple[int, ...], how: str, place: bool) -> None:
+    def node_ended(self, ranks: tuple[int, ...], how: str) -> None:
         """Have the ranks of a lost node replaced, or end the run. See `Policy.node_ended`."""
-        self._carry_out(self._policy.node_ended(ranks, how, self._facts(), place))
+        self._policy.count(self._others.restarts)
+        self._carry_out(self._policy.node_ended(ranks, how, self._facts()))
+
+    def no_node_came(self, ranks: tuple[int, ...], how: str) -> None:
+        """End the run: no node has taken the place of a lost one. See `Policy.no_node_came`."""
+        self._carry_out(self._policy.no_node_came(ranks, how, self._facts()))
+
+    def abandoned(self, how: str) -> None:
+        """End the run: no node is left that trains. See `Policy.abandoned`."""
+        self._carry_out(self._policy.abandoned(how, self._facts()))
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for a node that takes the place of a lost one, in seconds."""
+        return self._policy.options.rendezvous_timeout_s
 
     def kill(self) -> None:
         """Kill all ranks of this node at once. Any thread may call this."""
@@ -132,6 +146,8 @@ class Supervisor:
     def _final_code(self) -> int:
         path = Gasp.written(self._generations) if self._policy.options.gasp else None
         code = self._policy.final_code(saved=path is not None)
+        if not self._node.has_had_ranks:  # a spare: the others judge
+            return code
         code = Ending(self._store, self._world_size).judge(code, self._facts().in_fit, self._say)
         if path is not None:
             again = " Start it again from there." if code == GASP_WRITTEN else ""
@@ -178,6 +194,7 @@ class Supervisor:
     def _on_end(self, ended: Ended) -> None:
         facts = self._facts()
         how = ended.hung or self._why(ended, facts)
+        self._policy.count(self._others.restarts)
         end = RankEnd(ended.child.rank, ended.code, how, bool(ended.hung), ended.where, ended.again)
         self._carry_out(self._policy.rank_ended(end, facts))
 
@@ -259,9 +276,10 @@ class Supervisor:
         self._say(f"{action.fault.text}; {who} takes its place ({used}).")
 
     def _relocate(self, action: Relocate) -> None:
-        who = self._others.relocate(action.ranks, action.fault)
-        used = f"{action.number} of {self._policy.options.max_restarts}"
-        self._say(f"{action.fault.text}; {who} takes its place ({used}).")
+        who = self._others.relocate(action.fault)
+        used = f"({action.number} of {self._policy.options.max_restarts})"
+        waits = f"no spare is left; waiting up to {self.patience_s:g} s for another node {used}."
+        self._say(f"{action.fault.text}; {f'{who} takes its place {used}.' if who else waits}")
 
     def _end_absent(self) -> None:
         ranks = self._node.children

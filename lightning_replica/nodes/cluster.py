@@ -1,128 +1,217 @@
-"""The other nodes of a run, for one supervisor: it learns of lost nodes and takes over their ranks."""
+"""The other nodes of a run, for one supervisor: it learns of lost nodes and takes over their ranks.
+
+The log of generations is also the log of placements. A lost node and its ranks' new places are one entry, so whoever
+begins the generation has decided where the ranks go, and a node that decides at the same time sees the other's entry
+first. The live node with the lowest number that has ranks decides.
+"""
 
 import os
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
+from typing import Final
 
 import torch.distributed as dist
 
-from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.messages import say, warn
 from lightning_replica.exit_codes import GAVE_UP
-from lightning_replica.launch.environment import connect
 from lightning_replica.launch.others import Put
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.membership import Member
-from lightning_replica.nodes.placement import Placement, ranks_of
+from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
 from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
 
+_PAUSE_S: Final = 0.2
+# Of the time that ranks wait for each other: the supervisor must end the wait before they do.
+_PATIENCE: Final = 0.95
+
 
 class Cluster:
-    """Implements `Others`: the main thread of the supervisor calls it.
+    """Implements `Others` and `Listener`.
 
     Args:
         settings: The nodes' settings.
-        store: The store of the run.
+        store: The store of the run, for the supervisor's main thread.
+        open_store: Opens a new connection to the store; see `Line`.
         own: This node.
         first: The first placement.
-        supervisor: Returns this node's supervisor.
+        supervisor: This node's supervisor.
+
+    Attributes:
+        code: The exit code of the first other node whose ranks have ended; None if there is none yet.
     """
 
     def __init__(
         self,
         settings: NodeSettings,
         store: dist.Store,
+        open_store: Callable[[], dist.Store],
         own: Member,
         first: Placement,
-        supervisor: Callable[[], Supervisor],
+        supervisor: Supervisor,
     ) -> None:
-        self._settings, self._store, self._own, self._supervisor = settings, store, own, supervisor
-        self._placement, self._number, self._over = first, 0, False
-        self.pulse = Pulse(settings, own, self._found_lost, self._fence)
+        self._settings, self._open, self._own, self._supervisor = settings, open_store, own, supervisor
+        self._generations, self._placement = Generations(store), first
+        self._known = self._restarts = 0  # the newest entry of the log that was read, and replacements up to it
+        self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
+        self._over = False
+        self.code: int | None = None
+        self.pulse = Pulse(settings, own, open_store, self)
+
+    # `Others`: called in the supervisor's main thread
 
     def begin(self, put: Put) -> None:
-        """Begin to watch the other nodes, and the placements."""
+        """Begin to watch the other nodes, and the log."""
         self._put = put
         self.pulse.start()
-        threading.Thread(target=self._follow, name="lightning_replica-placements", daemon=True).start()
-        threading.Thread(target=self._await_end, name="lightning_replica-over", daemon=True).start()
+        threading.Thread(target=self._follow, name="lightning_replica-log", daemon=True).start()
+
+    @property
+    def restarts(self) -> int:
+        """Number of replacements in the log."""
+        return self._restarts
 
     def may_leave(self) -> bool:
-        """Return whether a node has ended: all ranks end together."""
+        """Return whether the ranks of a node have ended, or no node trains any more."""
         return self._over
 
     def ended(self) -> None:
-        """Tell the other nodes that ranks have ended, so that spares end too."""
-        if not self._over:
-            self._over = True
-            self._store.set(keys.NODES_OVER, "")
+        """Note that this node's ranks have ended, so that it may leave."""
+        self._over = True
 
-    def relocate(self, ranks: tuple[int, ...], fault: Fault) -> str:
-        """Give the ranks of lost nodes to spares."""
-        generation = Generations(self._store).begin_next(0, fault)
-        lost = frozenset(self._placement.slots) - self.pulse.alive
-        placement = self._placement.replacing(lost, self.pulse.alive, generation)
-        if placement is None:
-            raise RuntimeError(f"there is no spare for ranks {ranks}")  # the caller has seen one
-        self._store.compare_set(keys.placement(self._number + 1), "", placement.to_json())
-        takers = sorted({placement.slots[slot] for slot in placement.moved})
-        return " and ".join(f"node {self.pulse.member(node).name}" for node in takers)
+    def relocate(self, fault: Fault) -> str:
+        """Give the ranks of lost nodes to spares. See `Others.relocate`."""
+        placement = self._append(fault)
+        return " and ".join(f"node {self.pulse.name(node)}" for node in sorted({*self._holders(placement)}))
+
+    def _holders(self, placement: Placement) -> list[int]:
+        return [placement.slots[slot] for slot in placement.moved]
+
+    def _append(self, fault: Fault) -> Placement:
+        """Begin a generation in which spares have the slots of lost nodes, and return its placement."""
+        while True:
+            self._catch_up()
+            lost, alive = self._placement.nodes - self.pulse.alive, self.pulse.alive
+            placement = self._placement.replacing(lost, alive)
+            if self._generations.begin_first(self._known + 1, fault, placement.to_json()):
+                self._catch_up()
+                return placement
+
+    def _catch_up(self) -> None:
+        while self._generations.begun(self._known + 1):
+            self._read(self._known + 1, *self._generations.fault_and_note(self._known + 1))
 
     # In other threads
 
-    def _found_lost(self, _: frozenset[int]) -> None:
+    def came(self) -> None:
+        """See `Listener`."""
+        self._put(self._fill)
+
+    def lost(self) -> None:
+        """See `Listener`."""
         self._put(self._lose)
 
-    def _follow(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: the fence ends this node
-            store, number = connect(self._settings.host, self._settings.port), 0
-            while True:
-                number += 1
-                placement = Placement.from_json(store.get(keys.placement(number)))
-                self._put(lambda number=number, placement=placement: self._place(number, placement))  # type: ignore[misc]
+    def node_is_over(self, code: int) -> None:
+        """See `Listener`."""
+        self._put(partial(self._end, code))
 
-    def _await_end(self) -> None:
-        with suppress(RuntimeError):
-            connect(self._settings.host, self._settings.port).get(keys.NODES_OVER)
-            self._put(self._end)
+    def store_is_gone(self) -> None:
+        """See `Listener`."""
+        self._give_up(f"the process that served the store at {self._endpoint} has ended")
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
         """End this process and its ranks, at once: the main thread may be waiting for the store."""
-        self._supervisor().kill()
-        warn(
-            f"the store at {self._settings.host}:{self._settings.port} has not answered for"
-            f" {self._settings.fence_s:g} s. The ranks of node {self._own.name} are killed, as others may replace them."
-        )
+        self._give_up(f"the store at {self._endpoint} has not answered for {self._settings.fence_s:g} s")
+
+    @property
+    def _endpoint(self) -> str:
+        return f"{self._settings.host}:{self._settings.port}"
+
+    def _give_up(self, why: str) -> None:
+        self._supervisor.kill()
+        warn(f"{why}. The ranks of node {self._own.name} are killed, as others may replace them.")
         os._exit(GAVE_UP)
+
+    def _follow(self) -> None:
+        """Wait for each entry of the log."""
+        generations, number = None, 1
+        while not self._over:
+            try:
+                generations = generations or Generations(self._open())
+                entry = generations.fault_and_note(number)
+            except (OSError, dist.DistError):  # if the store is gone, `Pulse` finds that out
+                generations = None
+                time.sleep(_PAUSE_S)
+                continue
+            self.pulse.look_at_once()
+            self._put(partial(self._read_and_decide, number, *entry))
+            number += 1
 
     # In the main thread
 
-    def _end(self) -> None:
-        self._over = True
+    def _end(self, code: int) -> None:
+        self.code, self._over = code if self.code is None else self.code, True
 
-    def _place(self, number: int, placement: Placement) -> None:
-        self._placement, self._number = placement, number
-        mine = [slot for slot in placement.moved if placement.slots[slot] == self._own.number]
+    def _read_and_decide(self, number: int, fault: Fault, note: str) -> None:
+        if self._read(number, fault, note):
+            self._lose()  # a node that has got ranks may be lost meanwhile
+
+    def _read(self, number: int, fault: Fault, note: str) -> bool:
+        """Take over an entry of the log, unless it is known. Return whether it has changed the placement."""
+        if number <= self._known:
+            return False
+        self._known, self._restarts = number, self._restarts + fault.is_replaced
+        if not note:
+            return False
+        self._placement = Placement.from_json(note)
+        self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
+        mine = [slot for slot in self._placement.moved if self._placement.slots[slot] == self._own.number]
         if mine:
             ranks = ranks_of(mine, self._settings.nproc_per_node)
             say(f"node {self._own.name} takes over ranks {list(ranks)}.")
-            self._supervisor().start(ranks, placement.generation)
-        self._lose()  # those that were lost meanwhile
+            self._supervisor.start(ranks, number)
+        return True
 
     def _lose(self) -> None:
-        """Decide about nodes of the placement that are lost. The live node with the lowest number does that."""
+        """Decide about nodes that are lost, if this node is the one to do that."""
         alive = self.pulse.alive
-        lost = sorted(set(self._placement.slots) - alive)
-        training = set(self._placement.slots) & alive
-        if not lost or self._over or self._own.number != min(training, default=-1):
+        lost, training = sorted(self._placement.nodes - alive), self._placement.nodes & alive
+        if not training:
+            self._supervisor.abandoned(f"{self._say_who(lost)} is lost, and no node is left that trains.")
+            self._over = True
+        elif lost and self._own.number == min(training):
+            slots = [slot for node in lost for slot in self._placement.of(node)]
+            ranks = ranks_of(slots, self._settings.nproc_per_node)
+            how = f"{self._say_who(lost)}, with ranks {list(ranks)}, is lost"
+            self._supervisor.node_ended(ranks, how)
+            self._wait_for_nodes(how)
+
+    def _say_who(self, nodes: list[int]) -> str:
+        names = " and ".join(f"node {self.pulse.name(node)}" for node in nodes)
+        return f"{names[:1].upper()}{names[1:]}"
+
+    def _fill(self) -> None:
+        """Give vacant slots to nodes that have come, if this node is the one to do that."""
+        training = self._placement.nodes & self.pulse.alive
+        if not self._vacant or self._own.number != min(training, default=VACANT):
             return
-        slots = [slot for node in lost for slot in self._placement.of(node)]
-        ranks = ranks_of(slots, self._settings.nproc_per_node)
-        names = " and ".join(f"node {self.pulse.member(node).name}" for node in lost)
-        how = f"{names[0].upper()}{names[1:]}, with ranks {list(ranks)}, is lost"
-        spare = self._placement.replacing(lost, alive, 0) is not None
-        self._supervisor().node_ended(ranks, how, spare)
+        who = [f"node {self.pulse.name(node)}" for node in sorted(self.pulse.alive - self._placement.nodes)]
+        if who:
+            self._append(Fault("peer gone", (), f"{' and '.join(who)} has come"))
+
+    def _wait_for_nodes(self, how: str) -> None:
+        """End the run if slots that are vacant now are still vacant when the time to wait is over."""
+        if self._vacant:
+            expire = partial(self._expire, how, dict(self._vacant))
+            timer = threading.Timer(_PATIENCE * self._supervisor.patience_s, self._put, [expire])
+            timer.daemon = True
+            timer.start()
+
+    def _expire(self, how: str, vacant: dict[int, int]) -> None:
+        slots = [slot for slot, since in vacant.items() if self._vacant.get(slot) == since]
+        if slots and not self._over:
+            self._supervisor.no_node_came(ranks_of(slots, self._settings.nproc_per_node), how)

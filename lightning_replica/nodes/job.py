@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import psutil
@@ -57,24 +58,37 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         standbys=standbys,
         asks=True,
     )
-    cluster = Cluster(settings, store, own, placement, lambda: supervisor)
+    cluster = Cluster(settings, store, partial(reach, settings), own, placement, supervisor)
     place = Place(
-        settings.world_size,
-        settings.nproc_per_node,
-        settings.host,
-        settings.port,
-        interface_of(settings.address),
-        own.name,
+        world_size=settings.world_size,
+        local_world_size=settings.nproc_per_node,
+        address=settings.host,
+        port=settings.port,
+        interface=interface_of(settings.address),
     )
     ranks = ranks_of(slots, settings.nproc_per_node)
     say(f"node {own.name} {f'has ranks {list(ranks)}' if ranks else 'waits as a spare'}.")
     code = supervisor.run_at(place, store, ranks, cluster)
+    cluster.pulse.over(code)
     store.add(keys.NODES_LEFT, 1)
     if served:
         _wait_for_all(store, cluster, settings)
     cluster.pulse.stop()
+    listening.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`, which would keep it open
     listening.close()
-    return code
+    return code if cluster.code is None else code or cluster.code  # a spare ends as the others do
+
+
+def reach(settings: NodeSettings) -> dist.Store:
+    """Open a connection to the store.
+
+    Raises:
+        ConnectionRefusedError: If no process serves it any more.
+        OSError: If its host cannot be reached.
+    """
+    # torch would try for a minute, and not tell why it cannot connect.
+    socket.create_connection((settings.host, settings.port), _TRY_S).close()
+    return connect(settings.host, settings.port)
 
 
 def open_store(settings: NodeSettings) -> tuple[bool, dist.Store]:

@@ -1,36 +1,76 @@
-"""Which nodes are lost, by their signs of life. Pure: no store, no clock."""
+"""Signs of life, and which nodes are lost by them. Pure: no store, no clock."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_replica.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life.
+
+    Attributes:
+        count: A number that the node raises.
+        code: The exit code of the node, once its ranks have ended. It gives no further signs then.
+    """
+
+    count: int = 0
+    code: int | None = None
+
+    def to_json(self) -> str:
+        """Return the sign as a line of JSON."""
+        return json.dumps([self.count, self.code])
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "Sign":
+        """Make a sign from what `to_json` returned.
+
+        Raises:
+            ProtocolError: If it is something else.
+        """
+        try:
+            count, code = json.loads(line)
+            return cls(int(count), None if code is None else int(code))
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"{line!r} is no sign of life: {error}") from error
 
 
 class Life:
-    """Judges nodes by counters that they raise, and by the clock of this process only.
+    """Judges nodes by whether their signs of life change, and by the clock of this process only.
 
     Time counts against a node only while this process looks. If this process was stopped itself, all others seem silent
     for as long, although they were not.
 
     Args:
-        timeout_s: Time without a sign of life after which a node is lost.
+        timeout_s: Time without a new sign of life after which a node is lost.
         look_s: Time between two looks, in seconds; a longer pause counts as two such times.
     """
 
     def __init__(self, timeout_s: float, look_s: float) -> None:
-        self._timeout_s, self._most_s = timeout_s, 2 * look_s
-        self._seen: dict[int, int] = {}
+        self._timeout_s, self._look_s = timeout_s, look_s
+        self._seen: dict[int, Sign] = {}
         self._silent_s: dict[int, float] = {}
         self._looked = 0.0
 
-    def look(self, counters: Mapping[int, int], now: float) -> frozenset[int]:
+    def look(self, signs: Mapping[int, Sign], now: float) -> frozenset[int]:
         """Return the nodes that are lost.
 
         Args:
-            counters: The counter of each node.
+            signs: The newest sign of each node.
             now: The time, in seconds.
         """
-        passed_s = min(now - self._looked, self._most_s) if self._seen else 0.0
+        passed_s = min(now - self._looked, 2 * self._look_s) if self._seen else 0.0
         self._looked = now
-        for node, counter in counters.items():
-            changed = self._seen.get(node) != counter
-            self._silent_s[node] = 0.0 if changed else self._silent_s[node] + passed_s
-            self._seen[node] = counter
-        return frozenset(node for node in counters if self._silent_s[node] > self._timeout_s)
+        for node, sign in signs.items():
+            silent = self._seen.get(node) == sign and sign.code is None
+            self._silent_s[node] = self._silent_s[node] + passed_s if silent else 0.0
+            self._seen[node] = sign
+        return frozenset(node for node in signs if self._silent_s[node] >= self._timeout_s)
+
+    @property
+    def next_look_s(self) -> float:
+        """How long to wait until the next look, so that a silent node is found as soon as its time is over."""
+        left = [self._timeout_s - silent_s for silent_s in self._silent_s.values() if silent_s < self._timeout_s]
+        return min([self._look_s, *left])

@@ -16,7 +16,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lightning_replica.control import keys
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.errors import ConfigurationError, ProtocolError
+from lightning_replica.nodes.life import Sign
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.settings import NodeSettings
 
@@ -47,15 +48,22 @@ class Member:
 
     @classmethod
     def from_json(cls, line: bytes) -> "Member":
-        """Make a member from what `to_json` returned."""
-        number, address, port, name = json.loads(line)
-        return cls(int(number), str(address), int(port), str(name))
+        """Make a member from what `to_json` returned.
+
+        Raises:
+            ProtocolError: If it is something else.
+        """
+        try:
+            number, address, port, name = json.loads(line)
+            return cls(int(number), str(address), int(port), str(name))
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"{line!r} is no node: {error}") from error
 
 
 def register(store: dist.Store, address: str, port: int, name: str) -> Member:
     """Give this node a number, and make it known to all others."""
     member = Member(store.add(keys.NODES_COME, 1) - 1, address, port, name)
-    store.set(keys.beat(member.number), "0")
+    store.set(keys.beat(member.number), Sign().to_json())
     store.set(keys.node(member.number), member.to_json())
     return member
 
@@ -80,7 +88,7 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     try:
         slot = handler.next_rendezvous().rank
     except _FullError:
-        return Placement.from_json(store.get(keys.placement(0)))
+        return Placement.from_json(store.get(keys.NODES_FIRST))
     except RendezvousTimeoutError as error:
         come = store.add(keys.NODES_COME, 0)
         raise ConfigurationError(
@@ -91,8 +99,8 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     store.set(keys.slot(slot), str(member.number))
     if slot == 0:
         slots = tuple(int(store.get(keys.slot(each))) for each in range(settings.nnodes))
-        store.set(keys.placement(0), Placement(slots).to_json())
-    return Placement.from_json(store.get(keys.placement(0)))
+        store.set(keys.NODES_FIRST, Placement(slots).to_json())
+    return Placement.from_json(store.get(keys.NODES_FIRST))
 
 
 class _FullError(Exception):
@@ -105,6 +113,6 @@ class _UntilFull(C10dRendezvousBackend):
     def get_state(self) -> Any:
         """Return the state of the rendezvous; see `C10dRendezvousBackend`."""
         # All nodes of the round have left the rendezvous before the placement is written.
-        if self._store.check([keys.placement(0)]):
+        if self._store.check([keys.NODES_FIRST]):
             raise _FullError
         return super().get_state()

@@ -3,8 +3,12 @@
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_replica.errors import ProtocolError
+
+VACANT: Final = -1
+"""The holder of a slot whose node is lost and for which no other node has come yet."""
 
 
 @dataclass(frozen=True)
@@ -12,35 +16,45 @@ class Placement:
     """The nodes that train, by slot. Slot s has the ranks s * L to (s + 1) * L - 1, whichever node runs them.
 
     Attributes:
-        slots: For each slot, the number of its node.
-        generation: The generation that the ranks of `moved` are born into.
-        moved: Slots that have another node than in the placement before.
+        slots: For each slot, the number of its node, or `VACANT`.
+        moved: Slots whose ranks their node starts now. The generation with which this placement begins is theirs.
     """
 
     slots: tuple[int, ...]
-    generation: int = 0
     moved: tuple[int, ...] = ()
 
     def of(self, node: int) -> tuple[int, ...]:
         """Return the slots of ``node``; none if it is a spare."""
         return tuple(slot for slot, holder in enumerate(self.slots) if holder == node)
 
-    def replacing(self, lost: Collection[int], spares: Collection[int], generation: int) -> "Placement | None":
-        """Return the placement in which spares have the slots of lost nodes; None if there are too few spares.
+    @property
+    def nodes(self) -> frozenset[int]:
+        """The nodes that have slots."""
+        return frozenset(self.slots) - {VACANT}
 
-        The spare that came first is used first.
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """The slots that no node has."""
+        return self.of(VACANT)
+
+    def replacing(self, lost: Collection[int], alive: Collection[int]) -> "Placement":
+        """Return the placement in which spares have the slots of lost nodes and those that were vacant.
+
+        The spare that came first gets the first slot. Slots for which there is no spare are vacant.
+
+        Args:
+            lost: Nodes that are lost.
+            alive: Nodes that are not. Those without a slot are spares.
         """
-        free = sorted(set(spares) - set(lost) - set(self.slots))
-        moved = tuple(slot for slot, holder in enumerate(self.slots) if holder in lost)
-        if len(moved) > len(free):
-            return None
-        takes = dict(zip(moved, free, strict=False))
+        free = iter(sorted(set(alive) - set(lost) - self.nodes))
+        open_ = [slot for slot, holder in enumerate(self.slots) if holder == VACANT or holder in lost]
+        takes = {slot: next(free, VACANT) for slot in open_}
         slots = tuple(takes.get(slot, holder) for slot, holder in enumerate(self.slots))
-        return Placement(slots, generation, moved)
+        return Placement(slots, tuple(slot for slot in open_ if takes[slot] != VACANT))
 
     def to_json(self) -> str:
         """Return the placement as a line of JSON."""
-        return json.dumps([self.slots, self.generation, self.moved])
+        return json.dumps([self.slots, self.moved])
 
     @classmethod
     def from_json(cls, line: bytes | str) -> "Placement":
@@ -50,10 +64,12 @@ class Placement:
             ProtocolError: If it is something else.
         """
         try:
-            slots, generation, moved = json.loads(line)
-            return cls(tuple(map(int, slots)), int(generation), tuple(map(int, moved)))
+            slots, moved = (tuple(map(int, each)) for each in json.loads(line))
         except (ValueError, TypeError) as error:
             raise ProtocolError(f"{line!r} is no placement of nodes: {error}") from error
+        if not set(moved) <= set(range(len(slots))):
+            raise ProtocolError(f"{line!r} is no placement of nodes: there are no slots {moved}.")
+        return cls(slots, moved)
 
 
 def ranks_of(slots: Collection[int], local_world_size: int) -> tuple[int, ...]:

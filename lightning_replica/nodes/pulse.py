@@ -6,18 +6,40 @@ A node that gets no answer from the store for `NodeSettings.fence_s` ends its ow
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
+from typing import Final, Protocol
 
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.launch.environment import connect
-from lightning_replica.nodes.life import Life
+from lightning_replica.nodes.life import Life, Sign
+from lightning_replica.nodes.line import Line, StoreGoneError
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.settings import NodeSettings
 
-_PROBE_S = 1.0
+_PROBE_S: Final = 1.0
+_FENCE_LOOKS: Final = 50  # during the time-out
+
+
+class Listener(Protocol):
+    """Who is told what `Pulse` finds. All methods are called from its threads."""
+
+    def came(self) -> None:
+        """Other nodes have come."""
+
+    def lost(self) -> None:
+        """Nodes were found to be lost."""
+
+    def node_is_over(self, code: int) -> None:
+        """The ranks of another node have ended, with an exit code."""
+
+    def store_is_gone(self) -> None:
+        """The process that served the store has ended. There are no signs of life any more."""
+
+    def fence(self) -> None:
+        """The store has not answered for too long. Must end this process and its ranks."""
 
 
 class Pulse:
@@ -26,32 +48,30 @@ class Pulse:
     Args:
         settings: The nodes' settings.
         own: This node.
-        lost: Called from a thread when nodes are found to be lost, with their numbers.
-        fenced: Called from a thread when the store has not answered for too long. Must end this process's ranks.
+        open_store: Opens a new connection to the store; see `Line`.
+        listener: Who is told what is found.
     """
 
     def __init__(
-        self,
-        settings: NodeSettings,
-        own: Member,
-        lost: Callable[[frozenset[int]], None],
-        fenced: Callable[[], None],
+        self, settings: NodeSettings, own: Member, open_store: Callable[[], dist.Store], listener: Listener
     ) -> None:
-        self._settings, self._own, self._lost, self._fenced = settings, own, lost, fenced
-        self._over = threading.Event()
+        self._settings, self._own, self._open, self._listener = settings, own, open_store, listener
+        self._stopped, self._now, self._news = threading.Event(), threading.Event(), threading.Event()
+        self._code: int | None = None
+        self._over: frozenset[int] = frozenset()
         self._answered = time.monotonic()
         self._life = Life(settings.node_timeout_s, settings.beat_s)
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Member] = {own.number: own}
         self._gone: frozenset[int] = frozenset()
 
     @property
     def alive(self) -> frozenset[int]:
         """The numbers of the nodes that are known and not lost, this node included."""
-        return frozenset(self._members) - self._gone | {self._own.number}
+        return frozenset(self._members) - self._gone
 
-    def member(self, number: int) -> Member:
-        """Return a node that is known."""
-        return self._members[number]
+    def name(self, number: int) -> str:
+        """Return the name of a node."""
+        return self._members[number].name if number in self._members else str(number)
 
     def start(self) -> None:
         """Start the threads."""
@@ -60,58 +80,96 @@ class Pulse:
 
     def stop(self) -> None:
         """Stop: this process ends, or its end is no sign of a fault any more."""
-        self._over.set()
+        self._stopped.set()
+        self._now.set()
+        self._news.set()
+
+    def over(self, code: int) -> None:
+        """Tell the other nodes that the ranks of this node have ended, with an exit code."""
+        self._code = code
+        self._now.set()
+
+    def look_at_once(self) -> None:
+        """Look for supervisors that have died, because there is a fault. Does not wait."""
+        self._news.set()
 
     def _beat(self) -> None:
-        """Raise this node's counter and look at the others', in turns."""
-        with suppress(RuntimeError):  # the store is gone: the fence ends this node
-            store, count = connect(self._settings.host, self._settings.port), 0
-            while not self._over.wait(self._settings.beat_s):
-                began, count = time.monotonic(), count + 1
-                store.set(keys.beat(self._own.number), str(count))
-                come, *counters = store.multi_get([keys.NODES_COME, *map(keys.beat, self._members)])
-                self._answered = began
-                found = dict(zip(self._members, map(int, counters), strict=True))
-                self._report(self._life.look(found, time.monotonic()))
-                self._meet(store, int(come))
+        """Write this node's sign of life and read those of the others, in turns."""
+        line, count = Line(self._open), 0
+        while not self._stopped.is_set():
+            count += 1
+            own, others = Sign(count, self._code), sorted(set(self._members) - {self._own.number})
+            try:
+                answer = line.ask(partial(_exchange, self._own.number, own, others))
+            except StoreGoneError:
+                if not self._stopped.is_set():
+                    self._stopped.set()
+                    self._listener.store_is_gone()
+                return
+            self._answered = answer.asked
+            come, signs = answer.value
+            self._find_over(signs)
+            self._report(self._life.look(signs, time.monotonic()))
+            if come > len(self._members):
+                self._meet(line, come)
+            self._now.wait(self._life.next_look_s)
+            self._now.clear()
 
-    def _meet(self, store: dist.Store, come: int) -> None:
-        for number in range(come):
-            if number not in self._members and store.check([keys.node(number)]):
-                self._members[number] = Member.from_json(store.get(keys.node(number)))
+    def _find_over(self, signs: Mapping[int, Sign]) -> None:
+        for number, sign in signs.items():
+            if sign.code is not None and number not in self._over:
+                self._over |= {number}
+                self._listener.node_is_over(sign.code)
+
+    def _meet(self, line: Line, come: int) -> None:
+        """Get to know the nodes that have come."""
+        new = [number for number in range(come) if number not in self._members]
+        found = line.ask(partial(_members, new)).value
+        self._members = {**self._members, **found}
+        if found:
+            self._listener.came()
 
     def _report(self, lost: Collection[int]) -> None:
-        new = frozenset(lost) - self._gone - {self._own.number}
+        new = frozenset(lost) - self._gone
         if new:
             self._gone |= new
-            self._lost(new)
+            self._listener.lost()
 
     def _fence(self) -> None:
-        while not self._over.wait(self._settings.beat_s / 10):
+        while not self._stopped.wait(self._settings.node_timeout_s / _FENCE_LOOKS):
             if time.monotonic() - self._answered > self._settings.fence_s:
-                self._fenced()
+                self._listener.fence()
                 return
 
     def _probe(self) -> None:
-        """Look at once for supervisors that have died, whenever a generation begins."""
-        with suppress(RuntimeError):
-            store, generation = connect(self._settings.host, self._settings.port), 0
-            while True:
-                generation += 1
-                store.get(keys.generation(generation))
-                if self._over.is_set():
-                    return
-                others = [m for n, m in list(self._members.items()) if n not in self._gone and n != self._own.number]
-                self._report([member.number for member in others if is_dead(member)])
+        while True:
+            self._news.wait()
+            self._news.clear()
+            if self._stopped.is_set():
+                return
+            others = [self._members[number] for number in self.alive - self._over - {self._own.number}]
+            self._report([member.number for member in others if is_dead(member)])
+
+
+def _exchange(number: int, own: Sign, others: list[int], store: dist.Store) -> tuple[int, dict[int, Sign]]:
+    """Write the sign of life of a node. Return how many nodes have come, and the signs of some."""
+    store.set(keys.beat(number), own.to_json())
+    come, *signs = store.multi_get([keys.NODES_COME, *map(keys.beat, others)])
+    return int(come), dict(zip(others, map(Sign.from_json, signs), strict=True))
+
+
+def _members(numbers: list[int], store: dist.Store) -> dict[int, Member]:
+    known = [number for number in numbers if store.check([keys.node(number)])]
+    return {number: Member.from_json(store.get(keys.node(number))) for number in known}
 
 
 def is_dead(member: Member) -> bool:
-    """Return whether no process listens at a node's port any more. If there is no answer at all, that is not known."""
+    """Return whether the supervisor of a node has certainly died: its machine refuses connections to its port."""
     try:
         socket.create_connection((member.address, member.port), _PROBE_S).close()
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except OSError:  # silence is no proof: the time-out decides
         return False
     return False
 

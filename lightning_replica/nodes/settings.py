@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.core import checks
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class NodeSettings:
         nproc_per_node: Number of ranks on each of them.
         host: Host of the store.
         port: Port of the store.
-        run_id: Name of the run. Runs with different names may share a store.
+        run_id: Name of the run, for torchelastic's rendezvous.
         address: IP address of this node.
         spares: Number of further nodes that are expected. More may come.
         node_timeout_s: Time without a sign of life after which a node is lost.
@@ -37,13 +37,9 @@ class NodeSettings:
         Raises:
             ConfigurationError: If one of them makes no sense.
         """
-        least = {"nnodes": 1, "nproc_per_node": 1, "spares": 0, "port": 1}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: must be at least {value}.")
-        for name in ("node_timeout_s", "join_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: must be more than 0 s.")
+        checks.whole(1, nnodes=self.nnodes, nproc_per_node=self.nproc_per_node, port=self.port)
+        checks.whole(0, spares=self.spares)
+        checks.seconds(node_timeout_s=self.node_timeout_s, join_timeout_s=self.join_timeout_s)
 
     @property
     def world_size(self) -> int:
@@ -53,7 +49,7 @@ class NodeSettings:
     @property
     def beat_s(self) -> float:
         """Time between two signs of life of a node, in seconds."""
-        return self.node_timeout_s / 5
+        return self.node_timeout_s / 4
 
     @property
     def fence_s(self) -> float:

@@ -51,32 +51,44 @@ def test_a_lost_rank_is_replaced_as_often_as_the_user_says() -> None:
 
 def test_the_ranks_of_a_lost_node_go_to_another_which_counts_once() -> None:
     run, how = policy(max_restarts=1), "Node a, with ranks [2, 3], is lost"
-    assert run.node_ended((2, 3), how, FIT, place=True) == (Relocate((2, 3), Fault("death", (2, 3), how), 1),)
+    assert run.node_ended((2, 3), how, FIT) == (Relocate(Fault("death", (2, 3), how), 1),)
     assert (run.state, run.restarts_left) == (State.RUNNING, 0)
     why = f"{how}, and no replacement is left: 1 of max_restarts=1 are used."
     ending = EndRanks(signal.SIGTERM, END_S)
-    assert run.node_ended((2, 3), how, FIT, place=True) == (*given_up(why, (2, 3)), ending)
+    assert run.node_ended((2, 3), how, FIT) == (*given_up(why, (2, 3)), ending)
     assert run.final_code(saved=False) == GAVE_UP
 
 
+def test_replacements_of_other_supervisors_count() -> None:
+    run = policy(max_restarts=3)
+    run.count(2)
+    assert run.node_ended((2,), "Node a is lost", FIT) == (Relocate(Fault("death", (2,), "Node a is lost"), 3),)
+    run.count(2)  # the log may be behind this supervisor's own decision
+    assert run.restarts_left == 0
+
+
 @pytest.mark.parametrize(
-    ("facts", "options", "place", "why"),
+    ("facts", "options", "why"),
     [
-        (FIT, {}, False, ", and no node is left to take its place."),
-        (FIT, {"recovery": False}, True, ". With recovery=False, this ends the run."),
-        (SET_UP, {}, True, " before its first batch, where a node cannot be replaced."),
-        (DONE, {}, True, " outside of training, where a node cannot be replaced."),
-        (Facts("fit", no_replacement="x."), {}, True, ", and it cannot be replaced: x."),
+        (FIT, {"recovery": False}, ". With recovery=False, this ends the run."),
+        (SET_UP, {}, " before its first batch, where a node cannot be replaced."),
+        (DONE, {}, " outside of training, where a node cannot be replaced."),
+        (Facts("fit", no_replacement="x."), {}, ", and it cannot be replaced: x."),
     ],
 )
-def test_the_ranks_of_a_lost_node_cannot_go_anywhere(
-    facts: Facts, options: dict[str, Any], place: bool, why: str
-) -> None:
+def test_the_ranks_of_a_lost_node_cannot_go_anywhere(facts: Facts, options: dict[str, Any], why: str) -> None:
     run = policy(**options)
-    said, gives_up, *_ = run.node_ended((2,), "Node a is lost", facts, place)
+    said, gives_up, *_ = run.node_ended((2,), "Node a is lost", facts)
     assert said == Say(f"Node a is lost{why}")
     assert isinstance(gives_up, GiveUp)
     assert run.code == GAVE_UP
+
+
+def test_no_node_comes() -> None:
+    run = policy(gasp=True, rendezvous_timeout_s=5.0)
+    why = "Node a is lost, and no other node has come within 5 s (rendezvous_timeout_s)."
+    assert run.no_node_came((2, 3), "Node a is lost", FIT) == given_up(why, (2, 3))
+    assert (run.state, run.final_code(saved=True)) == (State.SAVING, GASP_WRITTEN)
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,73 @@
 """Who is lost: only a node that gives no sign of life for as long as the time-out, while somebody looks."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_replica.nodes.life import Life
+from lightning_replica.errors import ProtocolError
+from lightning_replica.nodes.life import Life, Sign
+
+
+def signs(*counts: float) -> dict[int, Sign]:
+    return {node: Sign(int(count)) for node, count in enumerate(counts, 1)}
 
 
 def test_a_silent_node_is_lost_after_the_time_out() -> None:
     life = Life(10.0, 2.0)
-    seen = [life.look({1: second, 2: min(second, 6)}, float(second)) for second in range(0, 21, 2)]
-    assert seen[:9] == [frozenset()] * 9  # node 2 was last heard at 6 s
-    assert seen[9:] == [frozenset({2})] * 2
+    seen = [life.look(signs(second, min(second, 6)), float(second)) for second in range(0, 21, 2)]
+    assert seen[:8] == [frozenset()] * 8  # node 2 was last heard at 6 s
+    assert seen[8:] == [frozenset({2})] * 3
+
+
+def test_the_next_look_is_when_a_node_s_time_is_over() -> None:
+    life = Life(10.0, 2.5)
+    life.look(signs(1, 1), 0.0)
+    assert life.next_look_s == 2.5
+    for now in (2.4, 4.8, 7.2, 9.6):
+        assert life.look(signs(now, 1), now) == frozenset()
+    assert 0.39 < life.next_look_s < 0.41
+    assert life.look(signs(10.0, 1), 10.0) == frozenset({2})
+    assert life.next_look_s == 2.5
 
 
 def test_nobody_is_lost_because_the_one_who_looks_was_stopped() -> None:
     life = Life(10.0, 2.0)
-    assert life.look({1: 0}, 0.0) == frozenset()
-    assert life.look({1: 0}, 1000.0) == frozenset()
-    assert life.look({1: 1}, 1000.1) == frozenset()
+    assert life.look(signs(0), 0.0) == frozenset()
+    assert life.look(signs(0), 1000.0) == frozenset()
+    assert life.look(signs(1), 1000.1) == frozenset()
 
 
 def test_a_node_that_is_new_has_the_whole_time() -> None:
     life = Life(10.0, 2.0)
     for second in range(0, 100, 2):
-        life.look({1: second}, float(second))
-    assert life.look({1: 100, 2: 0}, 100.0) == frozenset()
-    assert life.look({1: 102, 2: 0}, 110.0) == frozenset()
+        life.look(signs(second), float(second))
+    assert life.look(signs(100, 0), 100.0) == frozenset()
+    assert life.look(signs(102, 0), 109.0) == frozenset()
+
+
+def test_a_node_whose_ranks_have_ended_is_not_lost() -> None:
+    life, ended = Life(10.0, 2.0), {1: Sign(3, code=0)}
+    assert not any(life.look(ended, float(second)) for second in range(0, 100, 2))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.booleans()), max_size=60))
 def test_a_node_that_has_been_heard_within_the_time_out_is_alive(looks: list[tuple[float, bool]]) -> None:
-    life, now, heard, counter = Life(10.0, 2.0), 0.0, 0.0, 0
-    life.look({1: counter}, now)
+    life, now, heard, count = Life(10.0, 2.0), 0.0, 0.0, 0
+    life.look(signs(count), now)
     for passed, beats in looks:
         now += passed
-        counter += beats
+        count += beats
         heard = now if beats else heard
-        if life.look({1: counter}, now):
-            assert now - heard > 10.0
+        if life.look(signs(count), now):
+            assert now - heard >= 10.0
+
+
+@given(st.integers(0, 2**62), st.none() | st.integers(0, 255))
+def test_a_line_of_json(count: int, code: int | None) -> None:
+    assert Sign.from_json(Sign(count, code).to_json().encode()) == Sign(count, code)
+
+
+@pytest.mark.parametrize("line", [b"", b"7", b"[]", b"null", b'["a", 0]', b"[1, 2, 3]", b"\xff"])
+def test_what_is_no_sign_of_life(line: bytes) -> None:
+    with pytest.raises(ProtocolError, match="is no sign of life"):
+        Sign.from_json(line)

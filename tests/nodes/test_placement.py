@@ -5,35 +5,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_replica.errors import ProtocolError
-from lightning_replica.nodes.placement import Placement, ranks_of
+from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
 
 
-@given(st.integers(1, 8), st.sets(st.integers(0, 15)), st.sets(st.integers(0, 15)))
-def test_spares_take_the_slots_of_lost_nodes(count: int, lost: set[int], alive: set[int]) -> None:
-    before = Placement(tuple(range(count)))
-    after = before.replacing(lost, alive, 7)
-    needed = lost & set(before.slots)
-    free = alive - lost - set(before.slots)
-    if len(needed) > len(free):
-        assert after is None
-        return
-    assert after is not None
-    assert after.generation == 7
-    assert len(set(after.slots)) == count
-    assert not set(after.slots) & lost
-    assert set(after.moved) == {slot for slot in range(count) if slot in needed}
-    assert all(after.slots[slot] == before.slots[slot] for slot in range(count) if slot not in after.moved)
-    assert sorted(after.slots[slot] for slot in after.moved) == sorted(free)[: len(needed)]
+@given(st.integers(1, 8), st.sets(st.integers(0, 15)), st.sets(st.integers(0, 15)), st.sets(st.integers(0, 7)))
+def test_spares_take_the_slots_of_lost_nodes(count: int, lost: set[int], alive: set[int], vacant: set[int]) -> None:
+    before = Placement(tuple(VACANT if slot in vacant else slot for slot in range(count)))
+    after = before.replacing(lost, alive)
+    free = sorted(alive - lost - before.nodes)
+    open_ = [slot for slot, holder in enumerate(before.slots) if holder == VACANT or holder in lost]
+    assert [after.slots[slot] for slot in open_] == (free + [VACANT] * count)[: len(open_)]
+    assert all(after.slots[slot] == before.slots[slot] for slot in range(count) if slot not in open_)
+    assert after.moved == tuple(open_[: len(free)])
+    assert not after.nodes & lost
+    assert after.vacant == tuple(open_[len(free) :])
 
 
-@given(st.lists(st.integers(0, 99), min_size=1), st.integers(0, 9), st.lists(st.integers(0, 9)))
-def test_a_line_of_json(slots: list[int], generation: int, moved: list[int]) -> None:
-    placement = Placement(tuple(slots), generation, tuple(moved))
+def test_a_node_that_comes_later_takes_a_vacant_slot() -> None:
+    vacant = Placement((0, 1, 2)).replacing({1}, {0, 2})
+    assert vacant == Placement((0, VACANT, 2))
+    assert vacant.replacing((), {0, 2, 3, 4}) == Placement((0, 3, 2), (1,))
+
+
+@given(st.lists(st.integers(-1, 99), min_size=1), st.sets(st.integers(0, 9)))
+def test_a_line_of_json(slots: list[int], moved: set[int]) -> None:
+    placement = Placement(tuple(slots), tuple(sorted(each for each in moved if each < len(slots))))
     assert Placement.from_json(placement.to_json()) == placement
-    assert {slot for node in slots for slot in placement.of(node)} == set(range(len(slots)))
+    assert {slot for node in {*slots} for slot in placement.of(node)} == set(range(len(slots)))
 
 
-@pytest.mark.parametrize("line", ["", "[]", "7", '[["a"], 0, []]', "null", "[[1], 2]"])
+@pytest.mark.parametrize("line", ["", "[]", "7", '[["a"], []]', "null", "[[1], 2]", "[[1], [1]]", "[[1], [0], 3]"])
 def test_what_is_no_placement(line: str) -> None:
     with pytest.raises(ProtocolError, match="is no placement of nodes"):
         Placement.from_json(line)

@@ -1,0 +1,88 @@
+"""A line to the store for questions that must be answered soon, although connections may stall."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_RETRY_S: Final = 1.0
+_PAUSE_S: Final = 0.1
+
+
+class StoreGoneError(Exception):
+    """The process that served the store has ended: its machine refuses connections."""
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """An answer of the store.
+
+    Attributes:
+        asked: When the question was asked over the connection that has answered, by the monotonic clock.
+        value: What the question has returned.
+    """
+
+    asked: float
+    value: T
+
+
+class Line:
+    """Asks the store, and asks again over a new connection if there is no answer within a second.
+
+    When a link comes back after some seconds, a connection that has waited continues only at TCP's next attempt, which
+    may be as far away as the link was down. A new connection is through at once. One thread at a time may use a line.
+
+    Args:
+        open_store: Opens a new connection. Raises ConnectionRefusedError if no process serves the store any more, and
+            another OSError or DistError if there is no connection for another reason.
+    """
+
+    def __init__(self, open_store: Callable[[], dist.Store]) -> None:
+        self._open = open_store
+        self._store: dist.Store | None = None
+
+    def ask(self, question: Callable[[dist.Store], T]) -> Answer[T]:
+        """Return the first answer to a question, however long that takes.
+
+        Args:
+            question: Called with a connection, possibly several times and in several threads, each with a connection of
+                its own.
+
+        Raises:
+            StoreGoneError: If the process that serves the store has ended.
+        """
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        store = self._store
+        while True:
+            threading.Thread(target=_try, args=(self._open, store, question, done), daemon=True).start()
+            store = None
+            try:
+                outcome = done.get(timeout=_RETRY_S)
+            except queue.Empty:
+                continue
+            if isinstance(outcome, ConnectionRefusedError):
+                raise StoreGoneError from outcome
+            if not isinstance(outcome, Exception):
+                self._store, answer = outcome
+                return answer  # type: ignore[no-any-return]
+            time.sleep(_PAUSE_S)  # for example, there is no route
+
+
+def _try(
+    open_store: Callable[[], dist.Store],
+    store: dist.Store | None,
+    question: Callable[[dist.Store], T],
+    done: "queue.SimpleQueue[Any]",
+) -> None:
+    asked = time.monotonic()
+    try:
+        connection = open_store() if store is None else store
+        done.put((connection, Answer(asked, question(connection))))
+    except (OSError, dist.DistError) as error:
+        done.put(error)

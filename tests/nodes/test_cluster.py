@@ -1,0 +1,179 @@
+"""What a node learns of the others, with real stores and threads: two nodes that train, and others that come later."""
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from lightning_replica.control import keys
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.launch.environment import connect, serve
+from lightning_replica.launch.supervisor import Supervisor
+from lightning_replica.nodes.cluster import Cluster
+from lightning_replica.nodes.job import reach
+from lightning_replica.nodes.line import Line, StoreGoneError
+from lightning_replica.nodes.membership import register
+from lightning_replica.nodes.placement import Placement
+from lightning_replica.nodes.pulse import listen
+from lightning_replica.nodes.settings import NodeSettings
+
+FAULT = Fault("death", (0,), "Rank 0 died")
+
+
+class Node:
+    """A node with a cluster, and a supervisor that writes down what it is told."""
+
+    def __init__(self, settings: NodeSettings, name: str, patience_s: float = 60.0) -> None:
+        self.patience_s, self.heard, self._events = patience_s, [], queue.SimpleQueue()  # type: ignore[var-annotated]
+        self.store = connect(settings.host, settings.port)
+        self.listening = listen("127.0.0.1")
+        own = register(self.store, "127.0.0.1", self.listening.getsockname()[1], name)
+        supervisor, first = cast("Supervisor", self), Placement((0, 1))
+        self.cluster = Cluster(settings, self.store, partial(reach, settings), own, first, supervisor)
+        self.cluster.begin(self._events.put)
+
+    def start(self, ranks: tuple[int, ...], generation: int) -> None:
+        self.heard.append(("start", ranks, generation))
+
+    def node_ended(self, ranks: tuple[int, ...], how: str) -> None:
+        self.heard.append((ranks, how, self.cluster.relocate(Fault("death", ranks, how))))
+
+    def no_node_came(self, ranks: tuple[int, ...], how: str) -> None:
+        self.heard.append(("nobody", ranks, how))
+
+    def abandoned(self, how: str) -> None:
+        self.heard.append(("abandoned", how))
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Do what the supervisor's main thread would do."""
+        while not ready():
+            self._events.get()()
+
+    def die(self) -> None:
+        """Give no further sign. The operating system would close the socket."""
+        if self.listening.fileno() < 0:
+            return  # it has died before
+        self.cluster.pulse.stop()
+        self.cluster.ended()
+        self.listening.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`, which would keep it open
+        self.listening.close()
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
+    store = serve("127.0.0.1")
+    made: list[Node] = []
+
+    def make(name: str, **options: Any) -> Node:
+        settings = NodeSettings(2, 2, "127.0.0.1", store.port, "none", "127.0.0.1", node_timeout_s=60.0)
+        made.append(Node(settings, name, **options))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.die()
+    for number in range(1, 9):  # wake the threads that wait for the log
+        Generations(store).begin(number, FAULT)
+
+
+def meet(*nodes: Node, count: int) -> None:
+    """Waits until nodes know of each other, without waiting for their next look."""
+    while any(len(node.cluster.pulse.alive) < count for node in nodes):
+        for node in nodes:
+            node.cluster.pulse._now.set()
+        time.sleep(0.01)
+
+
+def test_a_spare_gets_the_ranks_and_the_decision_is_made_once(make: Callable[..., Node]) -> None:
+    a, b, c, d = (make(name) for name in "abcd")
+    meet(a, c, d, count=4)
+    b.die()
+    Generations(a.store).begin(1, FAULT)  # a rank has noticed; so nodes look
+    a.until(lambda: bool(a.heard))
+    assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "node c")]
+    c.until(lambda: bool(c.heard))
+    assert c.heard == [("start", (2, 3), 2)]
+    d.until(lambda: d.cluster._known == 2)
+    a.until(lambda: a.cluster._known == 2)
+    a.cluster._lose()  # as when another node is lost before the log has been read
+    assert len(a.heard) == 1
+    assert [node.cluster.restarts for node in (a, c, d)] == [2, 2, 2]
+
+
+def test_without_a_spare_the_ranks_wait_for_a_node_that_comes(make: Callable[..., Node]) -> None:
+    a, b = make("a"), make("b")
+    meet(a, count=2)
+    b.die()
+    a.cluster.pulse.look_at_once()
+    a.until(lambda: bool(a.heard))
+    assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "")]
+    c = make("c")
+    meet(a, count=2)
+    a.until(lambda: a.cluster._known == 2)
+    c.until(lambda: bool(c.heard))
+    assert c.heard == [("start", (2, 3), 2)]
+    assert c.cluster.restarts == 1
+
+
+def test_the_wait_for_a_node_ends(make: Callable[..., Node]) -> None:
+    a, b = make("a", patience_s=0.1), make("b")
+    meet(a, count=2)
+    b.die()
+    a.cluster.pulse.look_at_once()
+    a.until(lambda: len(a.heard) == 2)
+    assert a.heard[1] == ("nobody", (2, 3), "Node b, with ranks [2, 3], is lost")
+
+
+def test_a_spare_does_not_wait_where_nobody_trains(make: Callable[..., Node]) -> None:
+    a, b, c = (make(name) for name in "abc")
+    meet(c, count=3)
+    a.die()
+    b.die()
+    c.cluster.pulse.look_at_once()
+    c.until(c.cluster.may_leave)
+    assert c.heard == [("abandoned", "Node a and node b is lost, and no node is left that trains.")]
+
+
+def test_a_spare_ends_with_the_code_of_the_others(make: Callable[..., Node]) -> None:
+    a, c = make("a"), make("c")
+    meet(a, c, count=2)
+    a.cluster.pulse.over(75)
+    while c.cluster.pulse._over != {0}:
+        c.cluster.pulse._now.set()
+        time.sleep(0.01)
+    c.until(c.cluster.may_leave)
+    assert c.cluster.code == 75
+
+
+def test_a_question_is_asked_again_over_a_new_connection() -> None:
+    store = serve("127.0.0.1")
+    store.set("a", "1")
+    opened: list[dist.Store] = []
+
+    def open_store() -> dist.Store:
+        opened.append(connect("127.0.0.1", store.port))
+        return opened[-1]
+
+    def question(connection: dist.Store) -> bytes:
+        return connection.get("never" if connection is opened[0] else "a")  # the first connection stalls
+
+    line = Line(open_store)
+    first, second = line.ask(question), line.ask(question)
+    assert first.value == second.value == b"1"
+    assert second.asked > first.asked
+    assert len(opened) == 2
+    store.set("never", "")
+
+
+def test_a_store_that_has_ended() -> None:
+    def refused() -> dist.Store:
+        raise ConnectionRefusedError
+
+    with pytest.raises(StoreGoneError):
+        Line(refused).ask(lambda store: store.get(keys.JOB))
