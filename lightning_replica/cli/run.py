@@ -1,8 +1,10 @@
 """``lightning-replica run``: starts a training on several nodes, with torchrun's own flags."""
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning_replica.errors import ConfigurationError
 
@@ -28,13 +30,21 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the training on this node, and return its exit code."""
+def run(options: argparse.Namespace) -> NoReturn:
+    """Run the training on this node, and end this process with its exit code.
+
+    Raises:
+        ConfigurationError: If the run cannot begin.
+    """
     from lightning_replica.nodes import job
 
     given = parser().parse_args(options.arguments)
     command = job.training_command(given.training_script, given.training_script_args, given.module)
-    return job.run(settings_of(given), command)
+    code = job.run(settings_of(given), command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads wait for the store in C++. If they got an answer while the interpreter ends, it would abort.
+    os._exit(code)
 
 
 def parser() -> argparse.ArgumentParser:
