@@ -18,8 +18,10 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.launch import rank
-from lightning_replica.launch.environment import RankEnvironment, serve
+from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.place import LOOPBACK, Place
+from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.tcp import serve
 from lightning_replica.trainer import session
 
 STRATEGY = os.environ.get("LIGHTNING_TESTS_STRATEGY", "")
@@ -65,7 +67,9 @@ def a_world_of_one(
     if OURS:
         store = serve(LOOPBACK)
         os.environ.update(
-            RankEnvironment(LOOPBACK, store.port, os.getppid(), 0).variables(0, Place.alone(1, store.port), {})
+            RankEnvironment(StoreAddress(LOOPBACK, store.port), os.getppid(), 0).variables(
+                0, Place.alone(1, store.port), {}
+            )
         )
     elif STRATEGY:
         os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")

@@ -16,6 +16,7 @@ FOLDERS = [
     "_compat",
     "devices",
     "core",
+    "stores",
     "control",
     "groups",
     "recovery",
@@ -35,7 +36,7 @@ FOLDERS = [
     "__main__",
 ]
 GROUND = {"errors", "exit_codes"}  # modules at the root that every folder may import
-NO_LIGHTNING = ["devices", "core", "control", "groups", "recovery", "sharding", "checkpoint"]
+NO_LIGHTNING = ["devices", "core", "stores", "control", "groups", "recovery", "sharding", "checkpoint"]
 # What may be touched of the engine from outside, and by whom.
 ENGINE = "sharding.engine"
 

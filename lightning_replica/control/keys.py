@@ -10,7 +10,9 @@ JOB = "job"
 """A random number that identifies this run. Written once, by the rank that comes first."""
 
 PHASE = "phase"
-"""The value "fit" while a lost rank can be replaced, then "done". Written by every rank when all have met; changes."""
+"""The value "fit" while a lost rank can be replaced, then "done". Written by every rank when all have met; changes.
+
+On several nodes it is "set-up" before; written by the nodes."""
 
 OPTIONS = "options"
 """What ranks tell the supervisor: options and a directory (`told`). Written once, by the first rank in `fit`."""
@@ -273,6 +275,25 @@ def slot(number: int) -> str:
 
 NODES_FIRST = "nodes/first"
 """The first placement of nodes. Written once, by the first node of the rendezvous. Others are in `generation`."""
+
+
+def heir(number: int) -> str:
+    """Return the key of the address of the ``number``-th store that takes the place of a lost one.
+
+    In the store of a node. Written by its supervisor.
+    """
+    return f"heir/{number}"
+
+
+AGREED = "nodes/agreed"
+"""The nodes that are dead, as JSON, once all others use a store that takes the place of a lost one.
+
+Written once, by the node that serves that store."""
+
+
+def agrees(number: int) -> str:
+    """Return the key of the newest generation that a node has known when it lost the store. Written by that node."""
+    return f"nodes/agrees/{number}"
 
 
 # Keys of faults on purpose

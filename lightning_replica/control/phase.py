@@ -11,5 +11,9 @@ Phase: TypeAlias = Literal["set-up", "fit", "done"]
 
 def phase_of(store: Store) -> Phase:
     """Return the phase that ranks have written to the store; "set-up" if they have written none."""
-    phase = store.get(keys.PHASE) if store.check([keys.PHASE]) else b""
-    return "fit" if phase == b"fit" else "done" if phase else "set-up"
+    return phase_from(store.get(keys.PHASE)) if store.check([keys.PHASE]) else "set-up"
+
+
+def phase_from(value: bytes) -> Phase:
+    """Return the phase that the value of `keys.PHASE` says."""
+    return "fit" if value == b"fit" else "done" if value == b"done" else "set-up"

@@ -32,10 +32,12 @@ class Ending:
 
     def __init__(self, store: Store, world_size: int, supervised: bool = True) -> None:
         self._store, self._world_size, self._supervised = store, world_size, supervised
+        self._directory = ""
 
     def leave_directory(self, path: str) -> None:
         """Record where the run's checkpoints are. Only the first call in a run counts."""
-        self._store.compare_set(keys.ENDING_DIRECTORY, "", path)
+        self._directory = self._directory or path
+        self._store.compare_set(keys.ENDING_DIRECTORY, "", self._directory)
 
     def leave_step(self, rank: int, step: int) -> None:
         """Record the step at which a rank could not continue."""
@@ -44,6 +46,8 @@ class Ending:
     def has_gasped(self, step: int) -> None:
         """Record that the last checkpoint, of ``step``, is published. One rank calls this."""
         self._store.set(keys.ENDING_LAST_STEP, str(step))
+        if self._directory:  # if the first store was lost, it is not in this one
+            self.leave_directory(self._directory)
         if not self._supervised:
             self.judge(GASP_WRITTEN, True, say_here)
 

@@ -2,7 +2,8 @@
 
 | variable | meaning |
 |---|---|
-| LIGHTNING_REPLICA_STORE | ``host:port`` of the supervisor's store |
+| LIGHTNING_REPLICA_STORE | ``host:port`` of the run's store, and the prefix of the run's keys |
+| LIGHTNING_REPLICA_NODE_STORE | the same of the store of this node's supervisor, if there are several nodes |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
 | LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
 | LIGHTNING_REPLICA_RANK | the rank |
@@ -15,27 +16,28 @@ nodes RANK is set too, as torchrun sets it.
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_replica.control import keys
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.place import Place
+from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.shared import SharedStore
+from lightning_replica.stores.tcp import connect, reach
 
 _STORE = "LIGHTNING_REPLICA_STORE"
+_NODE_STORE = "LIGHTNING_REPLICA_NODE_STORE"
 _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
 _RANK = "LIGHTNING_REPLICA_RANK"
 _WORLD_SIZE = "LIGHTNING_REPLICA_WORLD_SIZE"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_CONNECT = timedelta(seconds=60)
-_FOREVER = timedelta(days=3650)
 
 
 class Surroundings(Protocol):
@@ -65,18 +67,18 @@ class RankEnvironment:
     """The surroundings of a rank that a supervisor has started.
 
     Attributes:
-        address: Address at which the store listens.
-        port: Its port.
+        store: Where the store of the run is.
         supervisor: Process id of the supervisor.
         generation: Generation that the process is born into.
         spool: See `Surroundings.spool`.
+        node_store: Where this node's supervisor leaves messages for its ranks, if there are several nodes.
     """
 
-    address: str
-    port: int
+    store: StoreAddress
     supervisor: int
     generation: int
     spool: Path | None = None
+    node_store: StoreAddress | None = None
     supervised = True
 
     @classmethod
@@ -89,9 +91,10 @@ class RankEnvironment:
         if _STORE not in os.environ:
             return None
         try:
-            host, port = os.environ[_STORE].rsplit(":", 1)
+            store, generation = StoreAddress.parse(os.environ[_STORE]), int(os.environ[_GENERATION])
             spool = Path(os.environ[SPOOL]) if SPOOL in os.environ else None
-            return cls(host, int(port), int(os.environ[_SUPERVISOR]), int(os.environ[_GENERATION]), spool)
+            node_store = StoreAddress.parse(os.environ[_NODE_STORE]) if _NODE_STORE in os.environ else None
+            return cls(store, int(os.environ[_SUPERVISOR]), generation, spool, node_store)
         except (KeyError, ValueError) as error:
             given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in (_STORE, _SUPERVISOR, _GENERATION))
             raise ConfigurationError(
@@ -100,8 +103,16 @@ class RankEnvironment:
             ) from error
 
     def connect(self) -> dist.Store:
-        """Open a new connection to the supervisor's store."""
-        return connect(self.address, self.port)
+        """Open a new connection to the store of the run."""
+        if self.node_store is None:
+            return connect(self.store.host, self.store.port)
+        return SharedStore(self.store, self._heir)
+
+    def _heir(self, number: int) -> StoreAddress:
+        """Wait for what this node's supervisor says about a lost store. If it says nothing, it ends this process."""
+        if self.node_store is None:
+            raise RuntimeError("the supervisor's own store is gone")
+        return StoreAddress.parse(reach(self.node_store).get(keys.heir(number)).decode())
 
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""
@@ -111,7 +122,8 @@ class RankEnvironment:
         return {
             **interface(place.interface),
             **inherited,
-            _STORE: f"{self.address}:{self.port}",
+            _STORE: str(self.store),
+            **({} if self.node_store is None else {_NODE_STORE: str(self.node_store)}),
             _SUPERVISOR: str(self.supervisor),
             _GENERATION: str(self.generation),
             _RANK: str(rank),
@@ -121,8 +133,8 @@ class RankEnvironment:
             "LOCAL_RANK": str(place.local_rank(rank)),
             "NODE_RANK": str(place.node_rank(rank)),
             "WORLD_SIZE": str(place.world_size),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
+            "MASTER_ADDR": self.store.host,
+            "MASTER_PORT": str(self.store.port),
         }
 
 
@@ -139,32 +151,3 @@ def rank_here() -> int:
 def interface(name: str) -> dict[str, str]:
     """Return the variable that keeps gloo's sockets on an interface. A value that the user has set takes precedence."""
     return {_GLOO_INTERFACE: name} if name else {}
-
-
-def connect(host: str, port: int) -> dist.TCPStore:
-    """Open a connection to a store."""
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
-    # Ranks wait for a key in slices only. A request takes long only if the process of the store is stopped (Ctrl-Z),
-    # and that process resumes some day. A store that is gone closes the connection.
-    store.set_timeout(_FOREVER)
-    return store
-
-
-def serve(address: str, port: int = 0) -> dist.TCPStore:
-    """Serve a store that listens on ``address`` only. A store that torch itself opens listens on every interface.
-
-    Args:
-        address: IP address of this machine.
-        port: 0 finds a free one.
-
-    Raises:
-        OSError: If it cannot listen at the address and the port.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        bound = listening.getsockname()[1]
-        return dist.TCPStore(
-            address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )

@@ -24,8 +24,9 @@ from lightning_replica.control.generation import Generations, Store
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
-from lightning_replica.launch.environment import RankEnvironment, connect, interface, serve
+from lightning_replica.launch.environment import RankEnvironment, interface
 from lightning_replica.launch.place import LOOPBACK, loopback_interface
+from lightning_replica.stores.tcp import connect, serve
 
 _LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
 _PATIENCE_S = 2.0

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from lightning_replica.control.generation import Store
 from lightning_replica.control.phase import Phase
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.beacons import HangLimits
-from lightning_replica.launch.environment import RankEnvironment, connect
+from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.place import Place
 from lightning_replica.launch.policy import END_S
 from lightning_replica.launch.repeats import Repeats
@@ -127,15 +128,20 @@ class Node:
         self.has_had_ranks = False
         self._over = threading.Event()
 
-    def open(self, place: Place) -> None:
-        """Prepare to start ranks at ``place``, and begin to watch them."""
-        self._place, self._spool = place, Spool()
+    def open(self, place: Place, connect: Callable[[], Store]) -> None:
+        """Prepare to start ranks, and begin to watch them.
+
+        Args:
+            place: Where this machine stands.
+            connect: Opens a new connection to the store of the run.
+        """
+        self._place, self._connect, self._spool = place, connect, Spool()
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
 
     def watch_standbys(self) -> None:
         """Start to listen for calls of ranks, which say when it is time to start standbys."""
         if self._standbys is not None:
-            self._standbys.watch(lambda: connect(self._place.address, self._place.port), self._events.put)
+            self._standbys.watch(self._connect, self._events.put)
 
     def close(self) -> None:
         """Kill all remaining processes, and remove what ranks have left for each other."""
@@ -172,7 +178,7 @@ class Node:
     def start(self, rank: int, generation: int) -> str:
         """Start a new process for a rank, or use a standby; return which of the two, in words."""
         place = self._place
-        environment = RankEnvironment(place.address, place.port, os.getpid(), generation, self._spool.path)
+        environment = RankEnvironment(place.store, os.getpid(), generation, self._spool.path, place.node_store)
         variables = environment.variables(rank, place, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None

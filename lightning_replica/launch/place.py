@@ -4,6 +4,8 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_replica.stores.address import StoreAddress
+
 LOOPBACK: Final = "127.0.0.1"
 _LOOPBACKS: Final = ("lo", "lo0")  # Linux, macOS
 
@@ -15,21 +17,21 @@ class Place:
     Attributes:
         world_size: Number of ranks on all nodes.
         local_world_size: Number of ranks on a node.
-        address: Address of the store that all processes of the run share.
-        port: Its port.
+        store: The store that all processes of the run share.
+        node_store: The store of this node's ranks and their supervisor; None if it is the same.
         interface: Name of the network interface for traffic between ranks; empty to leave the choice to gloo.
     """
 
     world_size: int
     local_world_size: int
-    address: str
-    port: int
+    store: StoreAddress
+    node_store: StoreAddress | None = None
     interface: str = ""
 
     @classmethod
     def alone(cls, world_size: int, port: int) -> "Place":
         """Return the place of the only supervisor, which serves the store itself."""
-        return cls(world_size, world_size, LOOPBACK, port, loopback_interface())
+        return cls(world_size, world_size, StoreAddress(LOOPBACK, port), None, loopback_interface())
 
     @property
     def is_alone(self) -> bool:

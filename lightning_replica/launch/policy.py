@@ -207,6 +207,10 @@ class Policy:
         waited = f"{self.options.rendezvous_timeout_s:g} s (rendezvous_timeout_s)"
         return self._fail(f"{how}, and no other node has come within {waited}.", GAVE_UP, facts, ranks)
 
+    def store_lost(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
+        """Decide what to do when the store was lost, and ``ranks`` with it: what only it held is gone."""
+        return self._fail(how, GAVE_UP, facts, ranks)
+
     def abandoned(self, how: str, facts: Facts) -> Actions:
         """Decide what to do when no node is left that trains. This one is a spare, which has nothing to save."""
         return self._fail(how, GAVE_UP, facts)

@@ -23,6 +23,7 @@ Command: TypeAlias = Callable[[int], tuple[Sequence[str], str | None]]
 
 # The first entry of `sys.path` is the script's folder from the beginning, as in a rank.
 _SEARCH = "import sys; sys.path[0] = {!r} if sys.path[0] == '' else sys.path[0]"
+_END_S = 1.0
 _MAX_LOST = 3  # standbys that may die while they wait; if more die, no new ones are started
 
 
@@ -114,7 +115,7 @@ class Standbys:
         self._over.set()
         if self._thread.is_alive() and self._connect is not None:
             call(self._connect(), [])  # wakes the thread
-            self._thread.join()
+            self._thread.join(_END_S)  # if the store was lost, calls are counted from 1 again, and it sleeps on
         waiting, self._waiting = self._waiting, []
         for standby in waiting:
             standby.end()

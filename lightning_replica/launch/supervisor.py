@@ -21,7 +21,6 @@ from lightning_replica.core.messages import leave_room
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN
 from lightning_replica.launch.ending import Ending
-from lightning_replica.launch.environment import serve
 from lightning_replica.launch.last_words import LastWords
 from lightning_replica.launch.node import Child, Ended, Event, Node, Start
 from lightning_replica.launch.others import Nobody, Others
@@ -42,6 +41,7 @@ from lightning_replica.launch.policy import (
 )
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.recovery.gasp import Gasp
+from lightning_replica.stores.tcp import connect, serve
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +86,21 @@ class Supervisor:
         store = serve(LOOPBACK)
         for key, note in self._notes.items():
             store.set(key, note)
-        return self.run_at(Place.alone(self._world_size, store.port), store, range(self._world_size), Nobody())
+        place, ranks = Place.alone(self._world_size, store.port), range(self._world_size)
+        return self.run_at(place, lambda: connect(LOOPBACK, store.port), ranks, Nobody())
 
-    def run_at(self, place: Place, store: Store, ranks: Iterable[int], others: Others) -> int:
+    def run_at(self, place: Place, connect: Callable[[], Store], ranks: Iterable[int], others: Others) -> int:
         """Start some ranks of the world, and return like `run`.
 
         Args:
             place: Where this supervisor stands.
-            store: The store that all processes of the run share.
+            connect: Opens a new connection to the store that all processes of the run share.
             ranks: The ranks of this node; none on a spare.
             others: The other nodes.
         """
-        self._store, self._generations, self._others = store, Generations(store), others
-        self._node.open(place)
+        self._store, self._others = connect(), others
+        self._generations = Generations(self._store)
+        self._node.open(place, connect)
         self._handlers = {s: signal.signal(s, self._on_signal) for s in _HEARD}
         self._hear_usr1()
         asked = ExitStack()
@@ -129,6 +131,10 @@ class Supervisor:
     def no_node_came(self, ranks: tuple[int, ...], how: str) -> None:
         """End the run: no node has taken the place of a lost one. See `Policy.no_node_came`."""
         self._carry_out(self._policy.no_node_came(ranks, how, self._facts()))
+
+    def store_lost(self, ranks: tuple[int, ...], how: str) -> None:
+        """End the run: the store was lost, and ``ranks`` with it. See `Policy.store_lost`."""
+        self._carry_out(self._policy.store_lost(ranks, how, self._facts()))
 
     def abandoned(self, how: str) -> None:
         """End the run: no node is left that trains. See `Policy.abandoned`."""

@@ -8,18 +8,20 @@ first. The live node with the lowest number that has ranks decides.
 import os
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, NoReturn
 
 import torch.distributed as dist
 
+from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.messages import say, warn
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.others import Put
 from lightning_replica.launch.supervisor import Supervisor
+from lightning_replica.nodes.door import Door
+from lightning_replica.nodes.failover import NoHeirError, Stores, find_heir
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
 from lightning_replica.nodes.pulse import Pulse
@@ -35,9 +37,10 @@ class Cluster:
 
     Args:
         settings: The nodes' settings.
-        store: The store of the run, for the supervisor's main thread.
-        open_store: Opens a new connection to the store; see `Line`.
+        stores: The stores of the run.
+        node_store: The store in which ranks of this node read where another store is.
         own: This node.
+        door: The port at which this node listens.
         first: The first placement.
         supervisor: This node's supervisor.
 
@@ -48,19 +51,23 @@ class Cluster:
     def __init__(
         self,
         settings: NodeSettings,
-        store: dist.Store,
-        open_store: Callable[[], dist.Store],
+        stores: Stores,
+        node_store: dist.Store,
         own: Member,
+        door: Door,
         first: Placement,
         supervisor: Supervisor,
     ) -> None:
-        self._settings, self._open, self._own, self._supervisor = settings, open_store, own, supervisor
-        self._generations, self._placement = Generations(store), first
+        self._settings, self._own, self._supervisor, self._placement = settings, own, supervisor, first
+        self._stores, self._node_store, self._door = stores, node_store, door
+        self._generations = Generations(stores.connect())
+        self._served: list[dist.TCPStore] = []  # lives as long as this process
         self._known = self._restarts = 0  # the newest entry of the log that was read, and replacements up to it
         self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
         self._over = False
         self.code: int | None = None
-        self.pulse = Pulse(settings, own, open_store, self)
+        self.pulse = Pulse(settings, own, stores.reach, self)
+        door.when_knocked(self.pulse.beat_at_once)
 
     # `Others`: called in the supervisor's main thread
 
@@ -120,18 +127,34 @@ class Cluster:
         self._put(partial(self._end, code))
 
     def store_is_gone(self) -> None:
-        """See `Listener`."""
-        self._give_up(f"the process that served the store at {self._endpoint} has ended")
+        """Agree with the other nodes on another store, in which the run is given up. See `failover`."""
+        others, known, phase = self.pulse.others(), self._known, self.pulse.phase
+        try:
+            heir = find_heir(self._own, others, self._door, known, phase, self._settings.node_timeout_s)
+        except NoHeirError:
+            self._give_up(f"the process that served the store at {self._endpoint} has ended")
+        self._node_store.set(keys.heir(self._stores.count), str(heir.address))
+        how = f"The process that served the store at {self._endpoint} has ended"
+        self._stores.add(heir.address)
+        if heir.served is not None:
+            self._served.append(heir.served)
+            self._put(partial(self._lose_store, how, heir.dead))
+        self.pulse.bury(heir.dead)
 
     def fence(self) -> None:
         """End this process and its ranks, at once: the main thread may be waiting for the store."""
         self._give_up(f"the store at {self._endpoint} has not answered for {self._settings.fence_s:g} s")
 
     @property
-    def _endpoint(self) -> str:
-        return f"{self._settings.host}:{self._settings.port}"
+    def serves(self) -> bool:
+        """Whether this node serves a store that took the place of a lost one."""
+        return bool(self._served)
 
-    def _give_up(self, why: str) -> None:
+    @property
+    def _endpoint(self) -> str:
+        return self._stores.newest.endpoint
+
+    def _give_up(self, why: str) -> NoReturn:
         self._supervisor.kill()
         warn(f"{why}. The ranks of node {self._own.name} are killed, as others may replace them.")
         os._exit(GAVE_UP)
@@ -141,7 +164,7 @@ class Cluster:
         generations, number = None, 1
         while not self._over:
             try:
-                generations = generations or Generations(self._open())
+                generations = generations or Generations(self._stores.reach())
                 entry = generations.fault_and_note(number)
             except (OSError, dist.DistError):  # if the store is gone, `Pulse` finds that out
                 generations = None
@@ -152,6 +175,18 @@ class Cluster:
             number += 1
 
     # In the main thread
+
+    @property
+    def _store_was_lost(self) -> bool:
+        """Whether this is not the first store, so that the run ends and no rank gets another place."""
+        return self._stores.count > 1
+
+    def _lose_store(self, how: str, dead: frozenset[int]) -> None:
+        """End the run: the nodes that are left have agreed on another store only for that."""
+        lost = sorted(self._placement.nodes - (self.pulse.alive - dead))
+        slots = [*self._placement.vacant, *(slot for node in lost for slot in self._placement.of(node))]
+        how = f"{how}, and {self._say_who(lost)} is lost" if lost else how
+        self._supervisor.store_lost(ranks_of(slots, self._settings.nproc_per_node), f"{how}.")
 
     def _end(self, code: int) -> None:
         self.code, self._over = code if self.code is None else self.code, True
@@ -165,7 +200,7 @@ class Cluster:
         if number <= self._known:
             return False
         self._known, self._restarts = number, self._restarts + fault.is_replaced
-        if not note:
+        if not note or self._store_was_lost:
             return False
         self._placement = Placement.from_json(note)
         self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
@@ -178,21 +213,22 @@ class Cluster:
 
     def _lose(self) -> None:
         """Decide about nodes that are lost, if this node is the one to do that."""
+        if self._store_was_lost and self._generations.verdict() is None:
+            return  # `_lose_store` decides about them
         alive = self.pulse.alive
         lost, training = sorted(self._placement.nodes - alive), self._placement.nodes & alive
         if not training:
-            self._supervisor.abandoned(f"{self._say_who(lost)} is lost, and no node is left that trains.")
+            self._supervisor.abandoned(f"N{self._say_who(lost)[1:]} is lost, and no node is left that trains.")
             self._over = True
         elif lost and self._own.number == min(training):
             slots = [slot for node in lost for slot in self._placement.of(node)]
             ranks = ranks_of(slots, self._settings.nproc_per_node)
-            how = f"{self._say_who(lost)}, with ranks {list(ranks)}, is lost"
+            how = f"N{self._say_who(lost)[1:]}, with ranks {list(ranks)}, is lost"
             self._supervisor.node_ended(ranks, how)
             self._wait_for_nodes(how)
 
     def _say_who(self, nodes: list[int]) -> str:
-        names = " and ".join(f"node {self.pulse.name(node)}" for node in nodes)
-        return f"{names[:1].upper()}{names[1:]}"
+        return " and ".join(f"node {self.pulse.name(node)}" for node in nodes)
 
     def _fill(self) -> None:
         """Give vacant slots to nodes that have come, if this node is the one to do that."""

@@ -5,7 +5,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import psutil
@@ -17,16 +16,18 @@ from lightning_replica.control.generation import Store
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.launch.environment import connect, serve
 from lightning_replica.launch.node import start_script
-from lightning_replica.launch.place import Place
+from lightning_replica.launch.place import LOOPBACK, Place
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.cluster import Cluster
+from lightning_replica.nodes.door import Door
+from lightning_replica.nodes.failover import Stores
 from lightning_replica.nodes.membership import join, register
 from lightning_replica.nodes.placement import ranks_of
-from lightning_replica.nodes.pulse import listen
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.tcp import serve
 
 _TRY_S: Final = 5.0  # for one connection
 _PAUSE_S: Final = 0.2
@@ -43,10 +44,12 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
     Raises:
         ConfigurationError: If nobody serves the store, or too few nodes come.
     """
-    served, store = open_store(settings)
-    compare(store, facts(settings, command), socket.gethostname())
-    listening = listen(settings.address)
-    own = register(store, settings.address, listening.getsockname()[1], socket.gethostname())
+    served, node_store = serve_or_wait(settings), serve(LOOPBACK)
+    stores = Stores(settings.store)
+    store, name = stores.connect(), socket.gethostname()
+    compare(store, facts(settings, command), name)
+    door = Door(settings.address)
+    own = register(store, settings.address, door.port, name)
     placement = join(store, own, settings)
     slots = placement.of(own.number)
     standbys = Standbys(lambda _: (command, None), 0, least=0 if slots else settings.nproc_per_node)
@@ -58,41 +61,27 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         standbys=standbys,
         asks=True,
     )
-    cluster = Cluster(settings, store, partial(reach, settings), own, placement, supervisor)
+    cluster = Cluster(settings, stores, node_store, own, door, placement, supervisor)
     place = Place(
         world_size=settings.world_size,
         local_world_size=settings.nproc_per_node,
-        address=settings.host,
-        port=settings.port,
+        store=settings.store,
+        node_store=StoreAddress(LOOPBACK, node_store.port),
         interface=interface_of(settings.address),
     )
     ranks = ranks_of(slots, settings.nproc_per_node)
     say(f"node {own.name} {f'has ranks {list(ranks)}' if ranks else 'waits as a spare'}.")
-    code = supervisor.run_at(place, store, ranks, cluster)
+    code = supervisor.run_at(place, stores.connect, ranks, cluster)
     cluster.pulse.over(code)
     store.add(keys.NODES_LEFT, 1)
-    if served:
+    if served or cluster.serves:
         _wait_for_all(store, cluster, settings)
     cluster.pulse.stop()
-    listening.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`, which would keep it open
-    listening.close()
     return code if cluster.code is None else code or cluster.code  # a spare ends as the others do
 
 
-def reach(settings: NodeSettings) -> dist.Store:
-    """Open a connection to the store.
-
-    Raises:
-        ConnectionRefusedError: If no process serves it any more.
-        OSError: If its host cannot be reached.
-    """
-    # torch would try for a minute, and not tell why it cannot connect.
-    socket.create_connection((settings.host, settings.port), _TRY_S).close()
-    return connect(settings.host, settings.port)
-
-
-def open_store(settings: NodeSettings) -> tuple[bool, dist.Store]:
-    """Serve the store if its host is this node; else connect to it. Return whether this process serves it, and it.
+def serve_or_wait(settings: NodeSettings) -> dist.TCPStore | None:
+    """Serve the store if its host is this node, and return it; else wait until it is served, and return None.
 
     Raises:
         ConfigurationError: If no process serves the store, or its host has no address that other nodes can reach.
@@ -106,16 +95,16 @@ def open_store(settings: NodeSettings) -> tuple[bool, dist.Store]:
         raise ConfigurationError(f"{settings.host!r} is {address} here, which no other node can reach. {advice}")
     if address in own_addresses():
         try:
-            return True, serve(address, settings.port)
+            return serve(address, settings.port)
         except OSError:  # another process of this node serves it
             pass
     _wait_for_store(settings)
-    return False, connect(settings.host, settings.port)
+    return None
 
 
 def _wait_for_store(settings: NodeSettings) -> None:
     """Wait until a process listens at the endpoint: nodes may be started in any order."""
-    where, began, said = f"{settings.host}:{settings.port}", time.monotonic(), False
+    where, began, said = settings.store.endpoint, time.monotonic(), False
     while True:
         try:
             socket.create_connection((settings.host, settings.port), _TRY_S).close()

@@ -63,6 +63,7 @@ class Member:
 def register(store: dist.Store, address: str, port: int, name: str) -> Member:
     """Give this node a number, and make it known to all others."""
     member = Member(store.add(keys.NODES_COME, 1) - 1, address, port, name)
+    store.compare_set(keys.PHASE, "", "set-up")
     store.set(keys.beat(member.number), Sign().to_json())
     store.set(keys.node(member.number), member.to_json())
     return member

@@ -3,23 +3,22 @@
 A node that gets no answer from the store for `NodeSettings.fence_s` ends its own ranks: others will replace them.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
 
 import torch.distributed as dist
 
 from lightning_replica.control import keys
+from lightning_replica.control.phase import Phase, phase_from
+from lightning_replica.nodes.door import is_dead
 from lightning_replica.nodes.life import Life, Sign
 from lightning_replica.nodes.line import Line, StoreGoneError
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.settings import NodeSettings
 
-_PROBE_S: Final = 1.0
 _FENCE_LOOKS: Final = 50  # during the time-out
 
 
@@ -36,7 +35,7 @@ class Listener(Protocol):
         """The ranks of another node have ended, with an exit code."""
 
     def store_is_gone(self) -> None:
-        """The process that served the store has ended. There are no signs of life any more."""
+        """The process that served the store has ended. Returns when there is another, or ends this process."""
 
     def fence(self) -> None:
         """The store has not answered for too long. Must end this process and its ranks."""
@@ -50,6 +49,9 @@ class Pulse:
         own: This node.
         open_store: Opens a new connection to the store; see `Line`.
         listener: Who is told what is found.
+
+    Attributes:
+        phase: Where the run is, as last heard.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Pulse:
         self._settings, self._own, self._open, self._listener = settings, own, open_store, listener
         self._stopped, self._now, self._news = threading.Event(), threading.Event(), threading.Event()
         self._code: int | None = None
+        self._told = threading.Event()
         self._over: frozenset[int] = frozenset()
+        self.phase: Phase = "set-up"
         self._answered = time.monotonic()
         self._life = Life(settings.node_timeout_s, settings.beat_s)
         self._members: dict[int, Member] = {own.number: own}
@@ -68,6 +72,14 @@ class Pulse:
     def alive(self) -> frozenset[int]:
         """The numbers of the nodes that are known and not lost, this node included."""
         return frozenset(self._members) - self._gone
+
+    def others(self) -> list[Member]:
+        """Return the other nodes that are alive and whose ranks have not ended."""
+        return [self._members[number] for number in sorted(self.alive - self._over - {self._own.number})]
+
+    def beat_at_once(self) -> None:
+        """Ask the store something now: another node may have lost it. Does not wait."""
+        self._now.set()
 
     def name(self, number: int) -> str:
         """Return the name of a node."""
@@ -85,9 +97,10 @@ class Pulse:
         self._news.set()
 
     def over(self, code: int) -> None:
-        """Tell the other nodes that the ranks of this node have ended, with an exit code."""
+        """Tell the other nodes that the ranks of this node have ended, with an exit code. Return when it is written."""
         self._code = code
         self._now.set()
+        self._told.wait(self._settings.node_timeout_s)
 
     def look_at_once(self) -> None:
         """Look for supervisors that have died, because there is a fault. Does not wait."""
@@ -98,18 +111,20 @@ class Pulse:
         line, count = Line(self._open), 0
         while not self._stopped.is_set():
             count += 1
-            own, others = Sign(count, self._code), sorted(set(self._members) - {self._own.number})
+            own, others = Sign(count, self._code), sorted(self.alive - {self._own.number})
             try:
                 answer = line.ask(partial(_exchange, self._own.number, own, others))
             except StoreGoneError:
                 if not self._stopped.is_set():
-                    self._stopped.set()
                     self._listener.store_is_gone()
-                return
+                line, self._answered = Line(self._open), time.monotonic()
+                continue
             self._answered = answer.asked
-            come, signs = answer.value
+            if own.code is not None:
+                self._told.set()
+            come, self.phase, signs = answer.value
             self._find_over(signs)
-            self._report(self._life.look(signs, time.monotonic()))
+            self.bury(self._life.look(signs, time.monotonic()))
             if come > len(self._members):
                 self._meet(line, come)
             self._now.wait(self._life.next_look_s)
@@ -129,7 +144,8 @@ class Pulse:
         if found:
             self._listener.came()
 
-    def _report(self, lost: Collection[int]) -> None:
+    def bury(self, lost: Collection[int]) -> None:
+        """Count nodes as lost."""
         new = frozenset(lost) - self._gone
         if new:
             self._gone |= new
@@ -147,44 +163,16 @@ class Pulse:
             self._news.clear()
             if self._stopped.is_set():
                 return
-            others = [self._members[number] for number in self.alive - self._over - {self._own.number}]
-            self._report([member.number for member in others if is_dead(member)])
+            self.bury([member.number for member in self.others() if is_dead(member)])
 
 
-def _exchange(number: int, own: Sign, others: list[int], store: dist.Store) -> tuple[int, dict[int, Sign]]:
-    """Write the sign of life of a node. Return how many nodes have come, and the signs of some."""
+def _exchange(number: int, own: Sign, others: list[int], store: dist.Store) -> tuple[int, Phase, dict[int, Sign]]:
+    """Write the sign of life of a node. Return how many nodes have come, the phase, and the signs of some."""
     store.set(keys.beat(number), own.to_json())
-    come, *signs = store.multi_get([keys.NODES_COME, *map(keys.beat, others)])
-    return int(come), dict(zip(others, map(Sign.from_json, signs), strict=True))
+    come, phase, *signs = store.multi_get([keys.NODES_COME, keys.PHASE, *map(keys.beat, others)])
+    return int(come), phase_from(phase), dict(zip(others, map(Sign.from_json, signs), strict=True))
 
 
 def _members(numbers: list[int], store: dist.Store) -> dict[int, Member]:
     known = [number for number in numbers if store.check([keys.node(number)])]
     return {number: Member.from_json(store.get(keys.node(number))) for number in known}
-
-
-def is_dead(member: Member) -> bool:
-    """Return whether the supervisor of a node has certainly died: its machine refuses connections to its port."""
-    try:
-        socket.create_connection((member.address, member.port), _PROBE_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # silence is no proof: the time-out decides
-        return False
-    return False
-
-
-def listen(address: str) -> socket.socket:
-    """Listen at a free port of ``address``, for `is_dead`. Nothing is read from the connections."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.socket(family)
-    listening.bind((address, 0))
-    listening.listen(16)
-    threading.Thread(target=_accept, args=(listening,), name="lightning_replica-listen", daemon=True).start()
-    return listening
-
-
-def _accept(listening: socket.socket) -> None:
-    with suppress(OSError):  # it is closed when this process ends
-        while True:
-            listening.accept()[0].close()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_replica.core import checks
+from lightning_replica.stores.address import StoreAddress
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class NodeSettings:
         checks.whole(1, nnodes=self.nnodes, nproc_per_node=self.nproc_per_node, port=self.port)
         checks.whole(0, spares=self.spares)
         checks.seconds(node_timeout_s=self.node_timeout_s, join_timeout_s=self.join_timeout_s)
+
+    @property
+    def store(self) -> StoreAddress:
+        """The address of the store."""
+        return StoreAddress(self.host, self.port)
 
     @property
     def world_size(self) -> int:

@@ -1,6 +1,7 @@
 """One process's connections to the other ranks: the store, the process groups, the monitor of generations."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_replica.control.journal import Journal
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.orphans import ORPHANED
 from lightning_replica.core.works import Ordered, Work, finish, wait
 from lightning_replica.devices.interface import Device, is_apart
 from lightning_replica.errors import CollectiveError, Interrupted
@@ -72,8 +74,8 @@ class World:
         self.born = surroundings.generation
         self.generations = Generations(store, self.born)
         self.process_groups = ProcessGroups(store, rank, self.size, device, timeout_s, self.check_now, journal)
-        watched = Generations(surroundings.connect())
-        self.monitor = Monitor(watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
+        self._watched = Generations(surroundings.connect())
+        self.monitor = Monitor(self._watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
         self.monitor.start(self.born)
         self.is_over = False
         self._groups: Groups | None = None
@@ -183,8 +185,11 @@ class World:
         """End what this rank waits for, here and on the device: its generation is over. Called in the monitor's thread.
 
         The device is stopped first: an aborted collective leaves arbitrary data in its tensors, and nothing must be
-        computed from that. The device of a replacement that has not joined yet is not stopped: it needs no other rank.
+        computed from that. A replacement that has not joined yet needs no other rank, so its device is not stopped. If
+        the run is given up, it ends at once: it has nothing to save, and the others would wait for it.
         """
         if self._journal.mode != "reading":
             self.device.stop()
+        elif self._watched.verdict() is not None:
+            os._exit(ORPHANED)
         self.process_groups.abort()

@@ -157,7 +157,7 @@ def constructed(rank: int, store: Any, folder: str) -> Any:
     os.environ["TORCH_HCCL_BLOCKING_WAIT"] = "1"
     # As a rank: any other process becomes the supervisor here.
     place = Place.alone(2, store.port)
-    os.environ |= RankEnvironment(place.address, place.port, os.getppid(), 0).variables(0, place, {})
+    os.environ |= RankEnvironment(place.store, os.getppid(), 0).variables(0, place, {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.launch.environment import serve
+from lightning_replica.stores.tcp import serve
 from tests.support import job, world
 from tests.support.job import Case
 

@@ -17,14 +17,14 @@ import pytest
 
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.exit_codes import GAVE_UP
-from lightning_replica.launch import environment
 from lightning_replica.launch.activity import Activity
 from lightning_replica.launch.beacons import HangLimits
-from lightning_replica.launch.environment import connect, serve
 from lightning_replica.launch.node import Process, start_script
 from lightning_replica.launch.place import LOOPBACK
 from lightning_replica.launch.set_up import SetUp
 from lightning_replica.launch.supervisor import Supervisor
+from lightning_replica.stores import tcp
+from lightning_replica.stores.tcp import connect, serve
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
 from tests.support.job import Case, Fault
@@ -193,7 +193,7 @@ def test_a_supervisor_that_is_stopped_for_longer_than_connecting_may_take(
 ) -> None:
     """Its store is silent meanwhile. Ctrl-Z, and fg after lunch."""
     port = tmp_path / "port"
-    monkeypatch.setattr(environment, "_CONNECT", timedelta(seconds=1))
+    monkeypatch.setattr(tcp, "_CONNECT", timedelta(seconds=1))
     with forked(tmp_path / "log", _serves, str(port)) as process:
         wait_until(lambda: port.exists() and port.read_text(), "nobody serves")
         store = connect(LOOPBACK, int(port.read_text()))

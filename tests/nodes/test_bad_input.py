@@ -8,9 +8,9 @@ import pytest
 
 from lightning_replica.cli.main import main
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.launch.environment import serve
 from lightning_replica.nodes import job
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.tcp import serve
 from tests.support.ranks import free_port
 
 COMMAND = ["python", "train.py", "--epochs", "3"]
@@ -51,7 +51,7 @@ def test_an_endpoint_that_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(job, "own_addresses", frozenset)
     given = settings()
     with pytest.raises(ConfigurationError) as raised:
-        job.open_store(given)
+        job.serve_or_wait(given)
     assert f"No process has served a store at 127.0.0.1:{given.port} for 0.1 s" in str(raised.value)
     assert "that its port is open to this node" in str(raised.value)
 
@@ -62,13 +62,13 @@ def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigurationError, match="The host 'nowhere' of the store is not known"):
-        job.open_store(settings(host="nowhere"))
+        job.serve_or_wait(settings(host="nowhere"))
 
 
 def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 29500))])
     with pytest.raises(ConfigurationError, match="'node0' is 127.0.1.1 here, which no other node can reach"):
-        job.open_store(settings(host="node0"))
+        job.serve_or_wait(settings(host="node0"))
 
 
 @pytest.mark.parametrize(

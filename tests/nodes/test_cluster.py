@@ -1,10 +1,8 @@
 """What a node learns of the others, with real stores and threads: two nodes that train, and others that come later."""
 
 import queue
-import socket
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -13,15 +11,15 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.launch.environment import connect, serve
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.cluster import Cluster
-from lightning_replica.nodes.job import reach
+from lightning_replica.nodes.door import Door
+from lightning_replica.nodes.failover import Stores
 from lightning_replica.nodes.line import Line, StoreGoneError
 from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.placement import Placement
-from lightning_replica.nodes.pulse import listen
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.tcp import connect, serve
 
 FAULT = Fault("death", (0,), "Rank 0 died")
 
@@ -31,11 +29,11 @@ class Node:
 
     def __init__(self, settings: NodeSettings, name: str, patience_s: float = 60.0) -> None:
         self.patience_s, self.heard, self._events = patience_s, [], queue.SimpleQueue()  # type: ignore[var-annotated]
-        self.store = connect(settings.host, settings.port)
-        self.listening = listen("127.0.0.1")
-        own = register(self.store, "127.0.0.1", self.listening.getsockname()[1], name)
+        self.stores, self.door, self.node_store = Stores(settings.store), Door("127.0.0.1"), dist.HashStore()
+        self.store, self.dead = self.stores.connect(), False
+        own = register(self.store, "127.0.0.1", self.door.port, name)
         supervisor, first = cast("Supervisor", self), Placement((0, 1))
-        self.cluster = Cluster(settings, self.store, partial(reach, settings), own, first, supervisor)
+        self.cluster = Cluster(settings, self.stores, self.node_store, own, self.door, first, supervisor)
         self.cluster.begin(self._events.put)
 
     def start(self, ranks: tuple[int, ...], generation: int) -> None:
@@ -55,14 +53,16 @@ class Node:
         while not ready():
             self._events.get()()
 
+    def store_lost(self, ranks: tuple[int, ...], how: str) -> None:
+        self.heard.append(("store", ranks, how))
+
     def die(self) -> None:
         """Give no further sign. The operating system would close the socket."""
-        if self.listening.fileno() < 0:
-            return  # it has died before
-        self.cluster.pulse.stop()
-        self.cluster.ended()
-        self.listening.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`, which would keep it open
-        self.listening.close()
+        if not self.dead:
+            self.dead = True
+            self.cluster.pulse.stop()
+            self.cluster.ended()
+            self.door.close()
 
 
 @pytest.fixture

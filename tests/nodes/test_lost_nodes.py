@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_replica.exit_codes import GAVE_UP
+from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP
 from tests.support.machines import NEEDS_ROOT, Machine, machines
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -17,6 +17,13 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": 
 STEPS = 400
 # As in a task of `srun`: what Lightning would read there says nothing about our ranks.
 SLURM = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0"}
+
+
+def run_alone(out: Path) -> None:
+    """Runs on one machine, from the checkpoint in ``out`` if there is one."""
+    command = [sys.executable, str(SCRIPT), str(out), "1", "-1", str(STEPS)]
+    done = subprocess.run(command, cwd=out, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def results(out: Path) -> list[str]:
@@ -27,9 +34,7 @@ def results(out: Path) -> list[str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The oracle: four ranks on one machine."""
     out = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, str(SCRIPT), str(out), "1", "-1", str(STEPS)]
-    done = subprocess.run(command, cwd=out, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_alone(out)
     found = results(out)
     assert all(result.startswith(f"{STEPS} ") for result in found)
     assert len(set(found)) == 4  # each rank has random numbers and batches of its own
@@ -83,3 +88,19 @@ def test_a_spare_takes_over(fault: str, alone: list[str], tmp_path: Path) -> Non
         assert results(tmp_path) == alone, text
         where = [(tmp_path / f"node{rank}").read_text() for rank in range(4)]
         assert where == ["machine0", "machine0", "machine2", "machine2"]
+
+
+@NEEDS_ROOT
+def test_the_node_with_the_store_is_killed(alone: list[str], tmp_path: Path) -> None:
+    with machines(3) as nodes:
+        start(nodes, tmp_path, "--node-timeout", "20")
+        until((tmp_path / "now").exists, nodes, tmp_path)
+        nodes[0].kill()
+        assert [code(nodes[1]), code(nodes[2])] == [GASP_WRITTEN] * 2, logs(tmp_path, nodes)
+        text = logs(tmp_path, nodes)
+        lost = f"The process that served the store at {nodes[0].address}:29500 has ended, and node machine0 is lost."
+        assert lost in text
+        assert not (tmp_path / "rank2").exists()
+    run_alone(tmp_path)
+    weights = [result.split()[:2] for result in results(tmp_path)]
+    assert weights == [result.split()[:2] for result in alone], text

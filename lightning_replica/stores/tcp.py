@@ -1,0 +1,68 @@
+"""torch's TCPStore: served on one address only, and reached with errors that say why it cannot be."""
+
+import socket
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+from lightning_replica.stores.address import StoreAddress
+
+_CONNECT: Final = timedelta(seconds=60)
+_FOREVER: Final = timedelta(days=3650)
+_TRY_S: Final = 5.0  # for one connection
+
+
+def connect(host: str, port: int) -> dist.TCPStore:
+    """Open a connection to a store."""
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    # Ranks wait for a key in slices only. A request takes long only if the process of the store is stopped (Ctrl-Z),
+    # and that process resumes some day. A store that is gone closes the connection.
+    store.set_timeout(_FOREVER)
+    return store
+
+
+def reach(address: StoreAddress) -> dist.Store:
+    """Open a connection to the run's part of a store. Fail at once if no process serves it.
+
+    Raises:
+        ConnectionRefusedError: If no process serves it any more.
+        OSError: If its host cannot be reached.
+        DistNetworkError: If the process that listens there serves no store.
+    """
+    # torch would try for a minute, and not tell why it cannot connect.
+    socket.create_connection((address.host, address.port), _TRY_S).close()
+    store = connect(address.host, address.port)
+    return dist.PrefixStore(address.prefix, store) if address.prefix else store
+
+
+def serve(address: str, port: int = 0) -> dist.TCPStore:
+    """Serve a store that listens on ``address`` only. A store that torch itself opens listens on every interface.
+
+    Args:
+        address: IP address of this machine.
+        port: 0 finds a free one.
+
+    Raises:
+        OSError: If it cannot listen at the address and the port.
+    """
+    with listen(address, port) as listening:
+        return serve_at(listening)
+
+
+def serve_at(listening: socket.socket) -> dist.TCPStore:
+    """Serve a store at a socket that listens or is about to. The store owns the socket's descriptor from now on."""
+    address, bound = listening.getsockname()[:2]
+    return dist.TCPStore(address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that is bound to ``address``. See `serve`."""
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+    except OSError:
+        listening.close()
+        raise
+    return listening
