@@ -20,6 +20,9 @@ from tests.support.tidy import strewn
 settings.register_profile("repository", deadline=None)
 settings.load_profile("repository")
 
+# torch asks the DNS for the name of each peer that it connects to. Where an answer is lost, that takes five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 ROOT = Path(__file__).parents[1]
 BEFORE, LEFT = pytest.StashKey[set[str]](), pytest.StashKey[list[str]]()
 

@@ -4,13 +4,14 @@ import hashlib
 import json
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_replica.control import keys
+from lightning_replica.control.gathering import Conclude
 from lightning_replica.control.generation import Generations
 from lightning_replica.errors import ConfigurationError
 
@@ -44,8 +45,11 @@ def compare(
     facts: Mapping[str, Any],
     advice: str,
     timeout_s: float,
-) -> list[dict[str, Any]]:
+    also: Callable[[list[dict[str, Any]]], Any] = lambda _: None,
+) -> Any:
     """Check that ``facts`` are the same on every rank.
+
+    A replacement is compared with what the ranks have agreed on before.
 
     Args:
         generations: The log of generations, through whose store ranks exchange the facts.
@@ -55,20 +59,47 @@ def compare(
         facts: Plain data by name. Facts whose name begins with an underscore are exchanged but may differ.
         advice: What the user should do if facts differ.
         timeout_s: How long to wait for the other ranks, in seconds.
+        also: Makes more plain data of the facts of all ranks, in order of rank. Called on one rank.
 
     Returns:
-        Every rank's facts, in order of rank.
+        What ``also`` has returned.
 
     Raises:
         ConfigurationError: On every rank, if facts differ. The message names the ranks and their values.
     """
+
+    def conclude(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
+            said = _difference([json.dumps(each.get(name)) for each in everyone])
+            if said:
+                raise ConfigurationError(f"Ranks disagree on {name}: {said}. {advice}")
+        return {"facts": everyone[0], "also": also(everyone)}
+
+    agreed = _agree(generations, topic, rank, world_size, dict(facts), timeout_s, conclude)
+    for name, value in agreed["facts"].items():
+        own = json.loads(json.dumps(facts.get(name)))
+        if not name.startswith("_") and own != value:
+            raise ConfigurationError(
+                f"Ranks disagree on {name}: {json.dumps(own)} in this replacement of rank {rank}; {json.dumps(value)}"
+                f" on the other ranks. {advice}"
+            )
+    return agreed["also"]
+
+
+def _agree(
+    generations: Generations,
+    topic: str,
+    rank: int,
+    world_size: int,
+    own: dict[str, Any],
+    timeout_s: float,
+    conclude: Conclude,
+) -> Any:
+    topic = keys.facts(topic)
+    if generations.current > 0 and generations.gathering.known(topic):
+        return generations.gathering.result(topic)
     ranks = range(world_size)
-    everyone = generations.share(keys.facts(topic), rank, dict(facts), generations.current, ranks, timeout_s)
-    for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
-        said = _difference([json.dumps(each.get(name)) for each in everyone])
-        if said:
-            raise ConfigurationError(f"Ranks disagree on {name}: {said}. {advice}")
-    return everyone
+    return generations.conclude(topic, rank, own, generations.current, ranks, timeout_s, conclude)
 
 
 def compare_models(
@@ -84,19 +115,28 @@ def compare_models(
     Raises:
         ConfigurationError: On every rank, if they do not. The message names the first parameter that differs.
     """
-    own, generation = describe_model(module), generations.current
+    own = describe_model(module)
     advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    ranks = range(world_size)
-    everyone = generations.share(keys.facts(topic), rank, {"model": digest}, generation, ranks, timeout_s)
-    if len({each["model"] for each in everyone}) == 1:
+
+    def only(everyone: list[dict[str, Any]]) -> str:
+        """Return the digest if it is the same on all ranks; otherwise an empty string."""
+        return digest if all(each["model"] == digest for each in everyone) else ""
+
+    agreed = _agree(generations, topic, rank, world_size, {"model": digest}, timeout_s, only)
+    if agreed and agreed != digest:
+        raise ConfigurationError(f"This replacement of rank {rank} has built another model than all ranks. {advice}")
+    if agreed:
         return
-    models = generations.share(f"{keys.facts(topic)}/parameters", rank, own, generation, ranks, timeout_s)
-    for name in dict.fromkeys(name for model in models for name in model):
-        said = _difference([model.get(name, "missing") for model in models])
-        if said:
-            raise ConfigurationError(f"Ranks disagree on the model's parameter {name!r}: {said}. {advice}")
-    raise ConfigurationError(f"Ranks disagree on the order of the model's parameters. {advice}")
+
+    def name_difference(models: list[dict[str, Any]]) -> None:
+        for name in dict.fromkeys(name for model in models for name in model):
+            said = _difference([model.get(name, "missing") for model in models])
+            if said:
+                raise ConfigurationError(f"Ranks disagree on the model's parameter {name!r}: {said}. {advice}")
+        raise ConfigurationError(f"Ranks disagree on the order of the model's parameters. {advice}")
+
+    _agree(generations, f"{topic}/parameters", rank, world_size, own, timeout_s, name_difference)
 
 
 def _difference(values: list[str]) -> str:

@@ -7,33 +7,27 @@ supervisor always begins one. So a dead process has no part in the newest genera
 mistaken for a report of its replacement.
 """
 
-import json
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
+from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.core import points
 from lightning_replica.errors import Interrupted, RecoveryError
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that the package uses."""
-
-    def set(self, key: str, value: Any) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-
+from lightning_replica.stores.interface import Store
 
 Patience: TypeAlias = Callable[[float, Callable[[], list[int]]], None]
 """Called with the seconds waited so far and a function that returns the ranks that are missing. It may raise."""
+
+_PAUSE_S: Final = 0.001  # at first; grows to
+_LONGEST_PAUSE_S: Final = 0.02
+_PATIENCE_EVERY_S: Final = 0.5  # it may ask about every rank
 
 
 def _forever(_: float, __: Callable[[], list[int]]) -> None:
@@ -43,16 +37,25 @@ def _forever(_: float, __: Callable[[], list[int]]) -> None:
 class Generations:
     """The log of generations, as one process sees it.
 
+    On several nodes, the supervisor of each node copies the log to the store of the node, where its ranks read it. A
+    rank writes to the log of the run, and waits until the entry has come to its node. So no process ever sees an older
+    log than before.
+
     Args:
         store: The store that holds the log.
         current: The generation in which the process began.
+        gathering: What this process gives to gatherings, and where it reads; None if there is only ``store``.
 
     Attributes:
+        store: The store that holds the log.
         current: The generation that the process is in. No other object stores it.
+        gathering: See above.
     """
 
-    def __init__(self, store: Store, current: int = 0) -> None:
+    def __init__(self, store: Store, current: int = 0, gathering: Gathering | None = None) -> None:
         self.store, self.current = store, current
+        self.gathering = Gathering(store) if gathering is None else gathering
+        self._near = self.gathering.near
         self._patience: Patience = _forever
 
     def move_on(self) -> int:
@@ -70,7 +73,7 @@ class Generations:
 
     def begun(self, generation: int) -> bool:
         """Return whether ``generation`` has begun."""
-        return generation == 0 or self.store.check([keys.generation(generation)])
+        return generation == 0 or self._near.check([keys.generation(generation)])
 
     def newest(self, known: int) -> int:
         """Return the newest generation; ``known`` is one that has begun."""
@@ -79,14 +82,38 @@ class Generations:
         return known
 
     def begin(self, generation: int, fault: Fault) -> None:
-        """Begin ``generation``, unless another process has begun it."""
-        self.store.compare_set(keys.generation(generation), "", fault.to_json())
+        """Begin ``generation``, unless another process has begun it. Return when this process can read it.
+
+        On several nodes, only the first rank of a node that wants this writes to the store of the run.
+        """
+        if self._near is self.store:
+            self.store.compare_set(keys.generation(generation), "", fault.to_json())
+            return
+        own = _unique()
+        if self._near.compare_set(keys.begins(generation), "", own) == own.encode():
+            self.store.compare_set(keys.generation(generation), "", fault.to_json())
+        self._wait_until_near(generation)
+
+    def _wait_until_near(self, generation: int) -> None:
+        """Wait until the supervisor has copied an entry of the log. If it does not, it ends this process.
+
+        A rank of this node may have died before it has written the entry. Then the supervisor writes it.
+        """
+        pause_s = _PAUSE_S
+        try:
+            while not self.begun(generation):
+                points.waits()
+                time.sleep(pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+        finally:
+            points.goes_on()
 
     def begin_next(self, known: int, fault: Fault) -> int:
         """Begin a generation that no other process has begun, and return it."""
         while True:
             candidate = self.newest(known) + 1
             if self.begin_first(candidate, fault):
+                self._wait_until_near(candidate)
                 return candidate
             known = candidate
 
@@ -99,12 +126,12 @@ class Generations:
             note: What supervisors tell each other with the fault.
         """
         # The value is unique, so that this process can see whether it has won the race.
-        own = fault.to_json(f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}", note)
+        own = fault.to_json(_unique(), note)
         return self.store.compare_set(keys.generation(generation), "", own) == own.encode()
 
     def fault(self, generation: int) -> Fault:
         """Return the fault that ended the generation before ``generation``."""
-        return Fault.from_json(self.store.get(keys.generation(generation)))
+        return Fault.from_json(self._near.get(keys.generation(generation)))
 
     def fault_and_note(self, generation: int) -> tuple[Fault, str]:
         """Wait until ``generation`` begins, and return its fault, with the note for supervisors."""
@@ -146,7 +173,7 @@ class Generations:
 
     def verdict(self) -> str | None:
         """Return why the run was given up; None if it was not."""
-        return self.store.get(keys.VERDICT).decode() if self.store.check([keys.VERDICT]) else None
+        return self._near.get(keys.VERDICT).decode() if self._near.check([keys.VERDICT]) else None
 
     def lost(self, generation: int) -> frozenset[int]:
         """Return the ranks that are lost for good by ``generation``. Valid only once the run has been given up."""
@@ -170,7 +197,7 @@ class Generations:
             RecoveryError: If the run is given up, or ``timeout_s`` passes.
         """
         deadline = time.monotonic() + timeout_s
-        pause_s = 0.001
+        pause_s = _PAUSE_S
         try:
             while not ready():
                 points.waits()
@@ -184,62 +211,91 @@ class Generations:
                         f"Timed out after {timeout_s:.0f} s waiting for {what} in generation {generation}."
                     )
                 time.sleep(pause_s)
-                pause_s = min(0.02, 1.5 * pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
         finally:
             points.goes_on()
 
-    def share(
+    def conclude(
         self,
         topic: str,
         rank: int,
-        plain: dict[str, Any],
+        part: dict[str, Any],
         generation: int,
         ranks: Sequence[int],
         timeout_s: float,
+        conclusion: Conclude,
         given_up: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Share ``plain`` with all ranks, and return what each of ``ranks`` has shared under ``topic``.
+    ) -> Any:
+        """Give ``part`` to a topic and return the conclusion from the parts of all ``ranks``, the same on all ranks.
+
+        Args:
+            topic: Name of the topic. A rank gives one part to it.
+            rank: This rank.
+            part: Plain data.
+            generation: The generation in which this rank waits.
+            ranks: The ranks that take part, in ascending order.
+            timeout_s: Time after which the wait fails, in seconds.
+            conclusion: See `gathering.Conclude`.
+            given_up: See `wait_for`.
 
         Raises:
             Interrupted: If a newer generation begins first.
-            RecoveryError: If a rank does not share its part in time, or if the run is given up.
+            RecoveryError: If a rank does not give its part in time, or if the run is given up.
+            ReplicaError: What ``conclusion`` has raised.
         """
-        self.store.set(keys.share(topic, rank), json.dumps(plain))
-        parts = [keys.share(topic, other) for other in ranks]
-        began = time.monotonic()
+
+        def unless_given_up(parts: list[dict[str, Any]]) -> Any:
+            # Others may have given their part before they saw the verdict, and then stop.
+            if not given_up and self.store.check([keys.VERDICT]):
+                raise RecoveryError(self.store.get(keys.VERDICT).decode())
+            return conclusion(parts)
+
+        self.gathering.give(topic, rank, part, ranks, unless_given_up)
+        began = asked = time.monotonic()
 
         def missing() -> list[int]:
-            return [rank for rank, key in zip(ranks, parts, strict=True) if not self.store.check([key])]
+            return self.gathering.missing(topic, rank, ranks)
 
-        def complete() -> bool:
-            if self.store.check(parts):
+        def concluded() -> bool:
+            nonlocal asked
+            if self.gathering.has_result(topic):
                 return True
-            self._patience(time.monotonic() - began, missing)
+            if time.monotonic() - asked > _PATIENCE_EVERY_S:
+                asked = time.monotonic()
+                self._patience(asked - began, missing)
             return False
 
         try:
-            self.wait_for(complete, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
+            self.wait_for(concluded, generation, timeout_s, f"every rank's part in {topic!r}", given_up)
+        except Interrupted:
+            self.gathering.call_off(topic)
+            raise
         except RecoveryError as error:
-            raise RecoveryError(f"{error} Ranks that had not reported by then: {missing()}.") from error
-        verdict = None if given_up else self.verdict()
-        if verdict is not None:  # others may have shared their part before they saw the verdict, and then stop
-            raise RecoveryError(verdict)
-        return [json.loads(self.store.get(key)) for key in parts]
+            gone = missing()
+            self.gathering.call_off(topic)
+            raise RecoveryError(f"{error} Ranks that had not reported by then: {gone}.") from error
+        return self.gathering.result(topic)
 
-    def meet(self, name: str, generation: int, world_size: int, timeout_s: float, given_up: bool = False) -> None:
+    def meet(
+        self, name: str, rank: int, generation: int, ranks: Sequence[int], timeout_s: float, given_up: bool = False
+    ) -> None:
         """Wait at a barrier that outlives its members: once all ranks have come, every rank passes it.
 
         A barrier of a process group can succeed on one rank and fail on another, because a third rank has already
-        left. This barrier cannot.
+        left. Here a rank that is called away calls the meeting off for all, unless all have come.
         """
-        key = keys.meet(name, generation)
-        self.store.add(key, 1)
-
-        def complete() -> bool:
-            return self.store.add(key, 0) >= world_size
-
+        topic = keys.meet(name, generation)
+        self.gathering.give(topic, rank, {}, ranks, lambda _: None)
+        what = f"every rank to reach {name!r}"
         try:
-            self.wait_for(complete, generation, timeout_s, f"every rank to reach {name!r}", given_up)
-        except Interrupted:
-            if not complete():
+            self.wait_for(lambda: self.gathering.has_result(topic), generation, timeout_s, what, given_up)
+        except Exception:
+            if self.gathering.call_off(topic):
                 raise
+        else:
+            self.gathering.result(topic)
+
+
+def _unique() -> str:
+    """Return a text that no other call returns, on any machine."""
+    return f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}"

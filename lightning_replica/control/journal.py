@@ -28,9 +28,9 @@ from typing import Any, Final, Literal, TypeAlias
 from torch import Tensor
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError
+from lightning_replica.stores.interface import Store
 
 log = logging.getLogger(__name__)
 

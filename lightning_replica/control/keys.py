@@ -44,6 +44,14 @@ def generation(number: int) -> str:
     return f"generation/{number}"
 
 
+def begins(number: int) -> str:
+    """Return the key of the process that begins a generation for all ranks of its node.
+
+    In the store of the node. Written once, by compare-and-set.
+    """
+    return f"begins/{number}"
+
+
 def corruption(number: int) -> str:
     """Return the key that is present if a shard was wrong when the generation began. Written by the shard's rank."""
     return f"corruption/{number}"
@@ -54,8 +62,34 @@ SAVING_FORBIDDEN = "saving_forbidden"
 
 
 def share(topic: str, rank: int) -> str:
-    """Return the key of what a rank shares under a topic, as JSON. Written by that rank."""
+    """Return the key of what a rank gives to a topic, as JSON. Written by that rank; on several nodes, in its node."""
     return f"{topic}/{rank}"
+
+
+def posted(topic: str, place: int) -> str:
+    """Return the key of the parts of all ranks of a node under a topic, as a JSON list (`gathering`).
+
+    Without several nodes, a place is a rank. Written once, by the last of these ranks.
+    """
+    return f"{topic}/posted/{place}"
+
+
+def come(topic: str) -> str:
+    """Return the key of how many places have posted their parts under a topic. A counter."""
+    return f"{topic}/come"
+
+
+def come_here(topic: str, place: int) -> str:
+    """Return the key of how many ranks of a place have given their parts. A counter, in the store of the node."""
+    return f"{topic}/come/{place}"
+
+
+def result(topic: str) -> str:
+    """Return the key of what a topic has led to, as JSON (`gathering`).
+
+    Written once, by the last rank that posts or the first that is called away. Copied to the stores of nodes.
+    """
+    return f"{topic}/result"
 
 
 def present(topic: str) -> str:
@@ -86,7 +120,7 @@ def report(number: int) -> str:
 
 
 def meet(name: str, number: int) -> str:
-    """Return the key of how many ranks have come to a meeting in a generation. A counter."""
+    """Return the topic of a meeting in a generation: all ranks wait until all have come."""
     return f"meet/{name}/{number}"
 
 
@@ -109,14 +143,9 @@ def group(name: str) -> str:
     return f"groups/{name}"
 
 
-def members_present(name: str) -> str:
-    """Return the key that counts the members of a process group who are about to open it."""
-    return f"present/{name}"
-
-
-def all_present(name: str) -> str:
-    """Return the key that says that all members of a process group are about to open it."""
-    return f"present/{name}/all"
+def opening(name: str) -> str:
+    """Return the topic of a process group whose members are about to open it."""
+    return f"opening/{name}"
 
 
 def beside(number: int, use: int) -> str:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.stores.interface import Store
 
 _POLL_S = 0.05
 _numbers = itertools.count()  # of this process: every rank runs the same script, and so calls `once` in the same order

@@ -3,7 +3,7 @@
 from typing import Literal, TypeAlias
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
+from lightning_replica.stores.interface import Store
 
 Phase: TypeAlias = Literal["set-up", "fit", "done"]
 """Before the first batch, from then to the end of `fit`, or after it. A lost rank can be replaced in "fit" only."""

@@ -8,8 +8,8 @@ import json
 from dataclasses import asdict, dataclass
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.stores.interface import Store
 
 
 @dataclass(frozen=True)

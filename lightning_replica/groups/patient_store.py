@@ -1,13 +1,14 @@
 """The store that process groups are opened with; its waits end early when a rank is lost."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_replica.control import keys
+from lightning_replica.control.gathering import Gathering
 from lightning_replica.core import points
 
 # How long a member that is about to open a group may take to publish its address. After that it may have died.
@@ -27,23 +28,42 @@ class PatientStore(dist.Store):
         check: Raises when the world moves on.
         timeout_s: Seconds after which a wait fails by itself. The time-out that torch passes is ignored: it says how
             long connecting may take.
+        gathering: Brings the members of a group together.
     """
 
-    def __init__(self, store: dist.Store, check: Callable[[], None], timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, check: Callable[[], None], timeout_s: float, gathering: Gathering | None = None
+    ) -> None:
         super().__init__()
         self._store, self._check, self._timeout_s = store, check, timeout_s
+        self._gathering = Gathering(store) if gathering is None else gathering
 
-    def meet(self, name: str, size: int) -> None:
-        """Wait until all ``size`` members of the group ``name`` are about to open it."""
-        if self._store.add(keys.members_present(name), 1) == size:
-            self._store.set(keys.all_present(name), "1")
-        self._wait([keys.all_present(name)], patience_s=0.0)
+    def meet(self, name: str, rank: int, ranks: Sequence[int]) -> None:
+        """Wait until all members of the group ``name`` are about to open it.
+
+        Args:
+            name: Name of the group.
+            rank: This rank.
+            ranks: The members.
+
+        Raises:
+            Interrupted: If another member was called away.
+        """
+        topic, members = keys.opening(name), sorted(ranks)
+        self._gathering.give(topic, rank, {}, members, lambda _: None)
+        try:
+            self._wait(lambda: self._gathering.has_result(topic), lambda: f"members {members} of a process group", 0.0)
+        except Exception:
+            if self._gathering.call_off(topic):
+                raise
+        else:
+            self._gathering.result(topic)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are there."""
-        self._wait(keys, _PRESENT_S)
+        self._wait(lambda: self._store.check(keys), lambda: f"{keys} in the store", _PRESENT_S)
 
-    def _wait(self, keys: list[str], patience_s: float) -> None:
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], patience_s: float) -> None:
         """Wait, and tell the watcher that this rank waits; after ``patience_s``, the world may call it away.
 
         Otherwise the supervisor would take this rank for the one that hangs, and kill it instead of the member that
@@ -52,13 +72,13 @@ class PatientStore(dist.Store):
         began = time.monotonic()
         pause_s = 0.0005
         try:
-            while not self._store.check(keys):
+            while not ready():
                 points.waits()
                 waited_s = time.monotonic() - began
                 if waited_s >= patience_s:
                     self._check()
                 if waited_s > self._timeout_s:
-                    raise dist.DistStoreError(f"Timed out waiting for {keys} in the store.")
+                    raise dist.DistStoreError(f"Timed out waiting for {what()}.")
                 time.sleep(pause_s)
                 pause_s = min(0.01, 1.5 * pause_s)
         finally:

@@ -27,6 +27,7 @@ from lightning_replica._compat.torch import (
     set_group_timeout,
 )
 from lightning_replica.control import keys
+from lightning_replica.control.gathering import Gathering
 from lightning_replica.control.journal import Journal
 from lightning_replica.core.works import all_ended
 from lightning_replica.devices.interface import Device
@@ -60,6 +61,7 @@ class ProcessGroups:
         timeout_s: Seconds after which a collective fails by itself.
         check: Raises when the world moves on; called while groups are opened.
         journal: The journal of collectives, which is written while a script is set up; None for no journal.
+        gathering: Brings the members of a group together; None to do that in ``store``.
 
     Attributes:
         device: This rank's device.
@@ -74,8 +76,10 @@ class ProcessGroups:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
         journal: Journal | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
-        self._store, self._rank, self._world_size = PatientStore(store, check, timeout_s), rank, world_size
+        self._store = PatientStore(store, check, timeout_s, gathering)
+        self._rank, self._world_size = rank, world_size
         self.device, self._timeout = device, timedelta(seconds=timeout_s)
         self._on_host, self._apart = backend_on_host(device.backend)
         self._connect_timeout = timedelta(
@@ -289,7 +293,7 @@ class ProcessGroups:
 
     def _connect(self, name: str, wanted: NewGroup, timeout: timedelta) -> dist.ProcessGroup:
         name = f"{self._generation}/{name}"
-        self._store.meet(name, len(wanted.ranks))
+        self._store.meet(name, self._rank, wanted.ranks)
         group = open_group(wanted, f"lightning_replica/{name}", dist.PrefixStore(keys.group(name), self._store))
         if wanted.timeout != timeout:
             set_group_timeout(group, timeout)

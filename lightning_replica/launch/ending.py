@@ -11,10 +11,11 @@ from collections.abc import Callable
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.failures import Failures
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Generations, Store
+from lightning_replica.control.generation import Generations
 from lightning_replica.core.messages import say as say_here
 from lightning_replica.errors import CheckpointError
 from lightning_replica.exit_codes import GASP_WRITTEN, NO_PROGRESS
+from lightning_replica.stores.interface import Store
 
 log = logging.getLogger(__name__)
 

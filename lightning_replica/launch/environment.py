@@ -24,6 +24,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lightning_replica.control import keys
+from lightning_replica.control.gathering import Node
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.place import Place
@@ -58,6 +59,12 @@ class Surroundings(Protocol):
     def connect(self) -> dist.Store:
         """Open a new connection to the store."""
 
+    def node(self) -> Node | None:
+        """Open a new connection to the store of this node's ranks; None if each rank reads the store of the run."""
+
+    def news(self) -> dist.Store:
+        """Open a new connection to the store in which this process reads the log of generations."""
+
     def leave(self, world_size: int, failed: bool) -> None:
         """Leave the run. This is the last thing that a rank does."""
 
@@ -72,6 +79,7 @@ class RankEnvironment:
         generation: Generation that the process is born into.
         spool: See `Surroundings.spool`.
         node_store: Where this node's supervisor leaves messages for its ranks, if there are several nodes.
+        local_world_size: Number of ranks on a node.
     """
 
     store: StoreAddress
@@ -79,6 +87,7 @@ class RankEnvironment:
     generation: int
     spool: Path | None = None
     node_store: StoreAddress | None = None
+    local_world_size: int = 1
     supervised = True
 
     @classmethod
@@ -94,7 +103,8 @@ class RankEnvironment:
             store, generation = StoreAddress.parse(os.environ[_STORE]), int(os.environ[_GENERATION])
             spool = Path(os.environ[SPOOL]) if SPOOL in os.environ else None
             node_store = StoreAddress.parse(os.environ[_NODE_STORE]) if _NODE_STORE in os.environ else None
-            return cls(store, int(os.environ[_SUPERVISOR]), generation, spool, node_store)
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            return cls(store, int(os.environ[_SUPERVISOR]), generation, spool, node_store, local_world_size)
         except (KeyError, ValueError) as error:
             given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in (_STORE, _SUPERVISOR, _GENERATION))
             raise ConfigurationError(
@@ -107,6 +117,17 @@ class RankEnvironment:
         if self.node_store is None:
             return connect(self.store.host, self.store.port)
         return SharedStore(self.store, self._heir)
+
+    def node(self) -> Node | None:
+        """Open a new connection to the store of this node's ranks. See `Surroundings.node`."""
+        if self.node_store is None:
+            return None
+        address = self.node_store
+        return Node(reach(address), self.local_world_size, lambda: (self.connect(), reach(address)))
+
+    def news(self) -> dist.Store:
+        """Open a new connection to the store in which this process reads the log of generations."""
+        return self.connect() if self.node_store is None else reach(self.node_store)
 
     def _heir(self, number: int) -> StoreAddress:
         """Wait for what this node's supervisor says about a lost store. If it says nothing, it ends this process."""
@@ -131,6 +152,7 @@ class RankEnvironment:
             **({} if self.spool is None else {SPOOL: str(self.spool)}),
             **({} if place.is_alone else {"RANK": str(rank)}),  # else code that is imported takes LOCAL_RANK for it
             "LOCAL_RANK": str(place.local_rank(rank)),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
             "NODE_RANK": str(place.node_rank(rank)),
             "WORLD_SIZE": str(place.world_size),
             "MASTER_ADDR": self.store.host,

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import ClusterEnvironment
 
 from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Generations, Store
+from lightning_replica.control.generation import Generations
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
@@ -147,6 +147,13 @@ class ExternalEnvironment:
         """Open a new connection to the store."""
         return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.address, self.port))
 
+    def node(self) -> None:
+        """Return None: nobody leaves messages for the ranks of a node."""
+
+    def news(self) -> dist.Store:
+        """Open a new connection to the store."""
+        return self.connect()
+
     def leave(self, world_size: int, failed: bool) -> None:
         """Leave the run, as the last thing that a rank does. A rank that serves the store waits for the others."""
         store = self.connect()
@@ -201,26 +208,25 @@ def roll_call(
     """
     store = generations.store
     store.set(keys.share(topic, rank), json.dumps(plain))
+    store.add(keys.come(topic), 1)
     last, here = time.monotonic(), 0
 
     def quiet() -> bool:
         nonlocal last, here
-        present = _present(store, topic, world_size)
-        if len(present) > here:
-            last, here = time.monotonic(), len(present)
+        come = store.add(keys.come(topic), 0)
+        if come > here:
+            last, here = time.monotonic(), come
         waited_s = time.monotonic() - last
         return here == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
 
     generations.wait_for(quiet, generation, math.inf, "the surviving ranks", given_up=True)
-    present = json.dumps(_present(store, topic, world_size))
-    decided: list[int] = json.loads(store.compare_set(keys.present(topic), "", present))
+    if not store.check([keys.present(topic)]):
+        present = [each for each in range(world_size) if store.check([keys.share(topic, each)])]
+        store.compare_set(keys.present(topic), "", json.dumps(present))
+    decided: list[int] = json.loads(store.get(keys.present(topic)))
     if rank not in decided:
         raise RecoveryError(f"Rank {rank} came too late: ranks {decided} are writing the last checkpoint without it.")
-    return [json.loads(store.get(keys.share(topic, each))) for each in decided]
-
-
-def _present(store: Store, topic: str, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if store.check([keys.share(topic, rank)])]
+    return [json.loads(each) for each in store.multi_get([keys.share(topic, each) for each in decided])]
 
 
 def _attempt(environment: Mapping[str, str]) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.core.messages import with_bars
 from lightning_replica.recovery.diagnosis import is_of_others
+from lightning_replica.stores.interface import Store
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from lightning_replica.control.generation import Store
 from lightning_replica.control.phase import Phase
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import born_mortal
@@ -23,6 +22,7 @@ from lightning_replica.launch.repeats import Repeats
 from lightning_replica.launch.spool import Spool
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.watch import Hang, Watch
+from lightning_replica.stores.interface import Store
 
 
 class Process(Protocol):

@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.activity import state_of
 from lightning_replica.launch.waiting import search_path
+from lightning_replica.stores.interface import Store
 
 Command: TypeAlias = Callable[[int], tuple[Sequence[str], str | None]]
 """The command line and the working directory of a rank."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from lightning_replica.control import keys, planned_save
 from lightning_replica.control.faults import Fault
-from lightning_replica.control.generation import Generations, Store
+from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import Phase, phase_of
 from lightning_replica.control.told import Told
 from lightning_replica.core.messages import leave_room
@@ -41,6 +41,7 @@ from lightning_replica.launch.policy import (
 )
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.recovery.gasp import Gasp
+from lightning_replica.stores.interface import Store
 from lightning_replica.stores.tcp import connect, serve
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ first. The live node with the lowest number that has ranks decides.
 
 import os
 import threading
-import time
 from functools import partial
 from typing import Final, NoReturn
 
@@ -19,15 +18,17 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.core.messages import say, warn
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.others import Put
+from lightning_replica.launch.place import LOOPBACK
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.door import Door
 from lightning_replica.nodes.failover import NoHeirError, Stores, find_heir
+from lightning_replica.nodes.log import Log
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
 from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.address import StoreAddress
 
-_PAUSE_S: Final = 0.2
 # Of the time that ranks wait for each other: the supervisor must end the wait before they do.
 _PATIENCE: Final = 0.95
 
@@ -38,7 +39,7 @@ class Cluster:
     Args:
         settings: The nodes' settings.
         stores: The stores of the run.
-        node_store: The store in which ranks of this node read where another store is.
+        node_store: The store of this node's ranks, which this node serves.
         own: This node.
         door: The port at which this node listens.
         first: The first placement.
@@ -52,7 +53,7 @@ class Cluster:
         self,
         settings: NodeSettings,
         stores: Stores,
-        node_store: dist.Store,
+        node_store: dist.TCPStore,
         own: Member,
         door: Door,
         first: Placement,
@@ -66,6 +67,7 @@ class Cluster:
         self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
         self._over = False
         self.code: int | None = None
+        self._log = Log(stores.reach, StoreAddress(LOOPBACK, node_store.port), self._hear)
         self.pulse = Pulse(settings, own, stores.reach, self)
         door.when_knocked(self.pulse.beat_at_once)
 
@@ -75,7 +77,7 @@ class Cluster:
         """Begin to watch the other nodes, and the log."""
         self._put = put
         self.pulse.start()
-        threading.Thread(target=self._follow, name="lightning_replica-log", daemon=True).start()
+        self._log.follow()
 
     @property
     def restarts(self) -> int:
@@ -89,6 +91,7 @@ class Cluster:
     def ended(self) -> None:
         """Note that this node's ranks have ended, so that it may leave."""
         self._over = True
+        self._log.stop()
 
     def relocate(self, fault: Fault) -> str:
         """Give the ranks of lost nodes to spares. See `Others.relocate`."""
@@ -159,20 +162,10 @@ class Cluster:
         warn(f"{why}. The ranks of node {self._own.name} are killed, as others may replace them.")
         os._exit(GAVE_UP)
 
-    def _follow(self) -> None:
-        """Wait for each entry of the log."""
-        generations, number = None, 1
-        while not self._over:
-            try:
-                generations = generations or Generations(self._stores.reach())
-                entry = generations.fault_and_note(number)
-            except (OSError, dist.DistError):  # if the store is gone, `Pulse` finds that out
-                generations = None
-                time.sleep(_PAUSE_S)
-                continue
-            self.pulse.look_at_once()
-            self._put(partial(self._read_and_decide, number, *entry))
-            number += 1
+    def _hear(self, number: int, fault: Fault, note: str) -> None:
+        """Take note of an entry of the log. See `log.Entry`."""
+        self.pulse.look_at_once()
+        self._put(partial(self._read_and_decide, number, fault, note))
 
     # In the main thread
 

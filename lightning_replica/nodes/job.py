@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import lightning_replica
 from lightning_replica.control import agreement, keys
-from lightning_replica.control.generation import Store
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
@@ -27,6 +26,7 @@ from lightning_replica.nodes.membership import join, register
 from lightning_replica.nodes.placement import ranks_of
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.interface import Store
 from lightning_replica.stores.tcp import serve
 
 _TRY_S: Final = 5.0  # for one connection

@@ -9,17 +9,19 @@ one, as long as every shard has a holder.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
+from lightning_replica.control.gathering import Conclude
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.points import reach
 from lightning_replica.errors import RecoveryError
 from lightning_replica.groups.world import ProcessGroups
+from lightning_replica.recovery.conclusion import with_corruption
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.interface import HostState, Recoverable
@@ -33,14 +35,28 @@ class GaspPlan(Decision):
     """What the survivors do.
 
     Attributes:
-        ranks: The ranks that take part, in their order in the group: those that hold the host state.
+        left: The survivors, in ascending order.
+        ranks: Those of them that write, in their order in the group: they hold the host state.
         pieces: For each of these ranks, the ranks whose part of the shards it writes.
         privates: For each of these ranks, the ranks whose private state it provides.
     """
 
+    left: tuple[int, ...]
     ranks: tuple[int, ...]
     pieces: Mapping[int, tuple[int, ...]]
     privates: Mapping[int, tuple[int, ...]]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON, which keeps every bit of a float."""
+        lists = {name: [*getattr(self, name).items()] for name in ("pieces", "privates")}
+        return {**asdict(self), **lists}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "GaspPlan":
+        """Return the plan that `to_plain` has turned into ``plain``."""
+        tuples = {name: tuple(plain[name]) for name in ("commit", "forward", "left", "ranks")}
+        maps = {name: _frozen(dict(plain[name])) for name in ("pieces", "privates")}
+        return cls(**{**plain, **tuples, **maps})
 
 
 def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
@@ -73,7 +89,8 @@ def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
         known = [peer for peer in peers if can_send(everyone[peer], rank, kind, step)]
         if known:
             privates[min(known, key=lambda peer: len(privates[peer]))].append(rank)
-    return GaspPlan(step, kind, decision.commit, decision.forward, ranks, _frozen(pieces), _frozen(privates))
+    commit, forward = decision.commit, decision.forward
+    return GaspPlan(step, kind, commit, forward, tuple(sorted(left)), ranks, _frozen(pieces), _frozen(privates))
 
 
 class Gasp:
@@ -85,7 +102,7 @@ class Gasp:
         generations: The log of generations of a run that has been given up.
         groups: This rank's process groups.
         monitor: Watches for the next generation.
-        exchange: Sends this rank's data in a generation to all survivors, and returns the data of all of them.
+        conclude: Gives this rank's report in a generation, and returns the conclusion from those of all survivors.
         timeout_s: How many seconds ranks wait for each other.
     """
 
@@ -96,11 +113,11 @@ class Gasp:
         generations: Generations,
         groups: ProcessGroups,
         monitor: Monitor,
-        exchange: Callable[[int, dict[str, Any]], list[dict[str, Any]]],
+        conclude: Callable[[int, dict[str, Any], Conclude], Any],
         timeout_s: float,
     ) -> None:
         self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
-        self._monitor, self._exchange, self._timeout_s = monitor, exchange, timeout_s
+        self._monitor, self._conclude, self._timeout_s = monitor, conclude, timeout_s
         self._began = time.monotonic()
 
     def run(
@@ -156,8 +173,7 @@ class Gasp:
         if path is not None:  # ranks completed it in an earlier attempt; others may be waiting here
             self._generations.begin(generation + 1, Fault("end", (), "the last checkpoint is written"))
             return path
-        reports = [Report.from_plain(each) for each in self._exchange(generation, report().to_plain())]
-        plan = make_gasp_plan(reports, self._grid)
+        plan = self._plan(generation, report())
         if self._rank in plan.ranks:
             self._groups.open_among(generation, plan.ranks)
             if self._rank in plan.forward:
@@ -166,8 +182,19 @@ class Gasp:
             state.roll_back(plan.kind)
             reach("gasp_write")
             self._generations.store.set(keys.GASP, write(plan))
-        self._generations.meet(keys.SAVED, generation, len(reports), self._timeout_s, given_up=True)
+        meet, left = self._generations.meet, plan.left
+        meet(keys.SAVED, self._rank, generation, left, self._timeout_s, given_up=True)
         return self._generations.store.get(keys.GASP).decode()
+
+    def _plan(self, generation: int, own: Report) -> GaspPlan:
+        """Give this rank's report, and return the plan from those of all survivors."""
+
+        def draw(plain: list[dict[str, Any]]) -> dict[str, Any]:
+            reports = [Report.from_plain(each) for each in plain]
+            reports = with_corruption(reports, self._generations.has_corruption, generation)
+            return make_gasp_plan(reports, self._grid).to_plain()
+
+        return GaspPlan.from_plain(self._conclude(generation, own.to_plain(), draw))
 
     @staticmethod
     def has_come(generations: Generations, rank: int) -> bool:

@@ -42,7 +42,8 @@ class Report:
         hook_failures: How often hooks have failed on this rank in this recovery.
         corrupted: How its shard was found to be wrong, in which case it is not ``intact``; empty if it was not.
         corruption_seen: Whether any rank, even one that is gone by now, has found wrong bits since this rank last
-            trained.
+            trained. Known when all have reported (`conclusion.with_corruption`).
+        left: The generation in which this rank last trained.
         links: For every process group, whether its device has connections that could resume.
         resumed: The step at which they last resumed; -1 if they never did.
         settings: What it trains with, by name, as short text; empty if `settings_step` is -1.
@@ -67,6 +68,7 @@ class Report:
     hook_failures: int = 0
     corrupted: str = ""
     corruption_seen: bool = False
+    left: int = 0
     device: str = ""
     links: tuple[bool, ...] = ()
     resumed: int = -1
@@ -139,6 +141,16 @@ class Plan(Decision):
 
     moves: tuple[Move, ...]
     resume: bool = False
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON, which keeps every bit of a float."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Plan":
+        """Return the plan that `to_plain` has turned into ``plain``."""
+        moves = tuple(Move(**move) for move in plain["moves"])
+        return cls(**{**plain, "commit": tuple(plain["commit"]), "forward": tuple(plain["forward"]), "moves": moves})
 
 
 def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:

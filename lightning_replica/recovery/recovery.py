@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.works import Work
 from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.groups.world import ProcessGroups
+from lightning_replica.recovery.conclusion import Conclusion, conclude, with_corruption
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
@@ -23,8 +25,7 @@ from lightning_replica.recovery.incident import Transferred
 from lightning_replica.recovery.interface import HostState, Recoverable
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.phases import Phase, Timeline
-from lightning_replica.recovery.planner import Mirror, Move, Plan, Report, make_plan
-from lightning_replica.recovery.settings import check_settings
+from lightning_replica.recovery.planner import Mirror, Move, Plan, Report
 from lightning_replica.recovery.transfer import Channel, Tag
 
 log = logging.getLogger(__name__)
@@ -196,18 +197,15 @@ class Recovery:
         timeline.enter(Phase.REGROUP)
         self._generations.move_on()
         self._monitor.moved_to(self.generation)
-        reports = self._exchange_reports(self.report(state, host))
-        replaced = tuple(report.rank for report in reports if report.newborn)
-        check_settings(reports, host.settings_advice)
-        plan = make_plan(reports, self._grid, self._options.max_tries)
+        concluded = self._conclude(self.report(state, host), host.settings_advice)
+        plan, replaced = concluded.plan, concluded.replaced
         self.planned_step = plan.step
         # The plan accounts for these errors. If another rank raises from here on, that does not count as "every rank
         # raised".
         self._raised = self._device_said = ""
         if plan.resume:
             self._resumed = plan.step
-        held = {report.rank: report.groups for report in reports}
-        self._groups.open(self.generation, self._connect, plan.resume, held)
+        self._groups.open(self.generation, self._connect, plan.resume, concluded.held)
         self._call_hook(Phase.REGROUP, replaced)
         timeline.enter(Phase.REPAIR)
         if self._rank in plan.forward:
@@ -230,7 +228,7 @@ class Recovery:
         self._mirrors.settle()
         self._call_hook(Phase.RESUME, replaced, plan)
         self._groups.hooks_are_through()
-        self._count_try(plan.step, max(report.tries for report in reports))
+        self._count_try(plan.step, concluded.tries)
         timeline.end()
         return plan
 
@@ -255,7 +253,7 @@ class Recovery:
         """Return this rank's report."""
         if self._is_empty:
             said = replace(Report.of_nothing(self._rank), hook=self._hook_said, hook_failures=self._hook_failures)
-            return replace(said, damaged_from=tuple(self._damaged_from), groups=self._groups.held())
+            return replace(said, damaged_from=tuple(self._damaged_from), groups=self._groups.held(), left=self._left)
         committed, vector = self._committed
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
@@ -280,7 +278,7 @@ class Recovery:
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,
             device=self._device_said,
-            corruption_seen=self._corruption_seen(),
+            left=self._left,
             links=self._links,
             resumed=self._resumed,
             settings=tuple(host.settings(newest).items()) if tails else (),
@@ -288,16 +286,20 @@ class Recovery:
             groups=self._groups.held(),
         )
 
-    def _corruption_seen(self) -> bool:
-        newest = self._generations.newest(self.generation)
-        return any(self._generations.has_corruption(k) for k in range(self._left + 1, newest + 1))
+    def _conclude(self, own: Report, advice: str) -> Conclusion:
+        """Give this rank's report, and return the conclusion from those of all ranks."""
+        generations, generation = self._generations, self.generation
 
-    def _exchange_reports(self, own: Report) -> list[Report]:
-        topic, timeout_s = keys.report(self.generation), self._options.rendezvous_timeout_s
-        plain = self._generations.share(
-            topic, self._rank, own.to_plain(), self.generation, range(self._grid.size), timeout_s
+        def draw(plain: list[dict[str, Any]]) -> dict[str, Any]:
+            reports = [Report.from_plain(each) for each in plain]
+            reports = with_corruption(reports, generations.has_corruption, generation)
+            return conclude(reports, self._grid, self._options.max_tries, advice).to_plain()
+
+        ranks, timeout_s = range(self._grid.size), self._options.rendezvous_timeout_s
+        topic = keys.report(generation)
+        return Conclusion.from_plain(
+            generations.conclude(topic, self._rank, own.to_plain(), generation, ranks, timeout_s, draw)
         )
-        return [Report.from_plain(report) for report in plain]
 
     def _move(self, move: Move, plan: Plan, state: Recoverable, host: HostState) -> None:
         if self._rank not in (move.source, move.target):

@@ -13,9 +13,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_replica._compat.lightning import checkpoint_exists
-from lightning_replica.control.generation import Store
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.written import Written
+from lightning_replica.stores.interface import Store
 
 
 class CheckpointFiles:

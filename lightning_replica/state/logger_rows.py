@@ -12,9 +12,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lightning_replica.control.generation import Store
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.written import Written
+from lightning_replica.stores.interface import Store
 
 
 class LoggerRows:

@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_replica._compat.lightning import continue_csv, when_made
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.errors import RecoveryError
 from lightning_replica.launch.rank import SupervisedRank, at_entry
+from lightning_replica.stores.interface import Store
 
 # Attributes with the version or id of a run: CSV, TensorBoard and Lightning's own; Weights & Biases; MLflow; Comet.
 _NAMES = ("_version", "_id", "_run_id", "_experiment_id", "_experiment_key")

@@ -7,8 +7,8 @@ import json
 from collections import Counter
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.recovery.interface import Kind
+from lightning_replica.stores.interface import Store
 
 
 class Written:

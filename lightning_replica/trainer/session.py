@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import lightning
 from torch import nn
@@ -107,8 +108,13 @@ class Session:
         }
         advice = "Start every rank from the same script, with the same options, in the same environment."
         timeout_s = self.options.rendezvous_timeout_s
-        everyone = agreement.compare(world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s)
-        together = world.grid.together([each["_node"] for each in everyone])
+
+        def together_of(everyone: list[dict[str, Any]]) -> list[int]:
+            return list(world.grid.together([each["_node"] for each in everyone]))
+
+        together = agreement.compare(
+            world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s, together_of
+        )
         if together and self.rank == 0:
             log.warning(
                 "Shards %s are held by several ranks of one node: losing that node loses them. Choose `replicas` so"
@@ -168,7 +174,7 @@ class Session:
             world.generations,
             world.process_groups,
             world.monitor,
-            world.exchange_last,
+            world.conclude_last,
             self.options.rendezvous_timeout_s,
         )
 

@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 
 from lightning_replica.control import keys
-from lightning_replica.control.generation import Store
 from lightning_replica.control.journal import Journal
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.state.loop_results import LoopResults
+from lightning_replica.stores.interface import Store
 
 
 class Succession:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_replica.checkpoint.together import TogetherBeside
 from lightning_replica.control import keys
+from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.journal import Journal
 from lightning_replica.control.monitor import Monitor
@@ -72,9 +73,12 @@ class World:
         self.grid, self.rank, self.size, self.device = grid, rank, grid.size, device
         self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
         self.born = surroundings.generation
-        self.generations = Generations(store, self.born)
-        self.process_groups = ProcessGroups(store, rank, self.size, device, timeout_s, self.check_now, journal)
-        self._watched = Generations(surroundings.connect())
+        gathering = Gathering(store, surroundings.node())
+        self.generations = Generations(store, self.born, gathering)
+        self.process_groups = ProcessGroups(
+            store, rank, self.size, device, timeout_s, self.check_now, journal, gathering
+        )
+        self._watched = Generations(surroundings.news())
         self.monitor = Monitor(self._watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
         self.monitor.start(self.born)
         self.is_over = False
@@ -141,23 +145,26 @@ class World:
 
     def meet(self, name: str) -> None:
         """Wait until all ranks have come to the meeting ``name`` in this generation."""
-        self.generations.meet(name, self.generations.current, self.size, self._patience_s)
+        everyone = range(self.size)
+        self.generations.meet(name, self.rank, self.generations.current, everyone, self._patience_s)
 
-    def exchange_last(self, generation: int, plain: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange data with the ranks that are left: by the supervisor's record, or else all ranks that come."""
+    def conclude_last(self, generation: int, part: dict[str, Any], conclusion: Conclude) -> Any:
+        """Draw a conclusion with the ranks that are left: by the supervisor's record, or else all ranks that come."""
         topic, generations = keys.gasping(generation), self.generations
         if not self._surroundings.supervised:
-            return roll_call(generations, topic, self.rank, plain, generation, self.size)
+            return conclusion(roll_call(generations, topic, self.rank, part, generation, self.size))
         lost = generations.lost(generation)
         left = [rank for rank in range(self.size) if rank not in lost]
-        return generations.share(topic, self.rank, plain, generation, left, self._patience_s, given_up=True)
+        return generations.conclude(
+            topic, self.rank, part, generation, left, self._patience_s, conclusion, given_up=True
+        )
 
     def beside(self) -> TogetherBeside:
         """Return a `TogetherBeside` for work beside training, until the next generation begins. Called on all ranks."""
         generation, store = self.generations.current, self._surroundings.connect()
         number = self._beside[1] + 1 if self._beside[0] == generation else 0
         self._beside = generation, number
-        generations = Generations(store)
+        generations = Generations(self._surroundings.news())
 
         def check() -> None:
             if generations.begun(generation + 1):
@@ -178,6 +185,7 @@ class World:
         """Leave the world."""
         self.let_go()
         self.process_groups.close()
+        self.generations.gathering.close()
         if not self._surroundings.supervised:
             self._surroundings.leave(self.size, failed=self.generations.verdict() is not None)
 

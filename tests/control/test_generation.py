@@ -50,26 +50,31 @@ def test_begin_next_is_never_shared(store: Any) -> None:
     assert Generations(store).fault(3) == SEEN
 
 
-def test_collect_gives_every_report_in_order(store: Any) -> None:
-    generations = Generations(store)
-    with pytest.raises(RecoveryError, match=r"Ranks that had not reported by then: \[0\]"):
-        generations.share("report/2", 1, {"rank": 1}, 2, range(2), 0.05)
-    assert generations.share("report/2", 0, {"rank": 0}, 2, range(2), 5) == [{"rank": 0}, {"rank": 1}]
+def everything(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return parts
 
 
-def test_collect_names_who_is_missing(store: Any) -> None:
+def test_a_conclusion_has_every_part_in_order(store: Any) -> None:
+    later = Generations(store)
+    later.gathering.give("report/2", 1, {"rank": 1}, range(2), everything)
+    generations = client(store)
+    assert generations.conclude("report/2", 0, {"rank": 0}, 2, range(2), 5, everything) == [{"rank": 0}, {"rank": 1}]
+    assert later.gathering.result("report/2") == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_conclusion_that_does_not_come_names_who_is_missing(store: Any) -> None:
     generations = Generations(store)
     with pytest.raises(
         RecoveryError, match=r"waiting for every rank's part in 'report'.*not reported by then: \[0, 2\]"
     ):
-        generations.share("report", 1, {}, 0, range(3), 0.05)
+        generations.conclude("report", 1, {}, 0, range(3), 0.05, everything)
 
 
 def test_waiting_ends_with_the_generation(store: Any) -> None:
     generations = Generations(store)
     generations.begin(1, Fault("death", (2,), "rank 2 is gone"))
     with pytest.raises(Interrupted, match="rank 2 is gone"):
-        generations.share("report", 0, {}, 0, range(2), 5)
+        generations.conclude("report", 0, {}, 0, range(2), 5, everything)
 
 
 def test_waiting_ends_with_the_verdict(store: Any) -> None:
@@ -78,33 +83,60 @@ def test_waiting_ends_with_the_verdict(store: Any) -> None:
     generations.give_up("no replacement")
     generations.give_up("something later")
     with pytest.raises(RecoveryError, match="no replacement"):
-        generations.share("report", 0, {}, 0, range(2), 5)
+        generations.conclude("report", 0, {}, 0, range(2), 5, everything)
 
 
-def test_what_others_left_before_they_saw_the_verdict_does_not_count(store: Any) -> None:
+def test_a_rank_that_sees_the_verdict_ends_the_wait_of_all(store: Any) -> None:
     """They are on their way out, and whoever opened a group for all would wait for them."""
-    other, generations = client(store), Generations(store)
+    generations = Generations(store)
     generations.give_up("told to end")
     with pytest.raises(RecoveryError, match=r"told to end Ranks that had not reported by then: \[0\]"):
-        other.share("report", 1, {}, 0, range(2), 5)
+        client(store).conclude("report", 1, {}, 0, range(2), 5, everything)
+    with pytest.raises(Interrupted, match="called away"):
+        generations.conclude("report", 0, {}, 0, range(2), 5, everything)
+
+
+def test_whoever_concludes_looks_for_the_verdict(store: Any) -> None:
+    generations = Generations(store)
+    generations.give_up("told to end")
     with pytest.raises(RecoveryError, match="told to end"):
-        generations.share("report", 0, {}, 0, range(2), 5)
+        generations.conclude("report", 0, {}, 0, range(1), 5, everything)
+
+
+def come(store: Any, rank: int) -> None:
+    """Come to a meeting of ranks 0 and 1."""
+    client(store).meet("finished", rank, 0, range(2), 5)
 
 
 def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any) -> None:
-    generations, other = Generations(store), client(store)
-    thread = threading.Thread(target=other.meet, args=("finished", 0, 2, 5))
+    thread = threading.Thread(target=come, args=(store, 1))
     thread.start()
-    generations.meet("finished", 0, 2, 5)
+    come(store, 0)
     thread.join()
-    generations.begin(1, Fault("death", (2,), "someone died after the meeting"))
     late = client(store)
-    late.store.add("meet/finished/0", -1)  # as if it came just now
-    late.meet("finished", 0, 2, 5)
+    late.begin(1, Fault("death", (2,), "someone died after the meeting"))
+    late.wait_for = lambda *_: late_wait()  # type: ignore[method-assign, assignment]
+
+    def late_wait() -> None:
+        raise Interrupted("the world has moved on before this rank has looked")
+
+    late.gathering.give = lambda *_: None  # type: ignore[method-assign, assignment]  # it has come before
+    late.meet("finished", 0, 0, range(2), 5)
 
 
 def test_a_meeting_that_was_not_held_is_interrupted(store: Any) -> None:
     generations = Generations(store)
     generations.begin(1, Fault("death", (2,), "rank 1 is gone"))
     with pytest.raises(Interrupted, match="rank 1"):
-        generations.meet("finished", 0, 2, 5)
+        generations.meet("finished", 0, 0, range(2), 5)
+
+
+def test_a_meeting_that_a_rank_has_left_is_not_held_by_ranks_that_come_later(store: Any) -> None:
+    """Otherwise some ranks would end the training, and the others would wait for their reports."""
+    left, late = client(store), client(store)
+    left.begin(1, Fault("death", (2,), "rank 2 is gone"))
+    with pytest.raises(Interrupted, match="rank 2"):
+        left.meet("finished", 0, 0, range(2), 5)
+    late.begun = lambda _: False  # type: ignore[method-assign]  # it has not noticed
+    with pytest.raises(Interrupted, match="called away"):
+        late.meet("finished", 1, 0, range(2), 5)

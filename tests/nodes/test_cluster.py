@@ -29,7 +29,7 @@ class Node:
 
     def __init__(self, settings: NodeSettings, name: str, patience_s: float = 60.0) -> None:
         self.patience_s, self.heard, self._events = patience_s, [], queue.SimpleQueue()  # type: ignore[var-annotated]
-        self.stores, self.door, self.node_store = Stores(settings.store), Door("127.0.0.1"), dist.HashStore()
+        self.stores, self.door, self.node_store = Stores(settings.store), Door("127.0.0.1"), serve("127.0.0.1")
         self.store, self.dead = self.stores.connect(), False
         own = register(self.store, "127.0.0.1", self.door.port, name)
         supervisor, first = cast("Supervisor", self), Placement((0, 1))

@@ -16,7 +16,7 @@ from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.shared import SharedStore
-from lightning_replica.stores.tcp import serve
+from lightning_replica.stores.tcp import connect, serve
 from tests.nodes.test_cluster import Node, meet
 from tests.support.stores import store_process
 
@@ -50,7 +50,7 @@ def woken(*nodes: Node) -> None:
 
 def heirs(*nodes: Node) -> list[str]:
     """The address that each node gives its ranks; waits for it."""
-    return [node.node_store.get(keys.heir(1)).decode() for node in nodes]
+    return [connect("127.0.0.1", node.node_store.port).get(keys.heir(1)).decode() for node in nodes]
 
 
 def test_the_first_node_serves_the_next_store(run: Any) -> None:

@@ -1,0 +1,191 @@
+"""Gathers what ranks say, node by node. One rank draws the conclusion, and all ranks read it.
+
+A rank leaves its part in the store of its node. The last rank of the node posts the parts of all in one value in the
+store of the run. The last rank that posts reads all values and concludes. So the store of the run gets a few messages
+from each node, however many ranks it has, and no rank reads what all others have said. Without a store of the node,
+each rank posts for itself.
+
+A topic has one result, which is written once: the conclusion, or that ranks were called away before all had given
+their parts (`call_off`). So either all ranks have the conclusion or none has.
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch.distributed as dist
+
+from lightning_replica import errors
+from lightning_replica.control import keys
+from lightning_replica.errors import Interrupted, RecoveryError, ReplicaError
+from lightning_replica.stores.interface import Store
+
+Conclude: TypeAlias = Callable[[list[dict[str, Any]]], Any]
+"""Makes plain data for JSON of the parts of all ranks, in order of rank. Called on one rank; all get its error."""
+
+_CALLED_OFF: Final = '{"called off": true}'
+
+
+@dataclass(frozen=True)
+class Node:
+    """The ranks of one node, and how they leave messages for each other.
+
+    Attributes:
+        store: Their store. This connection is the calling thread's.
+        size: Number of ranks on a node: those with the same ``rank // size`` are on one node.
+        open: Opens new connections for another thread, to the store of the run and to this one.
+    """
+
+    store: Store
+    size: int
+    open: Callable[[], tuple[Store, Store]]
+
+
+class Gathering:
+    """What one process gives to gatherings and learns from them.
+
+    Args:
+        store: The store of the run.
+        node: The ranks of this node; None if each rank posts for itself.
+
+    Attributes:
+        near: The store in which this process reads what has been agreed on.
+    """
+
+    def __init__(self, store: Store, node: Node | None = None) -> None:
+        self._store, self._node = store, node
+        self.near: Store = store if node is None else node.store
+        self._courier = None if node is None else _Courier(node.open)
+
+    def give(self, topic: str, rank: int, part: dict[str, Any], ranks: Sequence[int], conclude: Conclude) -> None:
+        """Give a rank's part to a topic. Does not wait for other ranks.
+
+        Args:
+            topic: Name of the topic. A rank gives one part to it.
+            rank: This rank.
+            part: Plain data.
+            ranks: The ranks that take part, in ascending order; the same on all of them.
+            conclude: See `Conclude`.
+        """
+        if self._node is None or self._courier is None:
+            self._post(topic, rank, [json.dumps(part)], len(ranks), ranks, conclude)
+            return
+        mates = self._mates(rank, ranks)
+        self.near.set(keys.share(topic, rank), json.dumps(part))
+        if self.near.add(keys.come_here(topic, rank // self._node.size), 1) == len(mates):
+            parts = [each.decode() for each in self.near.multi_get([keys.share(topic, mate) for mate in mates])]
+            places = self._places(ranks)
+            self._courier.fetch(keys.result(topic))  # before, as `conclude` may raise
+            self._post(topic, rank // self._node.size, parts, len(places), places, conclude)
+
+    def has_result(self, topic: str) -> bool:
+        """Return whether the result of a topic is known on this node."""
+        return self.near.check([keys.result(topic)])
+
+    def result(self, topic: str) -> Any:
+        """Wait for the result of a topic and return the conclusion.
+
+        Raises:
+            Interrupted: If the topic was called off.
+            ReplicaError: What the conclusion has raised.
+        """
+        return _read(self.near.get(keys.result(topic)))
+
+    def known(self, topic: str) -> bool:
+        """Return whether a topic has a result already, because this process replaces one that gave a part to it."""
+        key = keys.result(topic)
+        if not self._store.check([key]):
+            return False
+        if self._node is not None:
+            self.near.set(key, self._store.get(key))
+        return True
+
+    def call_off(self, topic: str) -> bool:
+        """End a topic without a conclusion, as this rank waits no longer. Return False if there is a conclusion."""
+        return self._store.compare_set(keys.result(topic), "", _CALLED_OFF) == _CALLED_OFF.encode()
+
+    def missing(self, topic: str, rank: int, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks that have not given their parts, with all ranks of other nodes that lack such a rank."""
+        if self._node is None:
+            return [each for each in ranks if not self._store.check([keys.posted(topic, each)])]
+        mates, size = self._mates(rank, ranks), self._node.size
+        here = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
+        places = [
+            p for p in self._places(ranks) if p != rank // size and not self._store.check([keys.posted(topic, p)])
+        ]
+        return sorted([*here, *(each for each in ranks if each // size in places)])
+
+    def close(self) -> None:
+        """End the thread that fetches results, unless it waits for one."""
+        if self._courier is not None:
+            self._courier.close()
+
+    def _mates(self, rank: int, ranks: Sequence[int]) -> list[int]:
+        size = 1 if self._node is None else self._node.size
+        return [each for each in ranks if each // size == rank // size]
+
+    def _places(self, ranks: Sequence[int]) -> list[int]:
+        size = 1 if self._node is None else self._node.size
+        return sorted({rank // size for rank in ranks})
+
+    def _post(
+        self, topic: str, place: int, parts: list[str], expected: int, places: Sequence[int], conclude: Conclude
+    ) -> None:
+        """Post parts for all ranks of a node. If all others have posted, conclude."""
+        self._store.set(keys.posted(topic, place), f"[{', '.join(parts)}]")
+        # Not `==`: if a connection breaks, `SharedStore` adds twice, and no rank might see the exact number.
+        if self._store.add(keys.come(topic), 1) < expected:
+            return
+        posts = self._store.multi_get([keys.posted(topic, each) for each in places])
+        try:
+            said = json.dumps({"conclusion": conclude([part for post in posts for part in json.loads(post)])})
+        except ReplicaError as error:
+            said = json.dumps({"error": [type(error).__name__, str(error)]})
+        except Exception as error:  # a bug: the other ranks must not wait
+            said = json.dumps({"error": [RecoveryError.__name__, f"{type(error).__name__}: {error}"]})
+            self._store.compare_set(keys.result(topic), "", said)
+            raise
+        self._store.compare_set(keys.result(topic), "", said)
+
+
+def _read(value: bytes) -> Any:
+    said = json.loads(value)
+    if "error" in said:
+        name, text = said["error"]
+        raise getattr(errors, name, RecoveryError)(text)
+    if "conclusion" not in said:
+        raise Interrupted("other ranks were called away")
+    return said["conclusion"]
+
+
+class _Courier:
+    """Waits for results in the store of the run and brings them to the store of the node, in a thread of its own.
+
+    It has no time-out. A rank that does not wait any longer calls the topic off, and that is a result too.
+    """
+
+    def __init__(self, open_stores: Callable[[], tuple[Store, Store]]) -> None:
+        self._open = open_stores
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def fetch(self, key: str) -> None:
+        """Bring the value of a key as soon as there is one."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lightning_replica-courier", daemon=True)
+            self._thread.start()
+        self._wanted.put(key)
+
+    def close(self) -> None:
+        """End the thread as soon as it has brought what was wanted."""
+        self._wanted.put(None)
+
+    def _run(self) -> None:
+        with suppress(OSError, dist.DistError):  # the supervisor is gone, and ends this process
+            run, near = self._open()
+            while (key := self._wanted.get()) is not None:
+                near.set(key, run.get(key))

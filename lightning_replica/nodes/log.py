@@ -1,0 +1,74 @@
+"""Follows the log of generations of the run, and copies it to the store of this node, where its ranks read it."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import torch.distributed as dist
+
+from lightning_replica.control import keys
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.interface import Store
+from lightning_replica.stores.tcp import reach
+
+Entry: TypeAlias = Callable[[int, Fault, str], None]
+"""Called with each new generation, the fault that began it and the note for supervisors."""
+
+_PAUSE_S: Final = 0.2
+
+
+class Log:
+    """Waits for entries of the log and for the verdict, in threads of its own. It does not poll.
+
+    Args:
+        open_store: Opens a new connection to the newest store of the run. Raises OSError or DistError if there is none.
+        node_store: The store of this node.
+        entry: See `Entry`. Called in a thread.
+    """
+
+    def __init__(self, open_store: Callable[[], dist.Store], node_store: StoreAddress, entry: Entry) -> None:
+        self._open, self._node_store, self._entry = open_store, node_store, entry
+        self._read, self._stopped = 0, False
+
+    def follow(self) -> None:
+        """Start the threads."""
+        for name, work in (("log", self._follow), ("verdict", self._wait_for_verdict)):
+            target = self._again_and_again
+            threading.Thread(target=target, args=(work,), name=f"lightning_replica-{name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop when the store is gone. As long as it answers, threads may wait for it."""
+        self._stopped = True
+
+    def _again_and_again(self, work: Callable[[Store, Store], None]) -> None:
+        """Do ``work`` over a new connection whenever one breaks. If the store is gone, `Pulse` finds that out."""
+        while not self._stopped:
+            try:
+                work(self._open(), reach(self._node_store))
+                return
+            except (OSError, dist.DistError):
+                time.sleep(_PAUSE_S)
+
+    def _follow(self, store: Store, near: Store) -> None:
+        generations = Generations(store)
+        while not self._stopped:
+            number = self._read + 1
+            fault, note = generations.fault_and_note(number)
+            if store.check([keys.VERDICT]):  # the last entry of a run that is given up: its ranks look for the verdict
+                _copy_verdict(store, near)
+            near.set(keys.generation(number), fault.to_json())
+            self._read = number
+            self._entry(number, fault, note)
+
+    def _wait_for_verdict(self, store: Store, near: Store) -> None:
+        store.get(keys.VERDICT)
+        _copy_verdict(store, near)
+
+
+def _copy_verdict(store: Store, near: Store) -> None:
+    if store.check([keys.ASKED]):
+        near.set(keys.ASKED, "")
+    near.set(keys.VERDICT, store.get(keys.VERDICT))
