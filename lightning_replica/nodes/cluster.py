@@ -117,6 +117,10 @@ class Cluster:
 
     # In other threads
 
+    def trains(self) -> frozenset[int]:
+        """See `Listener`."""
+        return self._placement.nodes
+
     def came(self) -> None:
         """See `Listener`."""
         self._put(self._fill)
@@ -133,7 +137,8 @@ class Cluster:
         """Agree with the other nodes on another store, in which the run is given up. See `failover`."""
         others, known, phase = self.pulse.others(), self._known, self.pulse.phase
         try:
-            heir = find_heir(self._own, others, self._door, known, phase, self._settings.node_timeout_s)
+            timeout_s = self._settings.node_timeout_s
+            heir = find_heir(self._own, others, self._placement.nodes, self._door, known, phase, timeout_s)
         except NoHeirError:
             self._give_up(f"the process that served the store at {self._endpoint} has ended")
         self._node_store.set(keys.heir(self._stores.count), str(heir.address))
@@ -195,7 +200,8 @@ class Cluster:
         self._known, self._restarts = number, self._restarts + fault.is_replaced
         if not note or self._store_was_lost:
             return False
-        self._placement = Placement.from_json(note)
+        before, self._placement = self._placement, Placement.from_json(note)
+        self.pulse.bury(before.nodes - self._placement.nodes)  # this node may not watch them
         self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
         mine = [slot for slot in self._placement.moved if self._placement.slots[slot] == self._own.number]
         if mine:

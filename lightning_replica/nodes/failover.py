@@ -1,8 +1,8 @@
 """What nodes do when the store of the run is lost: they agree on another, to write the last checkpoint.
 
-A store is lost when its machine refuses connections. The live node with the lowest number serves the next one at its
-own door. It waits until every other node that is not certainly dead has come. So no node is left that might still have
-the first store and go on training: a node that has it does not come, and then nobody writes anything.
+A store is lost when its machine refuses connections. The live node with ranks and the lowest number serves the next one
+at its own door. It waits until every other node that is not certainly dead has come. So no node is left that might
+still have the first store and go on training: a node that has it does not come, and then nobody writes anything.
 """
 
 import json
@@ -90,12 +90,21 @@ class Heir:
     dead: frozenset[int] = frozenset()
 
 
-def find_heir(own: Member, others: Collection[Member], door: Door, known: int, phase: str, timeout_s: float) -> Heir:
+def find_heir(
+    own: Member,
+    others: Collection[Member],
+    trains: Collection[int],
+    door: Door,
+    known: int,
+    phase: str,
+    timeout_s: float,
+) -> Heir:
     """Agree with the other nodes on a store.
 
     Args:
         own: This node.
         others: The other nodes that were not lost when the store was.
+        trains: The numbers of the nodes that had ranks. Those serve before spares: they know which nodes were lost.
         door: The port of this node.
         known: The newest generation that this node knows.
         phase: Where the run is; see `control.phase`.
@@ -105,7 +114,7 @@ def find_heir(own: Member, others: Collection[Member], door: Door, known: int, p
         NoHeirError: If they do not agree in time.
     """
     deadline, dead = time.monotonic() + timeout_s, set[int]()
-    for member in sorted((own, *others), key=lambda each: each.number):
+    for member in sorted((own, *others), key=lambda each: (each.number not in trains, each.number)):
         if member is own:
             waited_for = {each.number: each for each in others if each.number not in dead}
             return _serve(own, waited_for, dead, door, known, phase, deadline)

@@ -58,16 +58,15 @@ class Life:
         """Return the nodes that are lost.
 
         Args:
-            signs: The newest sign of each node.
+            signs: The newest sign of each node that this one watches. A node that it watches anew has the whole time.
             now: The time, in seconds.
         """
         passed_s = min(now - self._looked, 2 * self._look_s) if self._seen else 0.0
         self._looked = now
-        for node, sign in signs.items():
-            silent = self._seen.get(node) == sign and sign.code is None
-            self._silent_s[node] = self._silent_s[node] + passed_s if silent else 0.0
-            self._seen[node] = sign
-        return frozenset(node for node in signs if self._silent_s[node] >= self._timeout_s)
+        silent = {node for node, sign in signs.items() if self._seen.get(node) == sign and sign.code is None}
+        self._silent_s = {node: self._silent_s[node] + passed_s if node in silent else 0.0 for node in signs}
+        self._seen = dict(signs)
+        return frozenset(node for node, silent_s in self._silent_s.items() if silent_s >= self._timeout_s)
 
     @property
     def next_look_s(self) -> float:

@@ -1,5 +1,8 @@
 """Signs of life: this node's own, and those of the others.
 
+The first nodes with ranks watch all others: one of them decides what is done about a lost node. The others watch only
+these, so a node's messages do not grow with the number of nodes.
+
 A node that gets no answer from the store for `NodeSettings.fence_s` ends its own ranks: others will replace them.
 """
 
@@ -20,10 +23,14 @@ from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.settings import NodeSettings
 
 _FENCE_LOOKS: Final = 50  # during the time-out
+_WATCHERS: Final = 3  # so many may be lost at once before the next one has to find out by itself
 
 
 class Listener(Protocol):
     """Who is told what `Pulse` finds. All methods are called from its threads."""
+
+    def trains(self) -> frozenset[int]:
+        """Return the numbers of the nodes that have ranks."""
 
     def came(self) -> None:
         """Other nodes have come."""
@@ -67,11 +74,19 @@ class Pulse:
         self._life = Life(settings.node_timeout_s, settings.beat_s)
         self._members: dict[int, Member] = {own.number: own}
         self._gone: frozenset[int] = frozenset()
+        self._burying = threading.Lock()
 
     @property
     def alive(self) -> frozenset[int]:
-        """The numbers of the nodes that are known and not lost, this node included."""
+        """The numbers of the nodes that are known and, as far as this node knows, not lost; with its own."""
         return frozenset(self._members) - self._gone
+
+    @property
+    def watched(self) -> list[int]:
+        """The numbers of the nodes whose signs of life this node reads."""
+        alive, own = self.alive, self._own.number
+        watchers = sorted(alive & self._listener.trains())[:_WATCHERS]
+        return sorted(alive - {own}) if own in watchers or not watchers else watchers
 
     def others(self) -> list[Member]:
         """Return the other nodes that are alive and whose ranks have not ended."""
@@ -111,9 +126,9 @@ class Pulse:
         line, count = Line(self._open), 0
         while not self._stopped.is_set():
             count += 1
-            own, others = Sign(count, self._code), sorted(self.alive - {self._own.number})
+            own = Sign(count, self._code)
             try:
-                answer = line.ask(partial(_exchange, self._own.number, own, others))
+                answer = line.ask(partial(_exchange, self._own.number, own, self.watched))
             except StoreGoneError:
                 if not self._stopped.is_set():
                     self._listener.store_is_gone()
@@ -145,10 +160,11 @@ class Pulse:
             self._listener.came()
 
     def bury(self, lost: Collection[int]) -> None:
-        """Count nodes as lost."""
-        new = frozenset(lost) - self._gone
-        if new:
+        """Count nodes as lost. Any thread may call this."""
+        with self._burying:
+            new = frozenset(lost) - self._gone
             self._gone |= new
+        if new:
             self._listener.lost()
 
     def _fence(self) -> None:
@@ -163,7 +179,8 @@ class Pulse:
             self._news.clear()
             if self._stopped.is_set():
                 return
-            self.bury([member.number for member in self.others() if is_dead(member)])
+            watched = set(self.watched)
+            self.bury([each.number for each in self.others() if each.number in watched and is_dead(each)])
 
 
 def _exchange(number: int, own: Sign, others: list[int], store: dist.Store) -> tuple[int, Phase, dict[int, Sign]]:
@@ -174,5 +191,9 @@ def _exchange(number: int, own: Sign, others: list[int], store: dist.Store) -> t
 
 
 def _members(numbers: list[int], store: dist.Store) -> dict[int, Member]:
-    known = [number for number in numbers if store.check([keys.node(number)])]
-    return {number: Member.from_json(store.get(keys.node(number))) for number in known}
+    """Return those of some nodes that have made themselves known. A node may die before it has."""
+    names = [keys.node(number) for number in numbers]
+    if store.check(names):
+        return dict(zip(numbers, map(Member.from_json, store.multi_get(names)), strict=True))
+    half = len(numbers) // 2
+    return {**_members(numbers[:half], store), **_members(numbers[half:], store)} if half else {}

@@ -27,12 +27,12 @@ FAULT = Fault("death", (0,), "Rank 0 died")
 class Node:
     """A node with a cluster, and a supervisor that writes down what it is told."""
 
-    def __init__(self, settings: NodeSettings, name: str, patience_s: float = 60.0) -> None:
+    def __init__(self, settings: NodeSettings, name: str, patience_s: float = 60.0, nodes: int = 2) -> None:
         self.patience_s, self.heard, self._events = patience_s, [], queue.SimpleQueue()  # type: ignore[var-annotated]
         self.stores, self.door, self.node_store = Stores(settings.store), Door("127.0.0.1"), serve("127.0.0.1")
         self.store, self.dead = self.stores.connect(), False
         own = register(self.store, "127.0.0.1", self.door.port, name)
-        supervisor, first = cast("Supervisor", self), Placement((0, 1))
+        supervisor, first = cast("Supervisor", self), Placement(tuple(range(nodes)))
         self.cluster = Cluster(settings, self.stores, self.node_store, own, self.door, first, supervisor)
         self.cluster.begin(self._events.put)
 
@@ -138,6 +138,25 @@ def test_a_spare_does_not_wait_where_nobody_trains(make: Callable[..., Node]) ->
     c.cluster.pulse.look_at_once()
     c.until(c.cluster.may_leave)
     assert c.heard == [("abandoned", "Node a and node b is lost, and no node is left that trains.")]
+
+
+def test_the_first_nodes_watch_all_others_and_the_others_watch_them(make: Callable[..., Node]) -> None:
+    """So messages do not grow with the square of the number of nodes; and nobody is forgotten when watchers die."""
+    nodes = [make(name, nodes=5) for name in "abcdef"]
+    *first, d, e, f = nodes
+    meet(*nodes, count=6)
+    assert [node.cluster.pulse.watched for node in first] == [[1, 2, 3, 4, 5], [0, 2, 3, 4, 5], [0, 1, 3, 4, 5]]
+    assert [node.cluster.pulse.watched for node in (d, e, f)] == [[0, 1, 2]] * 3
+    for node in (*first, e):
+        node.die()
+    d.cluster.pulse.look_at_once()
+    d.until(lambda: len(d.heard) == 1)
+    ranks = (0, 1, 2, 3, 4, 5)
+    assert d.heard == [(ranks, f"Node a and node b and node c, with ranks {list(ranks)}, is lost", "node f")]
+    d.until(lambda: len(d.heard) == 2)
+    assert d.heard[1] == ((8, 9), "Node e, with ranks [8, 9], is lost", "")
+    f.until(lambda: f.cluster._known == 2)
+    assert f.cluster.pulse.watched == [3]
 
 
 def test_a_spare_ends_with_the_code_of_the_others(make: Callable[..., Node]) -> None:

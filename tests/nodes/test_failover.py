@@ -97,7 +97,7 @@ def test_a_node_that_does_not_come_might_still_train_so_nobody_writes() -> None:
 
     def find(own: Member, others: list[Member], door: Door) -> None:
         try:
-            found.append(find_heir(own, others, door, 0, "fit", 0.5))
+            found.append(find_heir(own, others, {own.number}, door, 0, "fit", 0.5))
         except NoHeirError as error:
             found.append(error)
 
