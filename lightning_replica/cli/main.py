@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import lightning_replica
-from lightning_replica.cli import chaos, doctor, export, inspect, plan, run, save, timeline
+from lightning_replica.cli import chaos, doctor, export, inspect, plan, run, save, store, timeline
 from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
@@ -18,6 +18,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor.add_parser(commands)
     run.add_parser(commands)
+    store.add_parser(commands)
     plan.add_parser(commands)
     inspect.add_parser(commands)
     export.add_parser(commands)

@@ -277,6 +277,15 @@ def standby_call(number: int) -> str:
 
 # Keys of nodes
 
+
+def attempt(run_id: str) -> str:
+    """Return the key of the number of a run's newest attempt. In the whole store. Changes, by compare-and-set."""
+    return f"{run_id}/attempt"
+
+
+CLOSED = "closed"
+"""Present once an attempt is over. Written by a node whose ranks have ended, or that finds no node alive."""
+
 NODES_COME = "nodes/come"
 """How many nodes have come. A counter, which gives each node its number."""
 

@@ -28,6 +28,7 @@ from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
 from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.tcp import reach
 
 # Of the time that ranks wait for each other: the supervisor must end the wait before they do.
 _PATIENCE: Final = 0.95
@@ -67,7 +68,7 @@ class Cluster:
         self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
         self._over = False
         self.code: int | None = None
-        self._log = Log(stores.reach, StoreAddress(LOOPBACK, node_store.port), self._hear)
+        self._log = Log(stores.reach, partial(reach, StoreAddress(LOOPBACK, node_store.port)), self._hear)
         self.pulse = Pulse(settings, own, stores.reach, self)
         door.when_knocked(self.pulse.beat_at_once)
 

@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import psutil
@@ -19,6 +20,7 @@ from lightning_replica.launch.node import start_script
 from lightning_replica.launch.place import LOOPBACK, Place
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor
+from lightning_replica.nodes import attempt
 from lightning_replica.nodes.cluster import Cluster
 from lightning_replica.nodes.door import Door
 from lightning_replica.nodes.failover import Stores
@@ -27,7 +29,7 @@ from lightning_replica.nodes.placement import ranks_of
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.interface import Store
-from lightning_replica.stores.tcp import serve
+from lightning_replica.stores.tcp import reach, serve
 
 _TRY_S: Final = 5.0  # for one connection
 _PAUSE_S: Final = 0.2
@@ -45,7 +47,8 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         ConfigurationError: If nobody serves the store, or too few nodes come.
     """
     served, node_store = serve_or_wait(settings), serve(LOOPBACK)
-    stores = Stores(settings.store)
+    address = replace(settings.store, prefix=attempt.enter(reach(settings.store), settings))
+    stores = Stores(address)
     store, name = stores.connect(), socket.gethostname()
     compare(store, facts(settings, command), name)
     door = Door(settings.address)
@@ -65,7 +68,7 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
     place = Place(
         world_size=settings.world_size,
         local_world_size=settings.nproc_per_node,
-        store=settings.store,
+        store=address,
         node_store=StoreAddress(LOOPBACK, node_store.port),
         interface=interface_of(settings.address),
     )
@@ -73,6 +76,7 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
     say(f"node {own.name} {f'has ranks {list(ranks)}' if ranks else 'waits as a spare'}.")
     code = supervisor.run_at(place, stores.connect, ranks, cluster)
     cluster.pulse.over(code)
+    attempt.close(store)
     store.add(keys.NODES_LEFT, 1)
     if served or cluster.serves:
         _wait_for_all(store, cluster, settings)

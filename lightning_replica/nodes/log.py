@@ -10,9 +10,7 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.interface import Store
-from lightning_replica.stores.tcp import reach
 
 Entry: TypeAlias = Callable[[int, Fault, str], None]
 """Called with each new generation, the fault that began it and the note for supervisors."""
@@ -25,12 +23,12 @@ class Log:
 
     Args:
         open_store: Opens a new connection to the newest store of the run. Raises OSError or DistError if there is none.
-        node_store: The store of this node.
+        open_near: Opens a new connection to the store of this node.
         entry: See `Entry`. Called in a thread.
     """
 
-    def __init__(self, open_store: Callable[[], dist.Store], node_store: StoreAddress, entry: Entry) -> None:
-        self._open, self._node_store, self._entry = open_store, node_store, entry
+    def __init__(self, open_store: Callable[[], Store], open_near: Callable[[], Store], entry: Entry) -> None:
+        self._open, self._open_near, self._entry = open_store, open_near, entry
         self._read, self._stopped = 0, False
 
     def follow(self) -> None:
@@ -47,7 +45,7 @@ class Log:
         """Do ``work`` over a new connection whenever one breaks. If the store is gone, `Pulse` finds that out."""
         while not self._stopped:
             try:
-                work(self._open(), reach(self._node_store))
+                work(self._open(), self._open_near())
                 return
             except (OSError, dist.DistError):
                 time.sleep(_PAUSE_S)

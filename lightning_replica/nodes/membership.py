@@ -101,6 +101,13 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     if slot == 0:
         slots = tuple(int(store.get(keys.slot(each))) for each in range(settings.nnodes))
         store.set(keys.NODES_FIRST, Placement(slots).to_json())
+    try:
+        store.wait([keys.NODES_FIRST], timedelta(seconds=settings.join_timeout_s))
+    except dist.DistStoreError as error:
+        raise ConfigurationError(
+            f"All nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port}, but the one that places"
+            " the ranks has died since. Start the run again, with another --rdzv-id if the store lives on."
+        ) from error
     return Placement.from_json(store.get(keys.NODES_FIRST))
 
 

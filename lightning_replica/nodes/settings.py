@@ -44,7 +44,7 @@ class NodeSettings:
 
     @property
     def store(self) -> StoreAddress:
-        """The address of the store."""
+        """The address of the whole store. Each attempt of a run has a part of it; see `attempt`."""
         return StoreAddress(self.host, self.port)
 
     @property

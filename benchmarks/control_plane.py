@@ -1,0 +1,328 @@
+"""How the control plane grows: messages and seconds from a fault to the plan, and messages at rest, by number of nodes.
+
+python benchmarks/control_plane.py
+
+A real store in a process of its own, and the package's own supervisors' and ranks' parts in threads that stand for
+nodes. Each node has its own connections to the store of the run. Its own store is in memory.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+
+from lightning_replica.control import keys
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.gathering import Gathering, Node
+from lightning_replica.control.generation import Generations
+from lightning_replica.core.grid import Grid
+from lightning_replica.nodes.log import Log
+from lightning_replica.nodes.membership import join, register
+from lightning_replica.nodes.pulse import Pulse
+from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.recovery.conclusion import Conclusion, conclude
+from lightning_replica.recovery.planner import Mirror, Report
+from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.shared import SharedStore
+from lightning_replica.stores.tcp import connect, serve
+
+LOOPBACK, RANKS = "127.0.0.1", 8  # of a node
+NODES, MEETING = (125, 1250), (50, 100, 200)
+FOREVER = timedelta(days=1)
+FAULT = Fault("death", (0,), "Rank 0 was ended by SIGKILL")
+
+
+class Counting(SharedStore):
+    """A connection that counts its messages."""
+
+    def __init__(self, port: int, counts: Counter[str]) -> None:
+        super().__init__(StoreAddress(LOOPBACK, port), lambda _: StoreAddress(LOOPBACK, port))
+        self._counts = counts
+
+    def _ask(self, question: Any) -> Any:
+        self._counts[sys._getframe(1).f_code.co_name] += 1
+        return super()._ask(question)
+
+    def set(self, key: str, value: Any) -> None:
+        """Give ``key`` a value."""
+        self._counts["check"] += 1  # with which `SharedStore` sees that the value has come
+        super().set(key, value)
+
+
+class Plain(Counting):
+    """A connection like those of `Pulse`, which are no `SharedStore`."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Give ``key`` a value."""
+        self._ask(lambda store: store.set(key, value))
+
+
+def report_of(rank: int, grid: Grid) -> Report:
+    """Return the report of a rank in the forward pass of a step; rank 0 is new."""
+    if rank == 0:
+        return Report.of_nothing(0)
+    mirrors = tuple(Mirror(peer, kind, 5) for peer in grid.peers(rank) if peer != rank for kind in ("tail", "batch"))
+    return Report(rank, 5, True, False, 5, (1.0,), (5,), (5,), mirrors)
+
+
+class SimulatedNode:
+    """A node: its store, its supervisor's log, and its ranks, which one thread plays one after the other."""
+
+    def __init__(self, number: int, port: int, grid: Grid, counts: Counter[str]) -> None:
+        self._ranks, self._grid = range(number * RANKS, (number + 1) * RANKS), grid
+        self.near: Any = dist.HashStore()
+        self.near.set_timeout(FOREVER)
+        run = Counting(port, counts)
+        node = Node(self.near, RANKS, lambda: (Counting(port, counts), self.near))
+        self._generations = Generations(run, 0, Gathering(run, node))
+        self._log = Log(lambda: Counting(port, counts), lambda: self.near, lambda *_: None)
+        self._log.follow()
+
+    def recover(self, generation: int) -> float:
+        """Wait until a generation begins, and take part in it. Return when this node has read the plan."""
+        self.near.get(keys.generation(generation))
+        topic, everyone, gathering = keys.report(generation), range(self._grid.size), self._generations.gathering
+        for rank in self._ranks:
+            self._generations.begin(generation, FAULT)
+            report = report_of(rank, self._grid).to_plain()
+            gathering.give(topic, rank, report, everyone, self._conclude)
+        plan = Conclusion.from_plain(gathering.result(topic)).plan
+        if [move.target for move in plan.moves] != [0]:
+            raise RuntimeError(f"a wrong plan: {plan}")
+        return time.monotonic()
+
+    def _conclude(self, parts: list[dict[str, Any]]) -> Any:
+        if self._generations.store.check([keys.VERDICT]):
+            raise RuntimeError("the run is given up")
+        return conclude([Report.from_plain(part) for part in parts], self._grid, 3, "").to_plain()
+
+
+def played(nodes: list[SimulatedNode], generation: int) -> list[float]:
+    """Let all nodes of this process recover; return when each has read the plan."""
+    ends: list[float] = []
+    threads = [threading.Thread(target=lambda node=node: ends.append(node.recover(generation))) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def recoveries(pipe: Any, numbers: range, port: int, size: int) -> None:
+    """Play some nodes: whenever told to, through one recovery."""
+    counts: Counter[str] = Counter()
+    grid = Grid.of(size, 2)
+    nodes = [SimulatedNode(number, port, grid, counts) for number in numbers]
+    pipe.send("ready")
+    while (generation := pipe.recv()) is not None:
+        counts.clear()
+        pipe.send((played(nodes, generation), dict(counts)))
+
+
+class Nobody:
+    """Hears what a `Pulse` finds."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def trains(self) -> frozenset[int]:
+        """Return the nodes with ranks."""
+        return frozenset(range(self._first))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def rest(pipe: Any, numbers: range, port: int, size: int) -> None:
+    """Play some nodes at rest; whenever told to, count messages for some seconds."""
+    counts: Counter[str] = Counter()
+    settings = NodeSettings(size, 1, LOOPBACK, port, "run", LOOPBACK)
+    store = connect(LOOPBACK, port)
+    pulses = []
+    for _ in numbers:
+        own = register(store, LOOPBACK, port, "node")
+        pulses.append(Pulse(settings, own, lambda: Plain(port, counts), Nobody(size)))
+    pipe.send("ready")
+    while (seconds := pipe.recv()) is not None:
+        for pulse in pulses:
+            pulse.start()
+        time.sleep(3 * settings.node_timeout_s)  # all know each other
+        counts.clear()
+        time.sleep(seconds)
+        pipe.send(dict(counts))
+
+
+def rendezvous(pipe: Any, numbers: range, port: int, size: int) -> None:
+    """Play some nodes that meet; whenever told to."""
+    counts: Counter[str] = Counter()
+    settings = NodeSettings(size, 1, LOOPBACK, port, "run", LOOPBACK)
+    ends: list[float] = []
+
+    def come() -> None:
+        store: Any = Counting(port, counts)
+        join(store, register(store, LOOPBACK, port, "node"), settings)
+        ends.append(time.monotonic())
+
+    threads = [threading.Thread(target=come) for _ in numbers]
+    pipe.send("ready")
+    while pipe.recv() is not None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        pipe.send((ends, dict(counts)))
+
+
+def _serve(pipe: Any) -> None:
+    store = serve(LOOPBACK)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+class Players:
+    """A store, and processes that play nodes.
+
+    Args:
+        play: What the processes do.
+        nodes: Number of nodes.
+        size: Passed to ``play``.
+        processes: Number of processes.
+    """
+
+    def __init__(self, play: Any, nodes: int, size: int, processes: int = 2) -> None:
+        context = multiprocessing.get_context("fork")
+        self._server, server = context.Pipe()
+        self._processes = [context.Process(target=_serve, args=(server,))]
+        self._processes[0].start()
+        self.port = self._server.recv()
+        self.pipes = []
+        for first in range(processes):
+            mine = range(first * nodes // processes, (first + 1) * nodes // processes)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=play, args=(theirs, mine, self.port, size))
+            process.start()
+            self._processes.append(process)
+            self.pipes.append(ours)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def __enter__(self) -> "Players":
+        """Return these players."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def tell(self, what: Any) -> None:
+        """Tell all players something."""
+        for pipe in self.pipes:
+            pipe.send(what)
+
+    def hear(self) -> list[Any]:
+        """Return what each player says."""
+        return [pipe.recv() for pipe in self.pipes]
+
+
+def measure_recoveries(nodes: int, repeats: int) -> tuple[list[float], Counter[str]]:
+    """Return the seconds from a fault to the plan, and the messages of the last recovery."""
+    taken, counts = [], Counter[str]()
+    with Players(recoveries, nodes, nodes * RANKS) as players:
+        generations = Generations(connect(LOOPBACK, players.port))
+        for generation in range(1, repeats + 2):
+            players.tell(generation)
+            time.sleep(2.0)  # all wait
+            began = time.monotonic()
+            generations.begin(generation, replace(FAULT, text=f"{FAULT.text} ({generation})"))
+            heard = players.hear()
+            taken.append(max(end for ends, _ in heard for end in ends) - began)
+            counts = sum((Counter(each) for _, each in heard), Counter[str]())
+    return taken[1:], counts  # the first opens connections
+
+
+def measure_rest(nodes: int, seconds: float) -> Counter[str]:
+    """Return the messages of all nodes at rest."""
+    with Players(rest, nodes, nodes) as players:
+        players.tell(seconds)
+        return sum((Counter(each) for each in players.hear()), Counter[str]())
+
+
+def measure_rendezvous(nodes: int) -> tuple[float, Counter[str]]:
+    """Return the seconds until all nodes know their place, and their messages."""
+    with Players(rendezvous, nodes, nodes) as players:
+        began = time.monotonic()
+        players.tell("begin")
+        heard = players.hear()
+        ends = [end for each, _ in heard for end in each]
+        return max(ends) - began, sum((Counter(each) for _, each in heard), Counter[str]())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
+    parser.add_argument("--meeting", type=int, nargs="*", default=MEETING)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    options = parser.parse_args()
+    rows: list[list[str]] = []
+    raw: dict[str, Any] = {}
+    for nodes in options.nodes:
+        taken, counts = measure_recoveries(nodes, options.repeats)
+        resting = measure_rest(nodes, options.seconds)
+        at_rest = sum(resting.values()) / nodes / options.seconds
+        rows.append(
+            [
+                str(nodes),
+                str(nodes * RANKS),
+                f"{statistics.median(taken):.2f} ({min(taken):.2f} .. {max(taken):.2f})",
+                f"{sum(counts.values())} ({sum(counts.values()) / nodes:.1f})",
+                f"{at_rest:.2f}",
+            ]
+        )
+        raw[str(nodes)] = {"seconds": taken, "messages": counts, "at rest": resting}
+        sys.stdout.write(f"{rows[-1]} {dict(counts)} {dict(resting)}\n")
+    meetings = []
+    for nodes in options.meeting:
+        seconds, counts = measure_rendezvous(nodes)
+        meetings.append(f"| {nodes} | {seconds:.1f} | {sum(counts.values())} |")
+        raw[f"rendezvous {nodes}"] = {"seconds": seconds, "messages": counts}
+        sys.stdout.write(f"{meetings[-1]} {dict(counts)}\n")
+    table = "\n".join(meetings)
+    notes = f"""
+From the entry in the log that says that a rank has died until every node has the plan: all nodes hear of it, all ranks
+report, one makes the plan, all nodes read it. Median (least .. most) of {options.repeats}. Messages go to the store of
+the run; a message at rest is a sign of life, or a question for others'. All nodes share the cores of this machine,
+which is the slower way: in a cluster, they work at the same time.
+
+The rendezvous (torchelastic's), until all nodes know their place:
+
+| nodes | seconds | messages |
+|---|---|---|
+{table}
+"""
+    header = [
+        "nodes",
+        "ranks",
+        "seconds from fault to plan",
+        "messages (of a node)",
+        "messages of a node and second at rest",
+    ]
+    write("control_plane", "The control plane", header, rows, notes, raw)
+
+
+if __name__ == "__main__":
+    main()
