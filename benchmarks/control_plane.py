@@ -8,6 +8,7 @@ nodes. Each node has its own connections to the store of the run. Its own store 
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 import threading
@@ -21,6 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+# torch asks the DNS for the name of each peer, here thousands at once; an answer that is lost would be waited for.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 from common import write
 
 from lightning_replica.control import keys
@@ -92,11 +95,11 @@ class SimulatedNode:
 
     def recover(self, generation: int) -> float:
         """Wait until a generation begins, and take part in it. Return when this node has read the plan."""
-        self.near.get(keys.generation(generation))
         topic, everyone, gathering = keys.report(generation), range(self._grid.size), self._generations.gathering
-        for rank in self._ranks:
+        reports = {rank: report_of(rank, self._grid).to_plain() for rank in self._ranks}
+        self.near.get(keys.generation(generation))
+        for rank, report in reports.items():
             self._generations.begin(generation, FAULT)
-            report = report_of(rank, self._grid).to_plain()
             gathering.give(topic, rank, report, everyone, self._conclude)
         plan = Conclusion.from_plain(gathering.result(topic)).plan
         if [move.target for move in plan.moves] != [0]:
@@ -198,10 +201,10 @@ class Players:
         play: What the processes do.
         nodes: Number of nodes.
         size: Passed to ``play``.
-        processes: Number of processes.
     """
 
-    def __init__(self, play: Any, nodes: int, size: int, processes: int = 2) -> None:
+    def __init__(self, play: Any, nodes: int, size: int) -> None:
+        processes = max(2, nodes // 50)  # threads of one process wait for its interpreter, which nodes would not
         context = multiprocessing.get_context("fork")
         self._server, server = context.Pipe()
         self._processes = [context.Process(target=_serve, args=(server,))]

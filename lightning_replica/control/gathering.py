@@ -12,6 +12,7 @@ their parts (`call_off`). So either all ranks have the conclusion or none has.
 import json
 import queue
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Gathering:
     def __init__(self, store: Store, node: Node | None = None) -> None:
         self._store, self._node = store, node
         self.near: Store = store if node is None else node.store
+        self._size = 1 if node is None else node.size
         self._courier = None if node is None else _Courier(node.open)
 
     def give(self, topic: str, rank: int, part: dict[str, Any], ranks: Sequence[int], conclude: Conclude) -> None:
@@ -76,11 +78,11 @@ class Gathering:
             return
         mates = self._mates(rank, ranks)
         self.near.set(keys.share(topic, rank), json.dumps(part))
-        if self.near.add(keys.come_here(topic, rank // self._node.size), 1) == len(mates):
+        if self.near.add(keys.come_here(topic, rank // self._size), 1) == len(mates):
             parts = [each.decode() for each in self.near.multi_get([keys.share(topic, mate) for mate in mates])]
             places = self._places(ranks)
             self._courier.fetch(keys.result(topic))  # before, as `conclude` may raise
-            self._post(topic, rank // self._node.size, parts, len(places), places, conclude)
+            self._post(topic, rank // self._size, parts, len(places), places, conclude)
 
     def has_result(self, topic: str) -> bool:
         """Return whether the result of a topic is known on this node."""
@@ -112,7 +114,7 @@ class Gathering:
         """Return the ranks that have not given their parts, with all ranks of other nodes that lack such a rank."""
         if self._node is None:
             return [each for each in ranks if not self._store.check([keys.posted(topic, each)])]
-        mates, size = self._mates(rank, ranks), self._node.size
+        mates, size = self._mates(rank, ranks), self._size
         here = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
         places = [
             p for p in self._places(ranks) if p != rank // size and not self._store.check([keys.posted(topic, p)])
@@ -124,13 +126,16 @@ class Gathering:
         if self._courier is not None:
             self._courier.close()
 
-    def _mates(self, rank: int, ranks: Sequence[int]) -> list[int]:
-        size = 1 if self._node is None else self._node.size
-        return [each for each in ranks if each // size == rank // size]
+    def _mates(self, rank: int, ranks: Sequence[int]) -> Sequence[int]:
+        """Return those of ``ranks`` that are on the node of ``rank``."""
+        first = rank // self._size * self._size
+        return ranks[bisect_left(ranks, first) : bisect_left(ranks, first + self._size)]
 
-    def _places(self, ranks: Sequence[int]) -> list[int]:
-        size = 1 if self._node is None else self._node.size
-        return sorted({rank // size for rank in ranks})
+    def _places(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of the nodes that some ranks are on. All ranks are mostly a range, and they are many."""
+        if isinstance(ranks, range):
+            return range(ranks[0] // self._size, ranks[-1] // self._size + 1)
+        return sorted({rank // self._size for rank in ranks})
 
     def _post(
         self, topic: str, place: int, parts: list[str], expected: int, places: Sequence[int], conclude: Conclude

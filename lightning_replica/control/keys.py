@@ -329,6 +329,12 @@ AGREED = "nodes/agreed"
 Written once, by the node that serves that store."""
 
 
+NODES_AGREE = "nodes/agree"
+"""How many nodes have entered a store that takes the place of a lost one. A counter.
+
+A spare that came shortly before is not known to the node that serves this store."""
+
+
 def agrees(number: int) -> str:
     """Return the key of the newest generation that a node has known when it lost the store. Written by that node."""
     return f"nodes/agrees/{number}"

@@ -131,6 +131,8 @@ def _join(host: Member, own: Member, known: int, deadline: float) -> Heir | None
 
     def agree() -> Heir:
         store = reach(address)
+        if not store.check([keys.agrees(own.number)]):
+            store.add(keys.NODES_AGREE, 1)
         store.set(keys.agrees(own.number), str(known))
         store.wait([keys.AGREED], timedelta(seconds=max(0.1, deadline - time.monotonic())))
         return Heir(address, None, frozenset(json.loads(store.get(keys.AGREED))))

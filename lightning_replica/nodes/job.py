@@ -181,5 +181,8 @@ def training_command(script: str, arguments: Sequence[str], module: bool) -> lis
 def _wait_for_all(store: dist.Store, cluster: Cluster, settings: NodeSettings) -> None:
     """Serve the store until the other nodes have left."""
     deadline = time.monotonic() + settings.node_timeout_s
-    while store.add(keys.NODES_LEFT, 0) < len(cluster.pulse.alive) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        here = max(len(cluster.pulse.alive), 1 + store.add(keys.NODES_AGREE, 0))
+        if store.add(keys.NODES_LEFT, 0) >= here:
+            return
         time.sleep(0.05)

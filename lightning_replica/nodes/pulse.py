@@ -78,19 +78,26 @@ class Pulse:
 
     @property
     def alive(self) -> frozenset[int]:
-        """The numbers of the nodes that are known and, as far as this node knows, not lost; with its own."""
-        return frozenset(self._members) - self._gone
+        """The numbers of the nodes with ranks, and of others it knows, that this node does not know to be lost."""
+        return (frozenset(self._members) | self._listener.trains()) - self._gone
 
     @property
     def watched(self) -> list[int]:
         """The numbers of the nodes whose signs of life this node reads."""
-        alive, own = self.alive, self._own.number
-        watchers = sorted(alive & self._listener.trains())[:_WATCHERS]
-        return sorted(alive - {own}) if own in watchers or not watchers else watchers
+        watchers = self._watchers
+        return sorted(self.alive - {self._own.number}) if self._watches_all(watchers) else watchers
+
+    @property
+    def _watchers(self) -> list[int]:
+        return sorted(self.alive & self._listener.trains())[:_WATCHERS]
+
+    def _watches_all(self, watchers: list[int]) -> bool:
+        return self._own.number in watchers or not watchers
 
     def others(self) -> list[Member]:
-        """Return the other nodes that are alive and whose ranks have not ended."""
-        return [self._members[number] for number in sorted(self.alive - self._over - {self._own.number})]
+        """Return the other nodes that this one knows, that are alive and whose ranks have not ended."""
+        known = frozenset(self._members) - self._gone - self._over - {self._own.number}
+        return [self._members[number] for number in sorted(known)]
 
     def beat_at_once(self) -> None:
         """Ask the store something now: another node may have lost it. Does not wait."""
@@ -140,8 +147,7 @@ class Pulse:
             come, self.phase, signs = answer.value
             self._find_over(signs)
             self.bury(self._life.look(signs, time.monotonic()))
-            if come > len(self._members):
-                self._meet(line, come)
+            self._meet(line, come)
             self._now.wait(self._life.next_look_s)
             self._now.clear()
 
@@ -152,8 +158,12 @@ class Pulse:
                 self._listener.node_is_over(sign.code)
 
     def _meet(self, line: Line, come: int) -> None:
-        """Get to know the nodes that have come."""
-        new = [number for number in range(come) if number not in self._members]
+        """Get to know the nodes that this one watches: where they are, and what they are called."""
+        watchers = self._watchers
+        wanted = range(come) if self._watches_all(watchers) else watchers
+        new = [number for number in wanted if number not in self._members]
+        if not new:
+            return
         found = line.ask(partial(_members, new)).value
         self._members = {**self._members, **found}
         if found:

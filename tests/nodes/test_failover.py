@@ -17,7 +17,7 @@ from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.shared import SharedStore
 from lightning_replica.stores.tcp import connect, serve
-from tests.nodes.test_cluster import Node, meet
+from tests.nodes.test_cluster import Node, know
 from tests.support.stores import store_process
 
 WHY = "The process that served the store at 127.0.0.1:{} has ended"
@@ -56,7 +56,7 @@ def heirs(*nodes: Node) -> list[str]:
 def test_the_first_node_serves_the_next_store(run: Any) -> None:
     make, kill, port = run
     a, b, c = make("a"), make("b"), make("c")
-    meet(a, b, c, count=3)
+    know(a, b, c, count=2)
     a.store.set(keys.PHASE, "fit")
     for node in (a, b, c):
         while node.cluster.pulse.phase != "fit":
@@ -80,7 +80,7 @@ def test_the_first_node_serves_the_next_store(run: Any) -> None:
 def test_nodes_that_die_with_the_store(run: Any, dies: str, ranks: tuple[int, ...]) -> None:
     make, kill, port = run
     nodes = {name: make(name) for name in "abc"}
-    meet(*nodes.values(), count=3)
+    know(*nodes.values(), count=2)
     nodes.pop(dies).die()
     kill()
     first = next(iter(nodes.values()))
