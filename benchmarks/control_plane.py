@@ -28,7 +28,7 @@ from common import write
 
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
-from lightning_replica.control.gathering import Gathering, Node
+from lightning_replica.control.gathering import Gathering, LocalRanks
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.grid import Grid
 from lightning_replica.nodes.log import Log
@@ -88,7 +88,7 @@ class SimulatedNode:
         self.near: Any = dist.HashStore()
         self.near.set_timeout(FOREVER)
         run = Counting(port, counts)
-        node = Node(self.near, RANKS, lambda: (Counting(port, counts), self.near))
+        node = LocalRanks(self.near, RANKS, lambda: (Counting(port, counts), self.near))
         self._generations = Generations(run, 0, Gathering(run, node))
         self._log = Log(lambda: Counting(port, counts), lambda: self.near, lambda *_: None)
         self._log.follow()
@@ -129,7 +129,8 @@ def recoveries(pipe: Any, numbers: range, port: int, size: int) -> None:
     grid = Grid.of(size, 2)
     nodes = [SimulatedNode(number, port, grid, counts) for number in numbers]
     pipe.send("ready")
-    while (generation := pipe.recv()) is not None:
+    while True:
+        generation = pipe.recv()
         counts.clear()
         pipe.send((played(nodes, generation), dict(counts)))
 
@@ -149,7 +150,7 @@ class Nobody:
 
 
 def rest(pipe: Any, numbers: range, port: int, size: int) -> None:
-    """Play some nodes at rest; whenever told to, count messages for some seconds."""
+    """Play some nodes at rest; when told to, count messages for some seconds."""
     counts: Counter[str] = Counter()
     settings = NodeSettings(size, 1, LOOPBACK, port, "run", LOOPBACK)
     store = connect(LOOPBACK, port)
@@ -158,17 +159,17 @@ def rest(pipe: Any, numbers: range, port: int, size: int) -> None:
         own = register(store, LOOPBACK, port, "node")
         pulses.append(Pulse(settings, own, lambda: Plain(port, counts), Nobody(size)))
     pipe.send("ready")
-    while (seconds := pipe.recv()) is not None:
-        for pulse in pulses:
-            pulse.start()
-        time.sleep(3 * settings.node_timeout_s)  # all know each other
-        counts.clear()
-        time.sleep(seconds)
-        pipe.send(dict(counts))
+    seconds = pipe.recv()
+    for pulse in pulses:
+        pulse.start()
+    time.sleep(3 * settings.node_timeout_s)  # all know each other
+    counts.clear()
+    time.sleep(seconds)
+    pipe.send(dict(counts))
 
 
 def rendezvous(pipe: Any, numbers: range, port: int, size: int) -> None:
-    """Play some nodes that meet; whenever told to."""
+    """Play some nodes that meet when told to."""
     counts: Counter[str] = Counter()
     settings = NodeSettings(size, 1, LOOPBACK, port, "run", LOOPBACK)
     ends: list[float] = []
@@ -180,12 +181,12 @@ def rendezvous(pipe: Any, numbers: range, port: int, size: int) -> None:
 
     threads = [threading.Thread(target=come) for _ in numbers]
     pipe.send("ready")
-    while pipe.recv() is not None:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        pipe.send((ends, dict(counts)))
+    pipe.recv()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe.send((ends, dict(counts)))
 
 
 def _serve(pipe: Any) -> None:

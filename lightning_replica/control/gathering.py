@@ -32,17 +32,17 @@ _CALLED_OFF: Final = '{"called off": true}'
 
 
 @dataclass(frozen=True)
-class Node:
+class LocalRanks:
     """The ranks of one node, and how they leave messages for each other.
 
     Attributes:
         store: Their store. This connection is the calling thread's.
-        size: Number of ranks on a node: those with the same ``rank // size`` are on one node.
+        count: Number of ranks in a slot: those with the same ``rank // count`` are on one node.
         open: Opens new connections for another thread, to the store of the run and to this one.
     """
 
     store: Store
-    size: int
+    count: int
     open: Callable[[], tuple[Store, Store]]
 
 
@@ -51,17 +51,17 @@ class Gathering:
 
     Args:
         store: The store of the run.
-        node: The ranks of this node; None if each rank posts for itself.
+        local: The ranks of this node; None if each rank posts for itself, in a slot of its own.
 
     Attributes:
         near: The store in which this process reads what has been agreed on.
     """
 
-    def __init__(self, store: Store, node: Node | None = None) -> None:
-        self._store, self._node = store, node
-        self.near: Store = store if node is None else node.store
-        self._size = 1 if node is None else node.size
-        self._courier = None if node is None else _Courier(node.open)
+    def __init__(self, store: Store, local: LocalRanks | None = None) -> None:
+        self._store = store
+        self.near: Store = store if local is None else local.store
+        self._count = 1 if local is None else local.count
+        self._courier = None if local is None else _Courier(local.open)
 
     def give(self, topic: str, rank: int, part: dict[str, Any], ranks: Sequence[int], conclude: Conclude) -> None:
         """Give a rank's part to a topic. Does not wait for other ranks.
@@ -73,16 +73,36 @@ class Gathering:
             ranks: The ranks that take part, in ascending order; the same on all of them.
             conclude: See `Conclude`.
         """
-        if self._node is None or self._courier is None:
-            self._post(topic, rank, [json.dumps(part)], len(ranks), ranks, conclude)
-            return
-        mates = self._mates(rank, ranks)
-        self.near.set(keys.share(topic, rank), json.dumps(part))
-        if self.near.add(keys.come_here(topic, rank // self._size), 1) == len(mates):
+        parts = [json.dumps(part)]
+        if self._courier is not None:
+            mates = self._mates(rank, ranks)
+            self.near.set(keys.share(topic, rank), parts[0])
+            if self.near.add(keys.come_here(topic, rank // self._count), 1) < len(mates):
+                return
             parts = [each.decode() for each in self.near.multi_get([keys.share(topic, mate) for mate in mates])]
-            places = self._places(ranks)
-            self._courier.fetch(keys.result(topic))  # before, as `conclude` may raise
-            self._post(topic, rank // self._size, parts, len(places), places, conclude)
+            self._courier.fetch(keys.result(topic))  # before `_post`, which may raise
+        self._post(topic, rank // self._count, parts, self._slots(ranks), conclude)
+
+    def meet(self, topic: str, rank: int, ranks: Sequence[int], wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Wait until all ``ranks`` have come to a topic. If this rank is called away before, nobody passes.
+
+        Args:
+            topic: Name of the topic.
+            rank: This rank.
+            ranks: See `give`.
+            wait: Waits until a function returns true. Its errors are raised, unless all ranks have come by then.
+
+        Raises:
+            Interrupted: If another rank was called away.
+        """
+        self.give(topic, rank, {}, ranks, lambda _: None)
+        try:
+            wait(lambda: self.has_result(topic))
+        except Exception:
+            if self.call_off(topic):
+                raise
+        else:
+            self.result(topic)
 
     def has_result(self, topic: str) -> bool:
         """Return whether the result of a topic is known on this node."""
@@ -102,7 +122,7 @@ class Gathering:
         key = keys.result(topic)
         if not self._store.check([key]):
             return False
-        if self._node is not None:
+        if self.near is not self._store:
             self.near.set(key, self._store.get(key))
         return True
 
@@ -111,15 +131,16 @@ class Gathering:
         return self._store.compare_set(keys.result(topic), "", _CALLED_OFF) == _CALLED_OFF.encode()
 
     def missing(self, topic: str, rank: int, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that have not given their parts, with all ranks of other nodes that lack such a rank."""
-        if self._node is None:
-            return [each for each in ranks if not self._store.check([keys.posted(topic, each)])]
-        mates, size = self._mates(rank, ranks), self._size
+        """Return the ranks that have not given their parts, with all ranks of other nodes that lack such a rank.
+
+        Called by a rank that has given its own.
+        """
+        own = rank // self._count
+        mates = [] if self._courier is None else self._mates(rank, ranks)
         here = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
-        places = [
-            p for p in self._places(ranks) if p != rank // size and not self._store.check([keys.posted(topic, p)])
-        ]
-        return sorted([*here, *(each for each in ranks if each // size in places)])
+        others = [slot for slot in self._slots(ranks) if slot != own]
+        gone = {slot for slot in others if not self._store.check([keys.posted(topic, slot)])}
+        return sorted([*here, *(each for each in ranks if each // self._count in gone)])
 
     def close(self) -> None:
         """End the thread that fetches results, unless it waits for one."""
@@ -128,24 +149,22 @@ class Gathering:
 
     def _mates(self, rank: int, ranks: Sequence[int]) -> Sequence[int]:
         """Return those of ``ranks`` that are on the node of ``rank``."""
-        first = rank // self._size * self._size
-        return ranks[bisect_left(ranks, first) : bisect_left(ranks, first + self._size)]
+        first = rank // self._count * self._count
+        return ranks[bisect_left(ranks, first) : bisect_left(ranks, first + self._count)]
 
-    def _places(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Return the numbers of the nodes that some ranks are on. All ranks are mostly a range, and they are many."""
+    def _slots(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the slots of some ranks. All ranks are mostly a range, and they are many."""
         if isinstance(ranks, range):
-            return range(ranks[0] // self._size, ranks[-1] // self._size + 1)
-        return sorted({rank // self._size for rank in ranks})
+            return range(ranks[0] // self._count, ranks[-1] // self._count + 1)
+        return sorted({rank // self._count for rank in ranks})
 
-    def _post(
-        self, topic: str, place: int, parts: list[str], expected: int, places: Sequence[int], conclude: Conclude
-    ) -> None:
-        """Post parts for all ranks of a node. If all others have posted, conclude."""
-        self._store.set(keys.posted(topic, place), f"[{', '.join(parts)}]")
+    def _post(self, topic: str, slot: int, parts: list[str], slots: Sequence[int], conclude: Conclude) -> None:
+        """Post the parts of all ranks of a slot. If all others have posted, conclude."""
+        self._store.set(keys.posted(topic, slot), f"[{', '.join(parts)}]")
         # Not `==`: if a connection breaks, `SharedStore` adds twice, and no rank might see the exact number.
-        if self._store.add(keys.come(topic), 1) < expected:
+        if self._store.add(keys.come(topic), 1) < len(slots):
             return
-        posts = self._store.multi_get([keys.posted(topic, each) for each in places])
+        posts = self._store.multi_get([keys.posted(topic, each) for each in slots])
         try:
             said = json.dumps({"conclusion": conclude([part for post in posts for part in json.loads(post)])})
         except ReplicaError as error:

@@ -18,15 +18,13 @@ from typing import Any, Final, TypeAlias
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.gathering import Conclude, Gathering
-from lightning_replica.core import points
+from lightning_replica.core.polling import poll
 from lightning_replica.errors import Interrupted, RecoveryError
 from lightning_replica.stores.interface import Store
 
 Patience: TypeAlias = Callable[[float, Callable[[], list[int]]], None]
 """Called with the seconds waited so far and a function that returns the ranks that are missing. It may raise."""
 
-_PAUSE_S: Final = 0.001  # at first; grows to
-_LONGEST_PAUSE_S: Final = 0.02
 _PATIENCE_EVERY_S: Final = 0.5  # it may ask about every rank
 
 
@@ -99,14 +97,7 @@ class Generations:
 
         A rank of this node may have died before it has written the entry. Then the supervisor writes it.
         """
-        pause_s = _PAUSE_S
-        try:
-            while not self.begun(generation):
-                points.waits()
-                time.sleep(pause_s)
-                pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
-        finally:
-            points.goes_on()
+        poll(lambda: self.begun(generation))
 
     def begin_next(self, known: int, fault: Fault) -> int:
         """Begin a generation that no other process has begun, and return it."""
@@ -197,23 +188,17 @@ class Generations:
             RecoveryError: If the run is given up, or ``timeout_s`` passes.
         """
         deadline = time.monotonic() + timeout_s
-        pause_s = _PAUSE_S
-        try:
-            while not ready():
-                points.waits()
-                verdict = None if given_up else self.verdict()
-                if verdict is not None:
-                    raise RecoveryError(verdict)
-                if self.begun(generation + 1):
-                    raise Interrupted(self.fault(generation + 1).text)
-                if time.monotonic() > deadline:
-                    raise RecoveryError(
-                        f"Timed out after {timeout_s:.0f} s waiting for {what} in generation {generation}."
-                    )
-                time.sleep(pause_s)
-                pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
-        finally:
-            points.goes_on()
+
+        def look_around() -> None:
+            verdict = None if given_up else self.verdict()
+            if verdict is not None:
+                raise RecoveryError(verdict)
+            if self.begun(generation + 1):
+                raise Interrupted(self.fault(generation + 1).text)
+            if time.monotonic() > deadline:
+                raise RecoveryError(f"Timed out after {timeout_s:.0f} s waiting for {what} in generation {generation}.")
+
+        poll(ready, look_around)
 
     def conclude(
         self,
@@ -284,16 +269,11 @@ class Generations:
         A barrier of a process group can succeed on one rank and fail on another, because a third rank has already
         left. Here a rank that is called away calls the meeting off for all, unless all have come.
         """
-        topic = keys.meet(name, generation)
-        self.gathering.give(topic, rank, {}, ranks, lambda _: None)
-        what = f"every rank to reach {name!r}"
-        try:
-            self.wait_for(lambda: self.gathering.has_result(topic), generation, timeout_s, what, given_up)
-        except Exception:
-            if self.gathering.call_off(topic):
-                raise
-        else:
-            self.gathering.result(topic)
+
+        def wait(ready: Callable[[], bool]) -> None:
+            self.wait_for(ready, generation, timeout_s, f"every rank to reach {name!r}", given_up)
+
+        self.gathering.meet(keys.meet(name, generation), rank, ranks, wait)
 
 
 def _unique() -> str:

@@ -18,7 +18,9 @@ OPTIONS = "options"
 """What ranks tell the supervisor: options and a directory (`told`). Written once, by the first rank in `fit`."""
 
 VERDICT = "verdict"
-"""Why the run is given up. Written once, by the rank or the supervisor that gives it up."""
+"""Why the run is given up. Written once, by the rank or the supervisor that gives it up.
+
+Copied to the stores of nodes."""
 
 ASKED = "asked"
 """Present if the run was asked to end, by a signal. Written before `VERDICT`."""
@@ -39,7 +41,7 @@ LOOP = "loop"
 def generation(number: int) -> str:
     """Return the key of the fault that began a generation. Written once, by compare-and-set; a loser just joins it.
 
-    Where a node was lost, the new placement of nodes is with the fault.
+    Where a node was lost, the new placement of nodes is with the fault. Copied to the stores of nodes, without it.
     """
     return f"generation/{number}"
 
@@ -66,22 +68,22 @@ def share(topic: str, rank: int) -> str:
     return f"{topic}/{rank}"
 
 
-def posted(topic: str, place: int) -> str:
-    """Return the key of the parts of all ranks of a node under a topic, as a JSON list (`gathering`).
+def posted(topic: str, slot: int) -> str:
+    """Return the key of the parts of all ranks of a slot under a topic, as a JSON list (`gathering`).
 
-    Without several nodes, a place is a rank. Written once, by the last of these ranks.
+    Without several nodes, a slot is a rank. Written once, by the last of these ranks.
     """
-    return f"{topic}/posted/{place}"
+    return f"{topic}/posted/{slot}"
 
 
 def come(topic: str) -> str:
-    """Return the key of how many places have posted their parts under a topic. A counter."""
+    """Return the key of how many slots have posted their parts under a topic. A counter."""
     return f"{topic}/come"
 
 
-def come_here(topic: str, place: int) -> str:
-    """Return the key of how many ranks of a place have given their parts. A counter, in the store of the node."""
-    return f"{topic}/come/{place}"
+def come_here(topic: str, slot: int) -> str:
+    """Return the key of how many ranks of a slot have given their parts. A counter, in the store of the node."""
+    return f"{topic}/come/{slot}"
 
 
 def result(topic: str) -> str:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from lightning_replica.control import keys
 from lightning_replica.control.gathering import Gathering
-from lightning_replica.core import points
+from lightning_replica.core.polling import poll
 
 # How long a member that is about to open a group may take to publish its address. After that it may have died.
 _PRESENT_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
 
 
 class PatientStore(dist.Store):
@@ -49,15 +50,12 @@ class PatientStore(dist.Store):
         Raises:
             Interrupted: If another member was called away.
         """
-        topic, members = keys.opening(name), sorted(ranks)
-        self._gathering.give(topic, rank, {}, members, lambda _: None)
-        try:
-            self._wait(lambda: self._gathering.has_result(topic), lambda: f"members {members} of a process group", 0.0)
-        except Exception:
-            if self._gathering.call_off(topic):
-                raise
-        else:
-            self._gathering.result(topic)
+        members = sorted(ranks)
+
+        def wait(ready: Callable[[], bool]) -> None:
+            self._wait(ready, lambda: f"members {members} of a process group", 0.0)
+
+        self._gathering.meet(keys.opening(name), rank, members, wait)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are there."""
@@ -70,19 +68,15 @@ class PatientStore(dist.Store):
         does not come (tests/launch/test_hang.py::test_a_rank_stops_while_its_peer_gives_it_its_shard).
         """
         began = time.monotonic()
-        pause_s = 0.0005
-        try:
-            while not ready():
-                points.waits()
-                waited_s = time.monotonic() - began
-                if waited_s >= patience_s:
-                    self._check()
-                if waited_s > self._timeout_s:
-                    raise dist.DistStoreError(f"Timed out waiting for {what()}.")
-                time.sleep(pause_s)
-                pause_s = min(0.01, 1.5 * pause_s)
-        finally:
-            points.goes_on()
+
+        def look_around() -> None:
+            waited_s = time.monotonic() - began
+            if waited_s >= patience_s:
+                self._check()
+            if waited_s > self._timeout_s:
+                raise dist.DistStoreError(f"Timed out waiting for {what()}.")
+
+        poll(ready, look_around, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
     def get(self, key: str) -> bytes:
         """Wait until ``key`` has a value, and return the value."""

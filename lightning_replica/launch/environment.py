@@ -24,7 +24,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.control.gathering import Node
+from lightning_replica.control.gathering import LocalRanks
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.place import Place
@@ -59,10 +59,10 @@ class Surroundings(Protocol):
     def connect(self) -> dist.Store:
         """Open a new connection to the store."""
 
-    def node(self) -> Node | None:
+    def local_ranks(self) -> LocalRanks | None:
         """Open a new connection to the store of this node's ranks; None if each rank reads the store of the run."""
 
-    def news(self) -> dist.Store:
+    def near(self) -> dist.Store:
         """Open a new connection to the store in which this process reads the log of generations."""
 
     def leave(self, world_size: int, failed: bool) -> None:
@@ -118,14 +118,14 @@ class RankEnvironment:
             return connect(self.store.host, self.store.port)
         return SharedStore(self.store, self._heir)
 
-    def node(self) -> Node | None:
-        """Open a new connection to the store of this node's ranks. See `Surroundings.node`."""
+    def local_ranks(self) -> LocalRanks | None:
+        """Open a new connection to the store of this node's ranks. See `Surroundings.local_ranks`."""
         if self.node_store is None:
             return None
         address = self.node_store
-        return Node(reach(address), self.local_world_size, lambda: (self.connect(), reach(address)))
+        return LocalRanks(reach(address), self.local_world_size, lambda: (self.connect(), reach(address)))
 
-    def news(self) -> dist.Store:
+    def near(self) -> dist.Store:
         """Open a new connection to the store in which this process reads the log of generations."""
         return self.connect() if self.node_store is None else reach(self.node_store)
 

@@ -147,10 +147,10 @@ class ExternalEnvironment:
         """Open a new connection to the store."""
         return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.address, self.port))
 
-    def node(self) -> None:
+    def local_ranks(self) -> None:
         """Return None: nobody leaves messages for the ranks of a node."""
 
-    def news(self) -> dist.Store:
+    def near(self) -> dist.Store:
         """Open a new connection to the store."""
         return self.connect()
 

@@ -68,8 +68,9 @@ class Cluster:
         self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
         self._over = False
         self.code: int | None = None
-        self._log = Log(stores.reach, partial(reach, StoreAddress(LOOPBACK, node_store.port)), self._hear)
         self.pulse = Pulse(settings, own, stores.reach, self)
+        near = partial(reach, StoreAddress(LOOPBACK, node_store.port))
+        self._log = Log(stores.reach, near, self._hear, self.pulse.beat_at_once)
         door.when_knocked(self.pulse.beat_at_once)
 
     # `Others`: called in the supervisor's main thread

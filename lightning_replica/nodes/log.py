@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeAlias
 
 import torch.distributed as dist
@@ -25,17 +26,24 @@ class Log:
         open_store: Opens a new connection to the newest store of the run. Raises OSError or DistError if there is none.
         open_near: Opens a new connection to the store of this node.
         entry: See `Entry`. Called in a thread.
+        broken: Called in a thread when a connection breaks: the process that served the store may have ended.
     """
 
-    def __init__(self, open_store: Callable[[], Store], open_near: Callable[[], Store], entry: Entry) -> None:
-        self._open, self._open_near, self._entry = open_store, open_near, entry
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        open_near: Callable[[], Store],
+        entry: Entry,
+        broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._open, self._open_near, self._entry, self._broken = open_store, open_near, entry, broken
         self._read, self._stopped = 0, False
 
     def follow(self) -> None:
         """Start the threads."""
-        for name, work in (("log", self._follow), ("verdict", self._wait_for_verdict)):
-            target = self._again_and_again
-            threading.Thread(target=target, args=(work,), name=f"lightning_replica-{name}", daemon=True).start()
+        for name, work in (("log", self._follow), ("verdict", self._copy_verdict)):
+            target = partial(self._again_and_again, work)
+            threading.Thread(target=target, name=f"lightning_replica-{name}", daemon=True).start()
 
     def stop(self) -> None:
         """Stop when the store is gone. As long as it answers, threads may wait for it."""
@@ -48,6 +56,7 @@ class Log:
                 work(self._open(), self._open_near())
                 return
             except (OSError, dist.DistError):
+                self._broken()
                 time.sleep(_PAUSE_S)
 
     def _follow(self, store: Store, near: Store) -> None:
@@ -56,17 +65,10 @@ class Log:
             number = self._read + 1
             fault, note = generations.fault_and_note(number)
             if store.check([keys.VERDICT]):  # the last entry of a run that is given up: its ranks look for the verdict
-                _copy_verdict(store, near)
+                self._copy_verdict(store, near)
             near.set(keys.generation(number), fault.to_json())
             self._read = number
             self._entry(number, fault, note)
 
-    def _wait_for_verdict(self, store: Store, near: Store) -> None:
-        store.get(keys.VERDICT)
-        _copy_verdict(store, near)
-
-
-def _copy_verdict(store: Store, near: Store) -> None:
-    if store.check([keys.ASKED]):
-        near.set(keys.ASKED, "")
-    near.set(keys.VERDICT, store.get(keys.VERDICT))
+    def _copy_verdict(self, store: Store, near: Store) -> None:
+        near.set(keys.VERDICT, store.get(keys.VERDICT))

@@ -75,6 +75,7 @@ class Pulse:
         self._members: dict[int, Member] = {own.number: own}
         self._gone: frozenset[int] = frozenset()
         self._burying = threading.Lock()
+        self._reported: frozenset[int] = frozenset()  # the lost nodes of which the listener has been told
 
     @property
     def alive(self) -> frozenset[int]:
@@ -133,23 +134,31 @@ class Pulse:
         line, count = Line(self._open), 0
         while not self._stopped.is_set():
             count += 1
-            own = Sign(count, self._code)
             try:
-                answer = line.ask(partial(_exchange, self._own.number, own, self.watched))
+                self._look(line, Sign(count, self._code))
             except StoreGoneError:
                 if not self._stopped.is_set():
                     self._listener.store_is_gone()
                 line, self._answered = Line(self._open), time.monotonic()
                 continue
-            self._answered = answer.asked
-            if own.code is not None:
-                self._told.set()
-            come, self.phase, signs = answer.value
-            self._find_over(signs)
-            self.bury(self._life.look(signs, time.monotonic()))
-            self._meet(line, come)
             self._now.wait(self._life.next_look_s)
             self._now.clear()
+
+    def _look(self, line: Line, own: Sign) -> None:
+        """Write a sign of life, read those of the nodes that this one watches, and tell what has changed."""
+        answer = line.ask(partial(_exchange, self._own.number, own, self.watched))
+        self._answered = answer.asked
+        if own.code is not None:
+            self._told.set()
+        come, self.phase, signs = answer.value
+        self._find_over(signs)
+        self.bury(self._life.look(signs, time.monotonic()))
+        self._meet(line, come)
+        # Only now: because of the loss, this node may be one that decides, and so must know the spares.
+        gone = self._gone
+        if gone != self._reported:
+            self._reported = gone
+            self._listener.lost()
 
     def _find_over(self, signs: Mapping[int, Sign]) -> None:
         for number, sign in signs.items():
@@ -170,12 +179,12 @@ class Pulse:
             self._listener.came()
 
     def bury(self, lost: Collection[int]) -> None:
-        """Count nodes as lost. Any thread may call this."""
+        """Count nodes as lost, and tell the listener after the next look, which is now. Any thread may call this."""
         with self._burying:
             new = frozenset(lost) - self._gone
             self._gone |= new
         if new:
-            self._listener.lost()
+            self._now.set()
 
     def _fence(self) -> None:
         while not self._stopped.wait(self._settings.node_timeout_s / _FENCE_LOOKS):

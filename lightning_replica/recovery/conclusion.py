@@ -62,14 +62,15 @@ def conclude(reports: Sequence[Report], grid: Grid, max_tries: int, advice: str)
     return Conclusion(plan, replaced, max(report.tries for report in reports), held)
 
 
-def with_corruption(reports: Sequence[Report], found: Callable[[int], bool], newest: int) -> list[Report]:
-    """Return the reports with what they say about wrong bits since each rank last trained.
+def read_reports(parts: Sequence[dict[str, Any]], found: Callable[[int], bool], newest: int) -> list[Report]:
+    """Return the reports that ranks have given, with what is known about wrong bits since each rank last trained.
 
     Args:
-        reports: The reports.
+        parts: The reports as plain data.
         found: Returns whether wrong bits were found before a generation.
         newest: The generation of the reports.
     """
+    reports = [Report.from_plain(part) for part in parts]
     first = min(report.left for report in reports) + 1
     last = max((number for number in range(first, newest + 1) if found(number)), default=-1)
     return [replace(report, corruption_seen=last > report.left) for report in reports]

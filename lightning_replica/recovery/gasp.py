@@ -21,7 +21,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.core.points import reach
 from lightning_replica.errors import RecoveryError
 from lightning_replica.groups.world import ProcessGroups
-from lightning_replica.recovery.conclusion import with_corruption
+from lightning_replica.recovery.conclusion import read_reports
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.interface import HostState, Recoverable
@@ -189,9 +189,8 @@ class Gasp:
     def _plan(self, generation: int, own: Report) -> GaspPlan:
         """Give this rank's report, and return the plan from those of all survivors."""
 
-        def draw(plain: list[dict[str, Any]]) -> dict[str, Any]:
-            reports = [Report.from_plain(each) for each in plain]
-            reports = with_corruption(reports, self._generations.has_corruption, generation)
+        def draw(parts: list[dict[str, Any]]) -> dict[str, Any]:
+            reports = read_reports(parts, self._generations.has_corruption, generation)
             return make_gasp_plan(reports, self._grid).to_plain()
 
         return GaspPlan.from_plain(self._conclude(generation, own.to_plain(), draw))

@@ -42,7 +42,7 @@ class Report:
         hook_failures: How often hooks have failed on this rank in this recovery.
         corrupted: How its shard was found to be wrong, in which case it is not ``intact``; empty if it was not.
         corruption_seen: Whether any rank, even one that is gone by now, has found wrong bits since this rank last
-            trained. Known when all have reported (`conclusion.with_corruption`).
+            trained. Known when all have reported (`conclusion.read_reports`).
         left: The generation in which this rank last trained.
         links: For every process group, whether its device has connections that could resume.
         resumed: The step at which they last resumed; -1 if they never did.

@@ -17,7 +17,7 @@ from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.works import Work
 from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.groups.world import ProcessGroups
-from lightning_replica.recovery.conclusion import Conclusion, conclude, with_corruption
+from lightning_replica.recovery.conclusion import Conclusion, conclude, read_reports
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
@@ -290,9 +290,8 @@ class Recovery:
         """Give this rank's report, and return the conclusion from those of all ranks."""
         generations, generation = self._generations, self.generation
 
-        def draw(plain: list[dict[str, Any]]) -> dict[str, Any]:
-            reports = [Report.from_plain(each) for each in plain]
-            reports = with_corruption(reports, generations.has_corruption, generation)
+        def draw(parts: list[dict[str, Any]]) -> dict[str, Any]:
+            reports = read_reports(parts, generations.has_corruption, generation)
             return conclude(reports, self._grid, self._options.max_tries, advice).to_plain()
 
         ranks, timeout_s = range(self._grid.size), self._options.rendezvous_timeout_s

@@ -73,12 +73,12 @@ class World:
         self.grid, self.rank, self.size, self.device = grid, rank, grid.size, device
         self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
         self.born = surroundings.generation
-        gathering = Gathering(store, surroundings.node())
+        gathering = Gathering(store, surroundings.local_ranks())
         self.generations = Generations(store, self.born, gathering)
         self.process_groups = ProcessGroups(
             store, rank, self.size, device, timeout_s, self.check_now, journal, gathering
         )
-        self._watched = Generations(surroundings.news())
+        self._watched = Generations(surroundings.near())
         self.monitor = Monitor(self._watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
         self.monitor.start(self.born)
         self.is_over = False
@@ -164,7 +164,7 @@ class World:
         generation, store = self.generations.current, self._surroundings.connect()
         number = self._beside[1] + 1 if self._beside[0] == generation else 0
         self._beside = generation, number
-        generations = Generations(self._surroundings.news())
+        generations = Generations(self._surroundings.near())
 
         def check() -> None:
             if generations.begun(generation + 1):

@@ -164,6 +164,20 @@ def test_the_first_nodes_watch_all_others_and_the_others_watch_them(make: Callab
     assert d.heard == [((4, 5), "Node c, with ranks [4, 5], is lost", "")]
 
 
+def test_a_node_that_comes_to_decide_knows_the_spares(make: Callable[..., Node]) -> None:
+    """Before, it watched only nodes with ranks. It would have found no spare, and let the ranks wait for one."""
+    a, b, c, d, _e, f = (make(name, nodes=5) for name in "abcdef")
+    know(d, f, count=3)
+    for node in (a, b, c):
+        node.die()
+    d.cluster._put = lambda event: event()  # it decides as soon as it is told
+    d.cluster.pulse.look_at_once()
+    while not d.heard:
+        time.sleep(0.01)
+    ranks = (0, 1, 2, 3, 4, 5)
+    assert d.heard == [(ranks, f"Node a and node b and node c, with ranks {list(ranks)}, is lost", "node f")]
+
+
 def test_a_spare_ends_with_the_code_of_the_others(make: Callable[..., Node]) -> None:
     a, c = make("a"), make("c")
     know(a, c, count=1)

@@ -28,7 +28,7 @@ def run() -> Iterator[tuple[Callable[[str], Node], Callable[[], None], int]]:
     """Makes nodes, and kills the process that serves their store."""
     made: list[Node] = []
     with store_process() as (port, process):
-        settings = NodeSettings(2, 2, "127.0.0.1", port, "none", "127.0.0.1", node_timeout_s=60.0)
+        settings = NodeSettings(2, 2, "127.0.0.1", port, "none", "127.0.0.1", node_timeout_s=6000.0)
 
         def make(name: str) -> Node:
             made.append(Node(settings, name))
@@ -88,6 +88,15 @@ def test_nodes_that_die_with_the_store(run: Any, dies: str, ranks: tuple[int, ..
     assert heirs(*nodes.values()) == [f"127.0.0.1:{first.door.port}"] * 2
     first.until(lambda: bool(first.heard))
     assert first.heard == [("store", ranks, f"{WHY.format(port)}, and node {dies} is lost.")]
+
+
+def test_all_nodes_notice_at_once_that_the_store_is_lost(run: Any) -> None:
+    """Without being asked to look, and long before their next signs of life: a spare that is late finds nobody."""
+    make, kill, _ = run
+    nodes = a, *_ = make("a"), make("b"), make("c")
+    know(*nodes, count=2)
+    kill()
+    assert heirs(*nodes) == [f"127.0.0.1:{a.door.port}"] * 3
 
 
 def test_a_node_that_does_not_come_might_still_train_so_nobody_writes() -> None:

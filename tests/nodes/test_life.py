@@ -45,6 +45,16 @@ def test_a_node_that_is_new_has_the_whole_time() -> None:
     assert life.look(signs(102, 0), 109.0) == frozenset()
 
 
+def test_a_node_that_was_not_watched_for_a_while_has_the_whole_time() -> None:
+    life = Life(10.0, 2.0)
+    for second in range(0, 10, 2):
+        life.look(signs(0, second), float(second))
+    for second in range(10, 20, 2):
+        life.look({2: Sign(second)}, float(second))
+    assert life.look(signs(0, 20), 20.0) == frozenset()
+    assert life.look(signs(0, 22), 22.0) == frozenset()
+
+
 def test_a_node_whose_ranks_have_ended_is_not_lost() -> None:
     life, ended = Life(10.0, 2.0), {1: Sign(3, code=0)}
     assert not any(life.look(ended, float(second)) for second in range(0, 100, 2))
