@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
+from lightning_replica.control.unreadable import from_json
 from lightning_replica.errors import ProtocolError
 
 Detected: TypeAlias = Literal[
@@ -71,12 +72,16 @@ class Fault:
             ProtocolError: If it is something else.
         """
         try:
-            detected, ranks, text, _, note = json.loads(line)
+            detected, ranks, text, _, note = from_json(line)
             if detected not in _TELLING:
                 raise ValueError(f"{detected!r} is no kind of fault")
             return cls(detected, tuple(map(int, ranks)), str(text)), str(note)
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"{line!r} is no fault: {error}") from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ProtocolError(f"{line[:80]!r} is no fault: {error}") from error
+
+
+UNREADABLE: Final = Fault("peer gone", (), "the fault was written over by a stranger"), ""
+"""The fault and the note of an entry of the log that no process of this package can have written."""
 
 
 def most_telling(faults: Iterable[Fault]) -> Fault:

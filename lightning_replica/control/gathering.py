@@ -22,12 +22,14 @@ import torch.distributed as dist
 
 from lightning_replica import errors
 from lightning_replica.control import keys
-from lightning_replica.errors import Interrupted, RecoveryError, ReplicaError
+from lightning_replica.control.unreadable import from_json
+from lightning_replica.errors import Interrupted, ProtocolError, RecoveryError, ReplicaError
 from lightning_replica.stores.interface import Store
 
 Conclude: TypeAlias = Callable[[list[dict[str, Any]]], Any]
 """Makes plain data for JSON of the parts of all ranks, in order of rank. Called on one rank; all get its error."""
 
+_ERRORS: Final = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
 _CALLED_OFF: Final = '{"called off": true}'
 
 
@@ -115,7 +117,7 @@ class Gathering:
             Interrupted: If the topic was called off.
             ReplicaError: What the conclusion has raised.
         """
-        return _read(self.near.get(keys.result(topic)))
+        return _read(topic, self.near.get(keys.result(topic)))
 
     def known(self, topic: str) -> bool:
         """Return whether a topic has a result already, because this process replaces one that gave a part to it."""
@@ -158,15 +160,16 @@ class Gathering:
             return range(ranks[0] // self._count, ranks[-1] // self._count + 1)
         return sorted({rank // self._count for rank in ranks})
 
-    def _post(self, topic: str, slot: int, parts: list[str], slots: Sequence[int], conclude: Conclude) -> None:
+    def _post(self, topic: str, slot: int, own: list[str], slots: Sequence[int], conclude: Conclude) -> None:
         """Post the parts of all ranks of a slot. If all others have posted, conclude."""
-        self._store.set(keys.posted(topic, slot), f"[{', '.join(parts)}]")
+        self._store.set(keys.posted(topic, slot), f"[{', '.join(own)}]")
         # Not `==`: if a connection breaks, `SharedStore` adds twice, and no rank might see the exact number.
         if self._store.add(keys.come(topic), 1) < len(slots):
             return
         posts = self._store.multi_get([keys.posted(topic, each) for each in slots])
         try:
-            said = json.dumps({"conclusion": conclude([part for post in posts for part in json.loads(post)])})
+            parts = [part for each, post in zip(slots, posts, strict=True) for part in _parts(topic, each, post)]
+            said = json.dumps({"conclusion": conclude(parts)})
         except ReplicaError as error:
             said = json.dumps({"error": [type(error).__name__, str(error)]})
         except Exception as error:  # a bug: the other ranks must not wait
@@ -176,11 +179,29 @@ class Gathering:
         self._store.compare_set(keys.result(topic), "", said)
 
 
-def _read(value: bytes) -> Any:
-    said = json.loads(value)
-    if "error" in said:
-        name, text = said["error"]
-        raise getattr(errors, name, RecoveryError)(text)
+def _parts(topic: str, slot: int, post: bytes) -> list[dict[str, Any]]:
+    """Return the parts of the ranks of a slot.
+
+    Raises:
+        ProtocolError: If what was posted are no parts. The recovery then begins again, in another generation.
+    """
+    try:
+        parts = from_json(post)
+    except ValueError:
+        parts = None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ProtocolError(f"the value of the key {keys.posted(topic, slot)!r} in the store is of a stranger")
+    return parts
+
+
+def _read(topic: str, value: bytes) -> Any:
+    try:
+        said = from_json(value)
+        name, text = said.get("error", ("", ""))
+    except (ValueError, TypeError, AttributeError) as bad:
+        raise ProtocolError(f"the value of the key {keys.result(topic)!r} in the store is of a stranger") from bad
+    if name:
+        raise _ERRORS.get(name, RecoveryError)(text)
     if "conclusion" not in said:
         raise Interrupted("other ranks were called away")
     return said["conclusion"]

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from lightning_replica.control import keys
-from lightning_replica.control.faults import Fault
+from lightning_replica.control.faults import UNREADABLE, Fault
 from lightning_replica.control.gathering import Conclude, Gathering
+from lightning_replica.control.unreadable import read
 from lightning_replica.core.polling import poll
 from lightning_replica.errors import Interrupted, RecoveryError
 from lightning_replica.stores.interface import Store
@@ -122,11 +123,15 @@ class Generations:
 
     def fault(self, generation: int) -> Fault:
         """Return the fault that ended the generation before ``generation``."""
-        return Fault.from_json(self._near.get(keys.generation(generation)))
+        return self._entry(self._near, generation)[0]
 
     def fault_and_note(self, generation: int) -> tuple[Fault, str]:
         """Wait until ``generation`` begins, and return its fault, with the note for supervisors."""
-        return Fault.with_note(self.store.get(keys.generation(generation)))
+        return self._entry(self.store, generation)
+
+    def _entry(self, store: Store, generation: int) -> tuple[Fault, str]:
+        key = keys.generation(generation)
+        return read(key, store.get(key), Fault.with_note, UNREADABLE)
 
     def record_corruption(self, generation: int) -> None:
         """Record that wrong bits were found in the generation before ``generation``, whichever process begins that.
@@ -164,7 +169,7 @@ class Generations:
 
     def verdict(self) -> str | None:
         """Return why the run was given up; None if it was not."""
-        return self._near.get(keys.VERDICT).decode() if self._near.check([keys.VERDICT]) else None
+        return self._near.get(keys.VERDICT).decode(errors="replace") if self._near.check([keys.VERDICT]) else None
 
     def lost(self, generation: int) -> frozenset[int]:
         """Return the ranks that are lost for good by ``generation``. Valid only once the run has been given up."""
@@ -232,7 +237,7 @@ class Generations:
         def unless_given_up(parts: list[dict[str, Any]]) -> Any:
             # Others may have given their part before they saw the verdict, and then stop.
             if not given_up and self.store.check([keys.VERDICT]):
-                raise RecoveryError(self.store.get(keys.VERDICT).decode())
+                raise RecoveryError(self.store.get(keys.VERDICT).decode(errors="replace"))
             return conclusion(parts)
 
         self.gathering.give(topic, rank, part, ranks, unless_given_up)

@@ -285,6 +285,11 @@ def attempt(run_id: str) -> str:
     return f"{run_id}/attempt"
 
 
+def secret(run_id: str) -> str:
+    """Return the key by which nodes see that others have another secret. In the whole store. Written by every node."""
+    return f"{run_id}/secret"
+
+
 CLOSED = "closed"
 """Present once an attempt is over. Written by a node whose ranks have ended, or that finds no node alive."""
 

@@ -29,8 +29,9 @@ from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.place import Place
 from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.reach import reach
 from lightning_replica.stores.shared import SharedStore
-from lightning_replica.stores.tcp import connect, reach
+from lightning_replica.stores.tcp import connect
 
 _STORE = "LIGHTNING_REPLICA_STORE"
 _NODE_STORE = "LIGHTNING_REPLICA_NODE_STORE"

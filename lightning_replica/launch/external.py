@@ -26,6 +26,7 @@ from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment, interface
 from lightning_replica.launch.place import LOOPBACK, loopback_interface
+from lightning_replica.stores.part import part_of
 from lightning_replica.stores.tcp import connect, serve
 
 _LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
@@ -145,7 +146,7 @@ class ExternalEnvironment:
 
     def connect(self) -> dist.Store:
         """Open a new connection to the store."""
-        return dist.PrefixStore(f"lightning_replica/{self.attempt}", connect(self.address, self.port))
+        return part_of(connect(self.address, self.port), f"lightning_replica/{self.attempt}")
 
     def local_ranks(self) -> None:
         """Return None: nobody leaves messages for the ranks of a node."""

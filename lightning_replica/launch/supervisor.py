@@ -84,11 +84,12 @@ class Supervisor:
         The code is 0 if every rank ended with 0; else one of `exit_codes`, or the code of the rank that failed first
         (128 + n for signal n).
         """
-        store = serve(LOOPBACK)
+        served = serve(LOOPBACK)
+        store = connect(LOOPBACK, served.port)
         for key, note in self._notes.items():
             store.set(key, note)
-        place, ranks = Place.alone(self._world_size, store.port), range(self._world_size)
-        return self.run_at(place, lambda: connect(LOOPBACK, store.port), ranks, Nobody())
+        place, ranks = Place.alone(self._world_size, served.port), range(self._world_size)
+        return self.run_at(place, lambda: connect(LOOPBACK, served.port), ranks, Nobody())
 
     def run_at(self, place: Place, connect: Callable[[], Store], ranks: Iterable[int], others: Others) -> int:
         """Start some ranks of the world, and return like `run`.

@@ -10,10 +10,14 @@ from typing import Final
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.nodes.placement import Placement
+from lightning_replica.core.messages import warn
+from lightning_replica.nodes.membership import come, first_placement
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.part import part_of
+from lightning_replica.stores.secret import VARIABLE, name_of, own_secret
 
 _LOOKS: Final = 20  # during the time-out
+_NO_SECRET: Final = "none"
 
 
 def enter(store: dist.Store, settings: NodeSettings) -> str:
@@ -23,10 +27,11 @@ def enter(store: dist.Store, settings: NodeSettings) -> str:
         store: A connection to the whole store.
         settings: The nodes' settings.
     """
-    number = int(store.compare_set(keys.attempt(settings.run_id), "", "1"))
-    while not _is_open(dist.PrefixStore(_prefix(settings, number), store), settings):
-        store.compare_set(keys.attempt(settings.run_id), str(number), str(number + 1))
-        number = int(store.get(keys.attempt(settings.run_id)))
+    _compare_secrets(store, settings)
+    number = int(store.compare_set(keys.attempt(_run(settings)), "", "1"))
+    while not _is_open(part_of(store, _prefix(settings, number)), settings):
+        store.compare_set(keys.attempt(_run(settings)), str(number), str(number + 1))
+        number = int(store.get(keys.attempt(_run(settings))))
     return _prefix(settings, number)
 
 
@@ -39,8 +44,26 @@ def close(store: dist.Store) -> None:
     store.set(keys.CLOSED, "")
 
 
+def _compare_secrets(store: dist.Store, settings: NodeSettings) -> None:
+    """Tell the user if a node of this run has come with another secret. It may be of an earlier run.
+
+    A store with tags says by itself that another process has left another value here.
+    """
+    found = store.compare_set(keys.secret(settings.run_id), "", _NO_SECRET)
+    if found != _NO_SECRET.encode():
+        warn(
+            f"a node of the run {settings.run_id!r} has come to {settings.store.endpoint} with a secret ({VARIABLE}),"
+            " and this node has none. They do not meet. Give the same secret to all nodes."
+        )
+
+
+def _run(settings: NodeSettings) -> str:
+    """Return the name of a run in the store. Nodes with different secrets do not meet, and so harm nobody."""
+    return "/".join(filter(None, [settings.run_id, name_of(own_secret())]))
+
+
 def _prefix(settings: NodeSettings, number: int) -> str:
-    return f"{settings.run_id}/{number}"
+    return f"{_run(settings)}/{number}"
 
 
 def _is_open(store: dist.Store, settings: NodeSettings) -> bool:
@@ -53,8 +76,7 @@ def _is_open(store: dist.Store, settings: NodeSettings) -> bool:
 
 def _gives_signs(store: dist.Store, settings: NodeSettings) -> bool:
     """Return whether a node that had ranks at first, or got them later, gives a sign of life within the time-out."""
-    first = Placement.from_json(store.get(keys.NODES_FIRST))
-    numbers = range(max(store.add(keys.NODES_COME, 0), len(first.slots)))
+    numbers = range(max(come(store), *(1 + number for number in first_placement(store).nodes)))
     beats = [keys.beat(number) for number in numbers if store.check([keys.beat(number)])]
     before = store.multi_get(beats)
     for _ in range(_LOOKS):

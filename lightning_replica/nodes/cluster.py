@@ -7,6 +7,7 @@ first. The live node with the lowest number that has ranks decides.
 
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Final, NoReturn
 
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
+from lightning_replica.control.unreadable import read
 from lightning_replica.core.messages import say, warn
+from lightning_replica.errors import ProtocolError
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.others import Put
 from lightning_replica.launch.place import LOOPBACK
@@ -28,7 +31,7 @@ from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
 from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
-from lightning_replica.stores.tcp import reach
+from lightning_replica.stores.reach import reach
 
 # Of the time that ranks wait for each other: the supervisor must end the wait before they do.
 _PATIENCE: Final = 0.95
@@ -61,7 +64,8 @@ class Cluster:
         supervisor: Supervisor,
     ) -> None:
         self._settings, self._own, self._supervisor, self._placement = settings, own, supervisor, first
-        self._stores, self._node_store, self._door = stores, node_store, door
+        self._stores, self._door = stores, door
+        self._reach_near = partial(reach, StoreAddress(LOOPBACK, node_store.port))
         self._generations = Generations(stores.connect())
         self._served: list[dist.TCPStore] = []  # lives as long as this process
         self._known = self._restarts = 0  # the newest entry of the log that was read, and replacements up to it
@@ -69,8 +73,7 @@ class Cluster:
         self._over = False
         self.code: int | None = None
         self.pulse = Pulse(settings, own, stores.reach, self)
-        near = partial(reach, StoreAddress(LOOPBACK, node_store.port))
-        self._log = Log(stores.reach, near, self._hear, self.pulse.beat_at_once)
+        self._log = Log(stores.reach, self._reach_near, self._hear, self.pulse.beat_at_once)
         door.when_knocked(self.pulse.beat_at_once)
 
     # `Others`: called in the supervisor's main thread
@@ -143,7 +146,7 @@ class Cluster:
             heir = find_heir(self._own, others, self._placement.nodes, self._door, known, phase, timeout_s)
         except NoHeirError:
             self._give_up(f"the process that served the store at {self._endpoint} has ended")
-        self._node_store.set(keys.heir(self._stores.count), str(heir.address))
+        self._reach_near().set(keys.heir(self._stores.count), str(heir.address))
         how = f"The process that served the store at {self._endpoint} has ended"
         self._stores.add(heir.address)
         if heir.served is not None:
@@ -202,7 +205,8 @@ class Cluster:
         self._known, self._restarts = number, self._restarts + fault.is_replaced
         if not note or self._store_was_lost:
             return False
-        before, self._placement = self._placement, Placement.from_json(note)
+        before, count = self._placement, len(self._placement.slots)
+        self._placement = read(keys.generation(number), note.encode(), _placement_of(count), before)
         self.pulse.bury(before.nodes - self._placement.nodes)  # this node may not watch them
         self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
         mine = [slot for slot in self._placement.moved if self._placement.slots[slot] == self._own.number]
@@ -252,3 +256,13 @@ class Cluster:
         slots = [slot for slot, since in vacant.items() if self._vacant.get(slot) == since]
         if slots and not self._over:
             self._supervisor.no_node_came(ranks_of(slots, self._settings.nproc_per_node), how)
+
+
+def _placement_of(count: int) -> Callable[[bytes], Placement]:
+    def parse(note: bytes) -> Placement:
+        placement = Placement.from_json(note)
+        if len(placement.slots) != count:
+            raise ProtocolError(f"{note[:80]!r} has {len(placement.slots)} slots, but the run has {count}")
+        return placement
+
+    return parse

@@ -22,8 +22,8 @@ from lightning_replica.nodes.door import Door, is_dead
 from lightning_replica.nodes.life import Sign
 from lightning_replica.nodes.membership import Member
 from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.reach import reach
 from lightning_replica.stores.shared import SharedStore
-from lightning_replica.stores.tcp import reach
 
 _PAUSE_S: Final = 0.1
 # Ranks may have begun generations that no supervisor had read in the first store before it was lost.
@@ -155,7 +155,8 @@ def _serve(
     own: Member, others: Mapping[int, Member], dead: set[int], door: Door, known: int, phase: str, deadline: float
 ) -> Heir:
     """Serve the store, and wait for all others that have not died."""
-    store = door.serve()
+    served, address = door.serve(), StoreAddress(own.address, own.port)
+    store = reach(address)
     newest, coming = known, dict(others)
     while coming:
         for number, member in tuple(coming.items()):
@@ -169,10 +170,10 @@ def _serve(
             raise NoHeirError
         time.sleep(_PAUSE_S)
     _prepare(store, (own.number, *others), dead, newest, phase)
-    return Heir(StoreAddress(own.address, own.port), store, frozenset(dead))
+    return Heir(address, served, frozenset(dead))
 
 
-def _prepare(store: dist.TCPStore, nodes: Collection[int], dead: Collection[int], newest: int, phase: str) -> None:
+def _prepare(store: dist.Store, nodes: Collection[int], dead: Collection[int], newest: int, phase: str) -> None:
     """Write what processes expect to find: the phase, the log, and a sign of life of every node."""
     store.set(keys.PHASE, phase)
     for generation in range(1, newest + _UNREAD + 1):

@@ -29,7 +29,8 @@ from lightning_replica.nodes.placement import ranks_of
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.interface import Store
-from lightning_replica.stores.tcp import reach, serve
+from lightning_replica.stores.reach import reach
+from lightning_replica.stores.tcp import serve
 
 _TRY_S: Final = 5.0  # for one connection
 _PAUSE_S: Final = 0.2

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_replica.control.unreadable import from_json
 from lightning_replica.errors import ProtocolError
 
 
@@ -31,10 +32,10 @@ class Sign:
             ProtocolError: If it is something else.
         """
         try:
-            count, code = json.loads(line)
+            count, code = from_json(line)
             return cls(int(count), None if code is None else int(code))
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"{line!r} is no sign of life: {error}") from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ProtocolError(f"{line[:80]!r} is no sign of life: {error}") from error
 
 
 class Life:

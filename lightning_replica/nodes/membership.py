@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lightning_replica.control import keys
+from lightning_replica.control.unreadable import from_json
 from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.nodes.life import Sign
 from lightning_replica.nodes.placement import Placement
@@ -23,6 +24,7 @@ from lightning_replica.nodes.settings import NodeSettings
 
 # Our own signs of life decide who is lost (`life`). The rendezvous would compare the clocks of different machines.
 _NEVER_S = 10**7
+_MOST = 100_000  # nodes, over the whole run
 _NO_SECOND_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -54,19 +56,28 @@ class Member:
             ProtocolError: If it is something else.
         """
         try:
-            number, address, port, name = json.loads(line)
+            number, address, port, name = from_json(line)
             return cls(int(number), str(address), int(port), str(name))
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"{line!r} is no node: {error}") from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ProtocolError(f"{line[:80]!r} is no node: {error}") from error
 
 
 def register(store: dist.Store, address: str, port: int, name: str) -> Member:
     """Give this node a number, and make it known to all others."""
-    member = Member(store.add(keys.NODES_COME, 1) - 1, address, port, name)
+    while True:
+        member = Member(store.add(keys.NODES_COME, 1) - 1, address, port, name)
+        # A counter is a hint: a stranger can set it back.
+        own = member.to_json()
+        if store.compare_set(keys.node(member.number), "", own) == own.encode():
+            break
     store.compare_set(keys.PHASE, "", "set-up")
     store.set(keys.beat(member.number), Sign().to_json())
-    store.set(keys.node(member.number), member.to_json())
     return member
+
+
+def come(store: dist.Store) -> int:
+    """Return how many nodes have come, as far as the counter can be believed: anyone may write to the store."""
+    return min(max(store.add(keys.NODES_COME, 0), 0), _MOST)
 
 
 def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement:
@@ -89,11 +100,10 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     try:
         slot = handler.next_rendezvous().rank
     except _FullError:
-        return Placement.from_json(store.get(keys.NODES_FIRST))
+        return first_placement(store)
     except RendezvousTimeoutError as error:
-        come = store.add(keys.NODES_COME, 0)
         raise ConfigurationError(
-            f"Only {come} of nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port} within"
+            f"Only {come(store)} of nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port} within"
             f" {settings.join_timeout_s:g} s. Start the same command on the other nodes, or raise the time-out of the"
             " rendezvous (--rdzv-conf join_timeout=...)."
         ) from error
@@ -108,7 +118,22 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
             f"All nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port}, but the one that places"
             " the ranks has died since. Start the run again, with another --rdzv-id if the store lives on."
         ) from error
-    return Placement.from_json(store.get(keys.NODES_FIRST))
+    return first_placement(store)
+
+
+def first_placement(store: dist.Store) -> Placement:
+    """Wait for the first placement, and return it.
+
+    Raises:
+        ConfigurationError: If it was written over by a stranger.
+    """
+    try:
+        return Placement.from_json(store.get(keys.NODES_FIRST))
+    except ProtocolError as error:
+        raise ConfigurationError(
+            f"The value of the key {keys.NODES_FIRST!r} in the store cannot be used: {error}. Another program writes"
+            " to this store. Start the run with a secret (LIGHTNING_REPLICA_SECRET), or use another port."
+        ) from error
 
 
 class _FullError(Exception):

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_replica.control.unreadable import from_json
 from lightning_replica.errors import ProtocolError
 
 VACANT: Final = -1
@@ -64,9 +65,9 @@ class Placement:
             ProtocolError: If it is something else.
         """
         try:
-            slots, moved = (tuple(map(int, each)) for each in json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"{line!r} is no placement of nodes: {error}") from error
+            slots, moved = (tuple(map(int, each)) for each in from_json(line))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ProtocolError(f"{line[:80]!r} is no placement of nodes: {error}") from error
         if not set(moved) <= set(range(len(slots))):
             raise ProtocolError(f"{line!r} is no placement of nodes: there are no slots {moved}.")
         return cls(slots, moved)

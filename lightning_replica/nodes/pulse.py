@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from lightning_replica.control import keys
 from lightning_replica.control.phase import Phase, phase_from
+from lightning_replica.control.unreadable import read
+from lightning_replica.errors import ProtocolError
 from lightning_replica.nodes.door import is_dead
 from lightning_replica.nodes.life import Life, Sign
 from lightning_replica.nodes.line import Line, StoreGoneError
-from lightning_replica.nodes.membership import Member
+from lightning_replica.nodes.membership import Member, come
 from lightning_replica.nodes.settings import NodeSettings
 
 _FENCE_LOOKS: Final = 50  # during the time-out
@@ -72,6 +74,7 @@ class Pulse:
         self.phase: Phase = "set-up"
         self._answered = time.monotonic()
         self._life = Life(settings.node_timeout_s, settings.beat_s)
+        self._signs: dict[int, Sign] = {}  # the newest of each node that could be read
         self._members: dict[int, Member] = {own.number: own}
         self._gone: frozenset[int] = frozenset()
         self._burying = threading.Lock()
@@ -146,19 +149,27 @@ class Pulse:
 
     def _look(self, line: Line, own: Sign) -> None:
         """Write a sign of life, read those of the nodes that this one watches, and tell what has changed."""
-        answer = line.ask(partial(_exchange, self._own.number, own, self.watched))
+        watchers, watched = self._watchers, self.watched
+        knows_all = self._watches_all(watchers)
+        answer = line.ask(partial(_exchange, self._own.number, own, watched, knows_all))
         self._answered = answer.asked
         if own.code is not None:
             self._told.set()
-        come, self.phase, signs = answer.value
+        self.phase, come, found = answer.value
+        signs = {number: self._sign(number, value) for number, value in found.items()}
+        self._signs.update(signs)
         self._find_over(signs)
         self.bury(self._life.look(signs, time.monotonic()))
-        self._meet(line, come)
+        self._meet(line, range(come) if knows_all else watchers)
         # Only now: because of the loss, this node may be one that decides, and so must know the spares.
         gone = self._gone
         if gone != self._reported:
             self._reported = gone
             self._listener.lost()
+
+    def _sign(self, number: int, value: bytes) -> Sign:
+        """Return a node's sign of life. One that a stranger has written over is no new sign."""
+        return read(keys.beat(number), value, Sign.from_json, self._signs.get(number, Sign()))
 
     def _find_over(self, signs: Mapping[int, Sign]) -> None:
         for number, sign in signs.items():
@@ -166,10 +177,8 @@ class Pulse:
                 self._over |= {number}
                 self._listener.node_is_over(sign.code)
 
-    def _meet(self, line: Line, come: int) -> None:
+    def _meet(self, line: Line, wanted: Collection[int]) -> None:
         """Get to know the nodes that this one watches: where they are, and what they are called."""
-        watchers = self._watchers
-        wanted = range(come) if self._watches_all(watchers) else watchers
         new = [number for number in wanted if number not in self._members]
         if not new:
             return
@@ -202,17 +211,31 @@ class Pulse:
             self.bury([each.number for each in self.others() if each.number in watched and is_dead(each)])
 
 
-def _exchange(number: int, own: Sign, others: list[int], store: dist.Store) -> tuple[int, Phase, dict[int, Sign]]:
-    """Write the sign of life of a node. Return how many nodes have come, the phase, and the signs of some."""
+def _exchange(
+    number: int, own: Sign, others: list[int], counts: bool, store: dist.Store
+) -> tuple[Phase, int, dict[int, bytes]]:
+    """Write the sign of life of a node. Return the phase, how many nodes have come if asked for, and others' signs."""
     store.set(keys.beat(number), own.to_json())
-    come, phase, *signs = store.multi_get([keys.NODES_COME, keys.PHASE, *map(keys.beat, others)])
-    return int(come), phase_from(phase), dict(zip(others, map(Sign.from_json, signs), strict=True))
+    phase, *signs = store.multi_get([keys.PHASE, *map(keys.beat, others)])
+    return phase_from(phase), come(store) if counts else 0, dict(zip(others, signs, strict=True))
+
+
+def _member(number: int) -> Callable[[bytes], Member | None]:
+    def parse(value: bytes) -> Member | None:
+        member = Member.from_json(value)
+        if member.number != number:
+            raise ProtocolError(f"{value[:80]!r} is not node {number}")
+        return member
+
+    return parse
 
 
 def _members(numbers: list[int], store: dist.Store) -> dict[int, Member]:
     """Return those of some nodes that have made themselves known. A node may die before it has."""
     names = [keys.node(number) for number in numbers]
     if store.check(names):
-        return dict(zip(numbers, map(Member.from_json, store.multi_get(names)), strict=True))
+        values = zip(numbers, names, store.multi_get(names), strict=True)
+        found = {number: read(name, value, _member(number), None) for number, name, value in values}
+        return {number: member for number, member in found.items() if member is not None}
     half = len(numbers) // 2
     return {**_members(numbers[:half], store), **_members(numbers[half:], store)} if half else {}

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from lightning_replica.stores.address import StoreAddress
-from lightning_replica.stores.tcp import reach
+from lightning_replica.stores.reach import reach
 
 T = TypeVar("T")
 

@@ -6,24 +6,24 @@ from typing import Final
 
 import torch.distributed as dist
 
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.tagged import with_tags
 
 _CONNECT: Final = timedelta(seconds=60)
 _FOREVER: Final = timedelta(days=3650)
 _TRY_S: Final = 5.0  # for one connection
 
 
-def connect(host: str, port: int) -> dist.TCPStore:
-    """Open a connection to a store."""
+def connect(host: str, port: int) -> dist.Store:
+    """Open a connection to a store. What is written and read there has tags if this process has a secret."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
     # Ranks wait for a key in slices only. A request takes long only if the process of the store is stopped (Ctrl-Z),
     # and that process resumes some day. A store that is gone closes the connection.
     store.set_timeout(_FOREVER)
-    return store
+    return with_tags(store)
 
 
-def reach(address: StoreAddress) -> dist.Store:
-    """Open a connection to the run's part of a store. Fail at once if no process serves it.
+def reach(host: str, port: int) -> dist.Store:
+    """Open a connection to a store. Fail at once if no process serves it.
 
     Raises:
         ConnectionRefusedError: If no process serves it any more.
@@ -31,13 +31,14 @@ def reach(address: StoreAddress) -> dist.Store:
         DistNetworkError: If the process that listens there serves no store.
     """
     # torch would try for a minute, and not tell why it cannot connect.
-    socket.create_connection((address.host, address.port), _TRY_S).close()
-    store = connect(address.host, address.port)
-    return dist.PrefixStore(address.prefix, store) if address.prefix else store
+    socket.create_connection((host, port), _TRY_S).close()
+    return connect(host, port)
 
 
 def serve(address: str, port: int = 0) -> dist.TCPStore:
     """Serve a store that listens on ``address`` only. A store that torch itself opens listens on every interface.
+
+    Use what this returns only to keep the store alive: `connect` opens a connection to it that knows the secret.
 
     Args:
         address: IP address of this machine.

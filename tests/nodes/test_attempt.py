@@ -18,7 +18,8 @@ from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
-from lightning_replica.stores.tcp import connect, reach, serve
+from lightning_replica.stores.reach import reach
+from lightning_replica.stores.tcp import connect, serve
 
 SETTINGS = NodeSettings(2, 1, "127.0.0.1", 1, "run", "127.0.0.1", node_timeout_s=0.4)
 
