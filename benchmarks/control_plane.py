@@ -152,7 +152,7 @@ class Nobody:
 def rest(pipe: Any, numbers: range, port: int, size: int) -> None:
     """Play some nodes at rest; when told to, count messages for some seconds."""
     counts: Counter[str] = Counter()
-    settings = NodeSettings(size, 1, LOOPBACK, port, "run", LOOPBACK)
+    settings = NodeSettings(size, 1, StoreAddress(LOOPBACK, port), "run", LOOPBACK)
     store = connect(LOOPBACK, port)
     pulses = []
     for _ in numbers:
@@ -171,7 +171,7 @@ def rest(pipe: Any, numbers: range, port: int, size: int) -> None:
 def rendezvous(pipe: Any, numbers: range, port: int, size: int) -> None:
     """Play some nodes that meet when told to."""
     counts: Counter[str] = Counter()
-    settings = NodeSettings(size, 1, LOOPBACK, port, "run", LOOPBACK)
+    settings = NodeSettings(size, 1, StoreAddress(LOOPBACK, port), "run", LOOPBACK)
     ends: list[float] = []
 
     def come() -> None:

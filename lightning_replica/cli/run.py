@@ -3,19 +3,23 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning_replica.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_replica.nodes.settings import NodeSettings
+    from lightning_replica.stores.address import Address
 
 T = TypeVar("T")
 
 _NODE_TIMEOUT_S = 10.0
 _PORT = 29500
-_BACKENDS = ("c10d",)
+_ETCD_PORT = 2379
+_BACKENDS = ("c10d", "etcd", "etcd-v2")
+# What torchelastic calls the files, in its two ways to reach etcd.
+_FILES = (("ca_cert", "cacert"), ("ssl_cert", "cert"), ("ssl_cert_key", "key"))
 
 
 def add_parser(commands: Any) -> None:
@@ -72,31 +76,40 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
     Raises:
         ConfigurationError: If an option has a value that only torchrun supports.
     """
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
     from lightning_replica._compat.torch import rendezvous_config
-    from lightning_replica.nodes.job import address_towards
+    from lightning_replica.nodes.endpoint import address_towards
     from lightning_replica.nodes.settings import NodeSettings
 
     # "static" is what torchrun's parser says if the user has named no backend.
     if given.rdzv_backend not in (*_BACKENDS, "static"):
         raise ConfigurationError(f"--rdzv-backend={given.rdzv_backend}: choose one of {', '.join(_BACKENDS)}.")
     try:
-        host, port = parse_rendezvous_endpoint(given.rdzv_endpoint or "127.0.0.1", _PORT)
         conf = rendezvous_config(given.rdzv_conf)
+        store = _store(given.rdzv_backend, given.rdzv_endpoint, conf)
     except ValueError as error:
         raise ConfigurationError(f"--rdzv-endpoint or --rdzv-conf: {error}") from error
     return NodeSettings(
         nnodes=_nodes(given.nnodes),
         nproc_per_node=_number("--nproc-per-node", given.nproc_per_node, int),
-        host=host,
-        port=port,
+        store=store,
         run_id=given.rdzv_id,
-        address=given.local_addr or address_towards(host, port),
+        address=given.local_addr or address_towards(store),
         spares=given.spares,
         node_timeout_s=given.node_timeout,
         join_timeout_s=_number("--rdzv-conf join_timeout", conf.get("join_timeout", "600"), float),
     )
+
+
+def _store(backend: str, endpoint: str, conf: Mapping[str, str]) -> "Address":
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from lightning_replica.stores.address import EtcdAddress, StoreAddress
+
+    if not backend.startswith("etcd"):
+        return StoreAddress(*parse_rendezvous_endpoint(endpoint or "127.0.0.1", _PORT))
+    endpoints = tuple(parse_rendezvous_endpoint(each, _ETCD_PORT) for each in endpoint.split(","))
+    ca_cert, cert, key = (next((conf[name] for name in names if name in conf), None) for names in _FILES)
+    return EtcdAddress(endpoints, ca_cert, cert, key)
 
 
 def _nodes(given: str) -> int:

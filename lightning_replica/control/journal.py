@@ -28,6 +28,7 @@ from typing import Any, Final, Literal, TypeAlias
 from torch import Tensor
 
 from lightning_replica.control import keys
+from lightning_replica.control.blobs import Blobs
 from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError
 from lightning_replica.stores.interface import Store
@@ -95,20 +96,22 @@ class Journal:
         store: The supervisor's store.
         rank: This rank.
         reading: Number of segments to read; 0 for a rank that is no replacement.
-        spool: The directory for large entries. Every process of this machine that may replace a rank can read it.
+        blobs: Where large entries are. Every process that may replace a rank can read them.
         kept: Whether entries are written at all; false if no rank will be replaced.
 
     Attributes:
         mode: Whether results of collectives are now written, read, or neither.
     """
 
-    def __init__(self, store: Store, rank: int, reading: int = 0, spool: Path | None = None, kept: bool = True) -> None:
+    def __init__(
+        self, store: Store, rank: int, reading: int = 0, blobs: Blobs | None = None, kept: bool = True
+    ) -> None:
         self._store, self._rank, self._kept = store, rank, kept
         self._segment, self._segments_to_read = 0, reading
         self.mode: Mode = "closed"
         self._may_be_left_out: Callable[[], bool] = lambda: False
         self._next: Counter[tuple[str, str]] = Counter()  # by group and part
-        self._spool = spool or Path(tempfile.gettempdir())
+        self._blobs = blobs or Blobs(Path(tempfile.gettempdir()))
         self._open()
 
     def _open(self) -> None:
@@ -173,17 +176,11 @@ class Journal:
         if len(data) <= _LARGE_BYTES:
             entry["data"] = data
         else:
-            entry["file"] = self._file(data, write=first or call.operation not in _SHARED)
+            # Named by its digest, so that ranks can share it.
+            entry["blob"] = f"{hashlib.blake2b(data, digest_size=16).hexdigest()}.set-up"
+            if first or call.operation not in _SHARED:
+                self._blobs.put(entry["blob"], data, self._rank)
         self._store.set(key, plain.pack(entry))
-
-    def _file(self, data: bytes, write: bool) -> str:
-        """Write large data to a file that is named by its digest, so that ranks can share it; return its path."""
-        path = self._spool / f"{hashlib.blake2b(data, digest_size=16).hexdigest()}.set-up"
-        if write and not path.exists():
-            part = path.with_suffix(f".{self._rank}")
-            part.write_bytes(data)
-            part.replace(path)
-        return str(path)
 
     # Reading
 
@@ -233,8 +230,8 @@ class Journal:
             data = entry["data"]
         else:
             try:
-                data = Path(entry["file"]).read_bytes()
-            except OSError as error:
+                data = self._blobs.get(entry["blob"])
+            except RecoveryError as error:
                 raise RecoveryError(
                     f"This replacement of rank {self._rank} cannot read the result of {_call_of(entry)}: {error}."
                 ) from error

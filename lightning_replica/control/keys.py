@@ -212,6 +212,19 @@ def written(what: str) -> str:
     return f"written/{what}"
 
 
+def blob(name: str) -> str:
+    """Return the key of the number of pieces of a large value (`blobs`), on several nodes.
+
+    Written by a rank that has the value, after the pieces.
+    """
+    return f"blob/{name}"
+
+
+def piece(name: str, number: int) -> str:
+    """Return the key of a piece of a large value. Written by a rank that has the value."""
+    return f"blob/{name}/{number}"
+
+
 # Keys of loggers, and of what is done once for all ranks
 
 FIRST_RUNS = "runs/first"

@@ -28,7 +28,7 @@ from lightning_replica.control.gathering import LocalRanks
 from lightning_replica.control.journal import SPOOL
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.place import Place
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.address import Address, parse
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.shared import SharedStore
 from lightning_replica.stores.tcp import connect
@@ -52,6 +52,10 @@ class Surroundings(Protocol):
     @property
     def spool(self) -> Path | None:
         """The directory for large results of set-up collectives; None if no process will read them."""
+
+    @property
+    def shares_spool(self) -> bool:
+        """Whether every process that may replace this rank can read the spool; not so on several nodes."""
 
     @property
     def supervised(self) -> bool:
@@ -83,11 +87,11 @@ class RankEnvironment:
         local_world_size: Number of ranks on a node.
     """
 
-    store: StoreAddress
+    store: Address
     supervisor: int
     generation: int
     spool: Path | None = None
-    node_store: StoreAddress | None = None
+    node_store: Address | None = None
     local_world_size: int = 1
     supervised = True
 
@@ -101,9 +105,9 @@ class RankEnvironment:
         if _STORE not in os.environ:
             return None
         try:
-            store, generation = StoreAddress.parse(os.environ[_STORE]), int(os.environ[_GENERATION])
+            store, generation = parse(os.environ[_STORE]), int(os.environ[_GENERATION])
             spool = Path(os.environ[SPOOL]) if SPOOL in os.environ else None
-            node_store = StoreAddress.parse(os.environ[_NODE_STORE]) if _NODE_STORE in os.environ else None
+            node_store = parse(os.environ[_NODE_STORE]) if _NODE_STORE in os.environ else None
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             return cls(store, int(os.environ[_SUPERVISOR]), generation, spool, node_store, local_world_size)
         except (KeyError, ValueError) as error:
@@ -112,6 +116,11 @@ class RankEnvironment:
                 f"{given}: the supervisor sets these for its ranks, but not to these values. Unset all variables that"
                 " begin with LIGHTNING_REPLICA_, and start the script again."
             ) from error
+
+    @property
+    def shares_spool(self) -> bool:
+        """See `Surroundings.shares_spool`."""
+        return self.node_store is None
 
     def connect(self) -> dist.Store:
         """Open a new connection to the store of the run."""
@@ -130,11 +139,11 @@ class RankEnvironment:
         """Open a new connection to the store in which this process reads the log of generations."""
         return self.connect() if self.node_store is None else reach(self.node_store)
 
-    def _heir(self, number: int) -> StoreAddress:
+    def _heir(self, number: int) -> Address:
         """Wait for what this node's supervisor says about a lost store. If it says nothing, it ends this process."""
         if self.node_store is None:
             raise RuntimeError("the supervisor's own store is gone")
-        return StoreAddress.parse(reach(self.node_store).get(keys.heir(number)).decode())
+        return parse(reach(self.node_store).get(keys.heir(number)).decode())
 
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""

@@ -117,6 +117,7 @@ class ExternalEnvironment:
     served: dist.TCPStore | None = None
     generation = 0
     spool = None
+    shares_spool = True
     supervised = False
 
     @classmethod

@@ -4,7 +4,7 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.address import Address, StoreAddress
 
 LOOPBACK: Final = "127.0.0.1"
 _LOOPBACKS: Final = ("lo", "lo0")  # Linux, macOS
@@ -24,7 +24,7 @@ class Place:
 
     world_size: int
     local_world_size: int
-    store: StoreAddress
+    store: Address
     node_store: StoreAddress | None = None
     interface: str = ""
 

@@ -21,7 +21,7 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.nodes.door import Door, is_dead
 from lightning_replica.nodes.life import Sign
 from lightning_replica.nodes.membership import Member
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.address import Address, StoreAddress
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.shared import SharedStore
 
@@ -38,8 +38,9 @@ class Stores:
         first: The address of the first.
     """
 
-    def __init__(self, first: StoreAddress) -> None:
-        self._addresses, self._changed = [first], threading.Condition()
+    def __init__(self, first: Address) -> None:
+        self._addresses: list[Address] = [first]
+        self._changed = threading.Condition()
 
     @property
     def count(self) -> int:
@@ -47,11 +48,11 @@ class Stores:
         return len(self._addresses)
 
     @property
-    def newest(self) -> StoreAddress:
+    def newest(self) -> Address:
         """The address of the store that is used now."""
         return self._addresses[-1]
 
-    def add(self, address: StoreAddress) -> None:
+    def add(self, address: Address) -> None:
         """Use another store from now on."""
         with self._changed:
             self._addresses.append(address)
@@ -65,7 +66,7 @@ class Stores:
         """Open a connection to the newest store. See `stores.tcp.reach`."""
         return reach(self.newest)
 
-    def _wait(self, number: int) -> StoreAddress:
+    def _wait(self, number: int) -> Address:
         with self._changed:
             self._changed.wait_for(lambda: len(self._addresses) > number)
             return self._addresses[number]
@@ -85,7 +86,7 @@ class Heir:
         dead: The nodes that have certainly died.
     """
 
-    address: StoreAddress
+    address: Address
     served: dist.TCPStore | None = None
     dead: frozenset[int] = frozenset()
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-import psutil
 import torch.distributed as dist
 
 import lightning_replica
@@ -23,6 +22,7 @@ from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes import attempt
 from lightning_replica.nodes.cluster import Cluster
 from lightning_replica.nodes.door import Door
+from lightning_replica.nodes.endpoint import interface_of, serve_or_wait
 from lightning_replica.nodes.failover import Stores
 from lightning_replica.nodes.membership import join, register
 from lightning_replica.nodes.placement import ranks_of
@@ -32,9 +32,7 @@ from lightning_replica.stores.interface import Store
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.tcp import serve
 
-_TRY_S: Final = 5.0  # for one connection
-_PAUSE_S: Final = 0.2
-_QUIET_S: Final = 5.0  # before this node tells that it waits for the store
+_PAUSE_S: Final = 0.05
 
 
 def run(settings: NodeSettings, command: Sequence[str]) -> int:
@@ -85,48 +83,6 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
     return code if cluster.code is None else code or cluster.code  # a spare ends as the others do
 
 
-def serve_or_wait(settings: NodeSettings) -> dist.TCPStore | None:
-    """Serve the store if its host is this node, and return it; else wait until it is served, and return None.
-
-    Raises:
-        ConfigurationError: If no process serves the store, or its host has no address that other nodes can reach.
-    """
-    advice = "Give the address or the name of one of the nodes, as HOST:PORT, to --rdzv-endpoint on all nodes."
-    try:
-        address = str(socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigurationError(f"The host {settings.host!r} of the store is not known: {error}. {advice}") from error
-    if address.startswith("127.") and settings.host not in (address, "localhost"):
-        raise ConfigurationError(f"{settings.host!r} is {address} here, which no other node can reach. {advice}")
-    if address in own_addresses():
-        try:
-            return serve(address, settings.port)
-        except OSError:  # another process of this node serves it
-            pass
-    _wait_for_store(settings)
-    return None
-
-
-def _wait_for_store(settings: NodeSettings) -> None:
-    """Wait until a process listens at the endpoint: nodes may be started in any order."""
-    where, began, said = settings.store.endpoint, time.monotonic(), False
-    while True:
-        try:
-            socket.create_connection((settings.host, settings.port), _TRY_S).close()
-            return
-        except OSError as error:
-            waited_s = time.monotonic() - began
-            if waited_s > settings.join_timeout_s:
-                raise ConfigurationError(
-                    f"No process has served a store at {where} for {settings.join_timeout_s:g} s: {error}. Check that"
-                    " the node with this address runs the same command, and that its port is open to this node."
-                ) from error
-            if waited_s > _QUIET_S and not said:
-                said = True
-                say(f"waiting for the store at {where}, where no process listens yet ({error}).")
-        time.sleep(_PAUSE_S)
-
-
 def facts(settings: NodeSettings, command: Sequence[str]) -> dict[str, str]:
     """Return what all nodes of a run must have in common."""
     return {
@@ -155,25 +111,6 @@ def compare(store: Store, own: Mapping[str, str], name: str) -> None:
             )
 
 
-def own_addresses() -> frozenset[str]:
-    """Return the IP addresses of this node."""
-    return frozenset(each.address for found in psutil.net_if_addrs().values() for each in found)
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an address; empty if none has."""
-    found = [name for name, all_ in psutil.net_if_addrs().items() if any(each.address == address for each in all_)]
-    return found[0] if found else ""
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return the address with which this node reaches a host. Sends nothing."""
-    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
 def training_command(script: str, arguments: Sequence[str], module: bool) -> list[str]:
     """Return the command line of a rank."""
     return [sys.executable, *(["-m"] if module else []), script, *arguments]
@@ -186,4 +123,4 @@ def _wait_for_all(store: dist.Store, cluster: Cluster, settings: NodeSettings) -
         here = max(len(cluster.pulse.alive), 1 + store.add(keys.NODES_AGREE, 0))
         if store.add(keys.NODES_LEFT, 0) >= here:
             return
-        time.sleep(0.05)
+        time.sleep(_PAUSE_S)

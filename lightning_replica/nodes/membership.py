@@ -103,7 +103,7 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
         return first_placement(store)
     except RendezvousTimeoutError as error:
         raise ConfigurationError(
-            f"Only {come(store)} of nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port} within"
+            f"Only {come(store)} of nnodes={settings.nnodes} nodes have come to {settings.store.endpoint} within"
             f" {settings.join_timeout_s:g} s. Start the same command on the other nodes, or raise the time-out of the"
             " rendezvous (--rdzv-conf join_timeout=...)."
         ) from error
@@ -115,7 +115,7 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
         store.wait([keys.NODES_FIRST], timedelta(seconds=settings.join_timeout_s))
     except dist.DistStoreError as error:
         raise ConfigurationError(
-            f"All nnodes={settings.nnodes} nodes have come to {settings.host}:{settings.port}, but the one that places"
+            f"All nnodes={settings.nnodes} nodes have come to {settings.store.endpoint}, but the one that places"
             " the ranks has died since. Start the run again, with another --rdzv-id if the store lives on."
         ) from error
     return first_placement(store)

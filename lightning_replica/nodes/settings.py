@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_replica.core import checks
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.address import Address
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,7 @@ class NodeSettings:
     Attributes:
         nnodes: Number of nodes that train.
         nproc_per_node: Number of ranks on each of them.
-        host: Host of the store.
-        port: Port of the store.
+        store: Where the whole store is. Each attempt of a run has a part of it; see `attempt`.
         run_id: Name of the run, for torchelastic's rendezvous.
         address: IP address of this node.
         spares: Number of further nodes that are expected. More may come.
@@ -24,8 +23,7 @@ class NodeSettings:
 
     nnodes: int
     nproc_per_node: int
-    host: str
-    port: int
+    store: Address
     run_id: str
     address: str
     spares: int = 0
@@ -38,14 +36,9 @@ class NodeSettings:
         Raises:
             ConfigurationError: If one of them makes no sense.
         """
-        checks.whole(1, nnodes=self.nnodes, nproc_per_node=self.nproc_per_node, port=self.port)
+        checks.whole(1, nnodes=self.nnodes, nproc_per_node=self.nproc_per_node, port=self.store.port)
         checks.whole(0, spares=self.spares)
         checks.seconds(node_timeout_s=self.node_timeout_s, join_timeout_s=self.join_timeout_s)
-
-    @property
-    def store(self) -> StoreAddress:
-        """The address of the whole store. Each attempt of a run has a part of it; see `attempt`."""
-        return StoreAddress(self.host, self.port)
 
     @property
     def world_size(self) -> int:

@@ -10,14 +10,15 @@ ranks write these shares to files, which a replacement can read, only when anoth
 writes nothing.
 """
 
+import io
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_replica.control.blobs import Blobs
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.structure import Outline, follow
 
@@ -47,13 +48,13 @@ class LoopResults:
     """Keeps the results of training loops, and reads those of earlier processes.
 
     Args:
-        directory: The directory in which every process of this machine finds them; None if no rank can be replaced.
+        blobs: Where every process that may replace a rank finds them; None if no rank can be replaced.
         rank: This rank.
         world_size: Number of ranks.
     """
 
-    def __init__(self, directory: Path | None, rank: int, world_size: int) -> None:
-        self._directory, self._rank, self._world_size = directory, rank, world_size
+    def __init__(self, blobs: Blobs | None, rank: int, world_size: int) -> None:
+        self._blobs, self._rank, self._world_size = blobs, rank, world_size
         self._kept: tuple[int, LoopResult] | None = None
 
     def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[bytes, bytes]]) -> None:
@@ -64,7 +65,7 @@ class LoopResults:
             module: The module that the loop has trained.
             take: Returns the replicated and the private part of a snapshot.
         """
-        if self._directory is None:
+        if self._blobs is None:
             return
         try:
             replicated, private, problem = *take(), ""
@@ -86,13 +87,12 @@ class LoopResults:
         Returns:
             Why no replacement could take the result; empty if one can.
         """
-        if self._kept is None or self._directory is None:
+        if self._kept is None or self._blobs is None:
             return ""
         (loop, result), self._kept = self._kept, None
-        path = self._path(loop, self._rank)
-        part = path.with_suffix(".part")
-        torch.save(vars(result), part)
-        part.replace(path)
+        data = io.BytesIO()
+        torch.save(vars(result), data)
+        self._blobs.put(_name(loop, self._rank), data.getbuffer(), self._rank)
         return result.problem
 
     def read(self, loop: int, module: nn.Module) -> tuple[bytes, bytes]:
@@ -119,10 +119,10 @@ class LoopResults:
 
     def _read(self, loop: int, rank: int) -> LoopResult:
         try:
-            if self._directory is None:
-                raise FileNotFoundError("no results are kept")
-            saved: dict[str, Any] = torch.load(self._path(loop, rank), weights_only=True)
-        except OSError as error:
+            if self._blobs is None:
+                raise RecoveryError("no results are kept")
+            saved: dict[str, Any] = torch.load(io.BytesIO(self._blobs.get(_name(loop, rank))), weights_only=True)
+        except RecoveryError as error:
             raise RecoveryError(
                 f"The result of training loop {loop} of this script cannot be read: {error}."
             ) from error
@@ -131,8 +131,9 @@ class LoopResults:
             raise RecoveryError(result.problem)
         return result
 
-    def _path(self, loop: int, rank: int) -> Path:
-        return (self._directory or Path()) / f"loop-{loop}-rank-{rank}.pt"
+
+def _name(loop: int, rank: int) -> str:
+    return f"loop-{loop}-rank-{rank}.pt"
 
 
 def _start(flat: Tensor, rank: int, world_size: int) -> int:

@@ -2,17 +2,34 @@
 
 import torch.distributed as dist
 
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.stores.address import Address, EtcdAddress
 from lightning_replica.stores.part import part_of
+from lightning_replica.stores.tagged import with_tags
 from lightning_replica.stores.tcp import reach as reach_tcp
 
 
-def reach(address: StoreAddress) -> dist.Store:
+def reach(address: Address) -> dist.Store:
     """Open a connection to the run's part of a store. Fail at once if no process serves it.
+
+    A connection to etcd is opened by the first request.
 
     Raises:
         ConnectionRefusedError: If no process serves it any more.
         OSError: If its host cannot be reached.
         DistNetworkError: If the process that listens there serves no store.
+        ConfigurationError: If the package with which etcd is reached is not installed.
     """
+    if isinstance(address, EtcdAddress):
+        return part_of(with_tags(_etcd(address)), address.prefix)
     return part_of(reach_tcp(address.host, address.port), address.prefix)
+
+
+def _etcd(address: EtcdAddress) -> dist.Store:
+    try:
+        from lightning_replica.stores.etcd import EtcdStore
+    except ImportError as error:
+        raise ConfigurationError(
+            f"A store on etcd needs the extra `etcd`: {error}. Install it with `pip install 'lightning-replica[etcd]'`."
+        ) from error
+    return EtcdStore(address)

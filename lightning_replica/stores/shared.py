@@ -7,12 +7,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.address import Address
 from lightning_replica.stores.reach import reach
 
 T = TypeVar("T")
 
-Heir: TypeAlias = Callable[[int], StoreAddress]
+Heir: TypeAlias = Callable[[int], Address]
 """Waits until the nodes have agreed on the n-th store that takes the place of a lost one, and returns its address."""
 
 _PAUSE_S: Final = 0.2
@@ -22,15 +22,16 @@ class SharedStore(dist.Store):
     """A connection to the store of a run, which moves to another store when the first is lost.
 
     A store is lost when its machine refuses connections: the process that served it has ended. A connection that breaks
-    for another reason is opened again. The other store lacks what was in the first. It says that the run is given up,
-    so that the ranks that are left write the last checkpoint. One thread at a time may use a connection.
+    for another reason is opened again. A store on etcd is never lost: its members come back. The other store lacks what
+    was in the first. It says that the run is given up, so that the ranks that are left write the last checkpoint. One
+    thread at a time may use a connection.
 
     Args:
         address: The address of the first store.
         heir: Finds the next one.
     """
 
-    def __init__(self, address: StoreAddress, heir: Heir) -> None:
+    def __init__(self, address: Address, heir: Heir) -> None:
         super().__init__()
         self._address, self._heir, self._moves = address, heir, 0
         self._store: dist.Store | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_replica.control import keys
+from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Journal
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.environment import Surroundings
@@ -46,9 +47,10 @@ class Succession:
         self._born, self._supervised = surroundings.generation, surroundings.supervised
         self._recovers = options.recovery
         kept, spool = options.recovery and surroundings.supervised, surroundings.spool
-        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.newborn else 0, spool, kept)
+        blobs = None if spool is None else Blobs(spool, None if surroundings.shares_spool else store)
+        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.newborn else 0, blobs, kept)
         self.loop, self.armed = 0, False
-        self._results = LoopResults(spool if kept else None, rank, world_size)
+        self._results = LoopResults(blobs if kept else None, rank, world_size)
         self._when_joined: list[Callable[[], None]] = []
         self._decided: Counter[str] = Counter()
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Call, Journal
 from lightning_replica.errors import RecoveryError
 
@@ -111,25 +112,29 @@ def test_what_is_large_lies_in_a_file_that_ranks_share(tmp_path: Path) -> None:
     shape = "float32[100000]"
     for rank in (0, 1):
         write(
-            Journal(store, rank, spool=tmp_path), "world", call(1, shape, operation="broadcast"), large, first=not rank
+            Journal(store, rank, blobs=Blobs(tmp_path)),
+            "world",
+            call(1, shape, operation="broadcast"),
+            large,
+            first=not rank,
         )
     assert len(list(tmp_path.iterdir())) == 1
     for rank in (0, 1):
-        reading = Journal(store, rank, reading=1, spool=tmp_path)
+        reading = Journal(store, rank, reading=1, blobs=Blobs(tmp_path))
         assert torch.equal(reading.read("world", call(1, shape, operation="broadcast"))[0], large)
     own = torch.randn(100_000)  # what nobody else has been given
-    write(Journal(store, 1, spool=tmp_path), "world", call(2, shape, operation="scatter"), own, first=False)
+    write(Journal(store, 1, blobs=Blobs(tmp_path)), "world", call(2, shape, operation="scatter"), own, first=False)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     store = dist.HashStore()
-    write(Journal(store, 0, spool=tmp_path), "world", call(1, "float32[100000]"), torch.randn(100_000))
+    write(Journal(store, 0, blobs=Blobs(tmp_path)), "world", call(1, "float32[100000]"), torch.randn(100_000))
     next(tmp_path.iterdir()).unlink()
     with pytest.raises(
         RecoveryError, match=r"cannot read the result of `all_reduce` on float32\[100000\] .*: .*No such file"
     ):
-        Journal(store, 0, reading=1, spool=tmp_path).read("world", call(1, "float32[100000]"))
+        Journal(store, 0, reading=1, blobs=Blobs(tmp_path)).read("world", call(1, "float32[100000]"))
 
 
 def test_nothing_is_kept_where_nobody_is_replaced() -> None:

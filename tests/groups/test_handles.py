@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import CatMetric
 
+from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Journal
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import ClosedGroupError, CollectiveError, RecoveryError
@@ -127,7 +128,7 @@ class Code:
 def lasts(rank: int, store: Any, out: str) -> dict[str, bool]:
     import torch.distributed.checkpoint  # noqa: F401
 
-    journal = Journal(store, rank, spool=Path(out))
+    journal = Journal(store, rank, blobs=Blobs(Path(out)))
     own = ProcessGroups(store, rank, RANKS, Cpu(), 60, journal=journal)
     own.open(0, none)
     code = Code(rank)
@@ -150,7 +151,8 @@ def lasts(rank: int, store: Any, out: str) -> dict[str, bool]:
 
     if rank:  # one after the other: each writes its part of the checkpoint again, and reads that of the others
         store.wait([f"alone/{rank - 1}"])
-    alone = ProcessGroups(store, rank, RANKS, Cpu(), 60, journal=Journal(store, rank, reading=1, spool=Path(out)))
+    journal = Journal(store, rank, reading=1, blobs=Blobs(Path(out)))
+    alone = ProcessGroups(store, rank, RANKS, Cpu(), 60, journal=journal)
     alone.hold()
     answered = Code(rank).run(f"{out}/first")
     result = {"later": later == first, "after a regroup": again == first, "in a replacement": answered == first}

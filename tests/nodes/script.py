@@ -1,16 +1,28 @@
-"""A training on nodes, four ranks in all, which ends with digests of its weights and of the batches seen."""
+"""A training on nodes, which stops where a test wants it, and ends with digests of weights and batches.
+
+``python script.py OUT NODES RANKS STEPS STOPS``: STOPS is a JSON list of stops, each with a step, a place and a rank.
+The n-th stop touches ``atN`` in OUT, and goes on once the test has touched ``goN`` there.
+"""
 
 import hashlib
+import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
+from lightning_replica import CheckpointPublisher, DyingGaspCheckpoint, ReplicaZeroStrategy
+from lightning_replica.chaos.places import Place, PlaceCallback
+from lightning_replica.core import points
+
+REPLICAS = int(os.environ.get("REPLICAS", "2"))
 
 
 class Model(L.LightningModule):
@@ -23,36 +35,72 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.seen += float(batch[0].double().sum()) * (batch_idx + 1)
-        if (self.trainer.global_step, self.trainer.global_rank) == (WHEN, 0) and not MARKER.exists():
-            MARKER.touch()  # the test makes the fault
-        return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("validated", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-if __name__ == "__main__":
-    OUT, NODES, WHEN, STEPS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    MARKER = OUT / "now"
+class Stops(PlaceCallback):
+    """Stops at places, as the test wants it."""
+
+    def __init__(self, out: Path, stops: list[Any]) -> None:
+        super().__init__()
+        self.out, self.stops = out, stops
+
+    def reach(self, trainer: L.Trainer, place: Place) -> None:
+        here = [trainer.global_step, place, trainer.global_rank]
+        for number in [number for number, stop in enumerate(self.stops) if stop == here]:
+            go = self.out / f"go{number}"
+            if not go.exists():
+                (self.out / f"at{number}").touch()
+                while not go.exists():
+                    points.waits()
+                    time.sleep(0.005)
+                points.goes_on()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        where = self.out / f"process{trainer.global_rank}"
+        where.with_suffix(".new").write_text(f"{os.uname().nodename} {os.getpid()}")
+        where.with_suffix(".new").replace(where)
+
+
+def main(out: Path, nodes: int, ranks: int, steps: int, stops: list[Any]) -> None:
     torch.set_num_threads(1)
     L.seed_everything(11, verbose=False)
-    x = torch.randn(4000, 8)
+    x = torch.randn(64 * ranks, 8)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(resume="auto"),
-        callbacks=[DyingGaspCheckpoint(OUT / "checkpoints")],
+        strategy=ReplicaZeroStrategy(replicas=REPLICAS, resume="auto", max_restarts=1000),
+        callbacks=[
+            Stops(out, stops),
+            DyingGaspCheckpoint(out / "checkpoints"),
+            CheckpointPublisher(out / "checkpoints", every_n_train_steps=5, keep_last=2),
+        ],
+        logger=CSVLogger(out, name="", version="rows"),
+        log_every_n_steps=1,
         accelerator="cpu",
-        devices=4 // NODES,
-        num_nodes=NODES,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
+        devices=ranks // nodes,
+        num_nodes=nodes,
+        max_steps=steps,
+        val_check_interval=4,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     model = Model()
-    trainer.fit(model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4, shuffle=True))
+    trainer.fit(
+        model, DataLoader(data, 4, shuffle=True), DataLoader(TensorDataset(x[:16], x[:16].sum(1, keepdim=True)), 4)
+    )
     digest = hashlib.sha256()
     for tensor in [*model.state_dict().values(), torch.get_rng_state()]:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    (OUT / f"rank{trainer.global_rank}").write_text(f"{trainer.global_step} {digest.hexdigest()} {model.seen.hex()}")
-    (OUT / f"node{trainer.global_rank}").write_text(os.uname().nodename)
+    (out / f"rank{trainer.global_rank}").write_text(f"{trainer.global_step} {digest.hexdigest()} {model.seen.hex()}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *(int(each) for each in sys.argv[2:5]), json.loads(sys.argv[5]))

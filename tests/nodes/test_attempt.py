@@ -1,7 +1,6 @@
 """A store outlives runs: a job that is started again finds nothing of the one before."""
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +19,9 @@ from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.tcp import connect, serve
+from tests.support.ranks import free_port
 
-SETTINGS = NodeSettings(2, 1, "127.0.0.1", 1, "run", "127.0.0.1", node_timeout_s=0.4)
+SETTINGS = NodeSettings(2, 1, StoreAddress("127.0.0.1", 1), "run", "127.0.0.1", node_timeout_s=0.4)
 
 
 @pytest.fixture
@@ -85,9 +85,7 @@ def test_an_attempt_with_a_live_node_goes_on(store: Any) -> None:
 
 
 def test_the_command_serves_a_store_until_a_signal() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "lightning_replica", "store", f"127.0.0.1:{port}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

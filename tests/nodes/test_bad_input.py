@@ -8,8 +8,9 @@ import pytest
 
 from lightning_replica.cli.main import main
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.nodes import job
+from lightning_replica.nodes import endpoint, job
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import serve
 from tests.support.ranks import free_port
 
@@ -17,7 +18,7 @@ COMMAND = ["python", "train.py", "--epochs", "3"]
 
 
 def settings(**changes: Any) -> NodeSettings:
-    given = NodeSettings(2, 4, "127.0.0.1", free_port(), "none", "127.0.0.1", join_timeout_s=0.1)
+    given = NodeSettings(2, 4, StoreAddress("127.0.0.1", free_port()), "none", "127.0.0.1", join_timeout_s=0.1)
     return replace(given, **changes)
 
 
@@ -48,11 +49,11 @@ def test_other_versions() -> None:
 
 
 def test_an_endpoint_that_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "own_addresses", frozenset)
+    monkeypatch.setattr(endpoint, "own_addresses", frozenset)
     given = settings()
     with pytest.raises(ConfigurationError) as raised:
-        job.serve_or_wait(given)
-    assert f"No process has served a store at 127.0.0.1:{given.port} for 0.1 s" in str(raised.value)
+        endpoint.serve_or_wait(given)
+    assert f"No process has served a store at 127.0.0.1:{given.store.port} for 0.1 s" in str(raised.value)
     assert "that its port is open to this node" in str(raised.value)
 
 
@@ -62,13 +63,13 @@ def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigurationError, match="The host 'nowhere' of the store is not known"):
-        job.serve_or_wait(settings(host="nowhere"))
+        endpoint.serve_or_wait(settings(store=StoreAddress("nowhere", 1)))
 
 
 def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 29500))])
     with pytest.raises(ConfigurationError, match="'node0' is 127.0.1.1 here, which no other node can reach"):
-        job.serve_or_wait(settings(host="node0"))
+        endpoint.serve_or_wait(settings(store=StoreAddress("node0", 1)))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
         (["--rdzv-endpoint", "127.0.0.1:http"], "'127.0.0.1:http' must be an integer"),
         (["--rdzv-endpoint", "no host"], "'no host' must be a dot-separated list of labels"),
         (["--rdzv-conf", "join_timeout"], "--rdzv-endpoint or --rdzv-conf: "),
-        (["--rdzv-backend", "zookeeper"], "--rdzv-backend=zookeeper: choose one of c10d."),
+        (["--rdzv-backend", "zookeeper"], "--rdzv-backend=zookeeper: choose one of c10d, etcd, etcd-v2."),
         (["--rdzv-conf", "join_timeout=soon"], "--rdzv-conf join_timeout=soon: must be a number here."),
         (["--rdzv-conf", "join_timeout=-1"], "join_timeout_s=-1.0 must be a number of seconds, more than 0."),
         (["--nnodes", "0"], "nnodes=0 must be a whole number, 1 or more."),

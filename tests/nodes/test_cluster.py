@@ -19,6 +19,7 @@ from lightning_replica.nodes.line import Line, StoreGoneError
 from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import connect, serve
 
 FAULT = Fault("death", (0,), "Rank 0 died")
@@ -71,7 +72,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
 
     def make(name: str, **options: Any) -> Node:
-        settings = NodeSettings(2, 2, "127.0.0.1", store.port, "none", "127.0.0.1", node_timeout_s=60.0)
+        settings = NodeSettings(2, 2, StoreAddress("127.0.0.1", store.port), "none", "127.0.0.1", node_timeout_s=60.0)
         made.append(Node(settings, name, **options))
         return made[-1]
 

@@ -14,7 +14,7 @@ from lightning_replica.nodes.door import Door, is_dead
 from lightning_replica.nodes.failover import NoHeirError, find_heir
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.settings import NodeSettings
-from lightning_replica.stores.address import StoreAddress
+from lightning_replica.stores.address import StoreAddress, parse
 from lightning_replica.stores.shared import SharedStore
 from lightning_replica.stores.tcp import connect, serve
 from tests.nodes.test_cluster import Node, know
@@ -28,7 +28,7 @@ def run() -> Iterator[tuple[Callable[[str], Node], Callable[[], None], int]]:
     """Makes nodes, and kills the process that serves their store."""
     made: list[Node] = []
     with store_process() as (port, process):
-        settings = NodeSettings(2, 2, "127.0.0.1", port, "none", "127.0.0.1", node_timeout_s=6000.0)
+        settings = NodeSettings(2, 2, StoreAddress("127.0.0.1", port), "none", "127.0.0.1", node_timeout_s=6000.0)
 
         def make(name: str) -> Node:
             made.append(Node(settings, name))
@@ -160,7 +160,7 @@ def test_a_connection_that_only_breaks_is_opened_again(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "[::1]:29500", "node7:29500/run/3"])
 def test_addresses(text: str) -> None:
-    assert str(StoreAddress.parse(text)) == text
+    assert str(parse(text)) == text
     for wrong in ("", "x", ":1", "host:", "host:x"):
         with pytest.raises(ValueError, match="HOST:PORT|invalid literal"):
-            StoreAddress.parse(wrong)
+            parse(wrong)

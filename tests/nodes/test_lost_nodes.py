@@ -1,106 +1,189 @@
-"""A node is lost, a spare takes its place, and the bits are those of one undisturbed machine."""
+"""Nodes, ranks, links and the store are lost: the bits are those of one undisturbed machine, or the end is a known one.
 
-import os
-import subprocess
+Each run is struck several times, as the machine that was lost comes back as a spare. The whole table is behind the
+marker "combinations".
+"""
+
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP
 from tests.support.machines import NEEDS_ROOT, Machine, machines
+from tests.support.nodes import ENVIRONMENT, Result, Run, Stop, run_alone
 
-SCRIPT = Path(__file__).with_name("script.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-STEPS = 400
-# As in a task of `srun`: what Lightning would read there says nothing about our ranks.
-SLURM = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0"}
-
-
-def run_alone(out: Path) -> None:
-    """Runs on one machine, from the checkpoint in ``out`` if there is one."""
-    command = [sys.executable, str(SCRIPT), str(out), "1", "-1", str(STEPS)]
-    done = subprocess.run(command, cwd=out, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def results(out: Path) -> list[str]:
-    return [path.read_text() if path.exists() else "" for path in (out / f"rank{rank}" for rank in range(4))]
+pytestmark = NEEDS_ROOT
+STEPS = 18
+PLACES: tuple[Stop, ...] = ((3, "forward", 2), (6, "before_commit", 2), (9, "update", 2), (12, "validation", 2))
+SAVE: Stop = (15, "checkpoint", 2)
+Oracle = Callable[[int], Result]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The oracle: four ranks on one machine."""
-    out = tmp_path_factory.mktemp("alone")
-    run_alone(out)
-    found = results(out)
-    assert all(result.startswith(f"{STEPS} ") for result in found)
-    assert len(set(found)) == 4  # each rank has random numbers and batches of its own
-    return found
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """The oracle: the same number of ranks on one machine."""
+    known: dict[int, Result] = {}
+
+    def run(ranks: int) -> Result:
+        if ranks not in known:
+            out = tmp_path_factory.mktemp("alone")
+            run_alone(out, ranks, STEPS)
+            known[ranks] = Result.of(out, ranks)
+            assert all(result.startswith(f"{STEPS} ") for result in known[ranks].ranks)
+            assert len(set(known[ranks].ranks)) == ranks  # each has random numbers and batches of its own
+        return known[ranks]
+
+    return run
 
 
-def start(nodes: list[Machine], out: Path, *options: str) -> None:
-    """Starts the run on all nodes; the first serves the store, and the last comes too late for a slot."""
-    for number, node in enumerate(nodes):
-        flags = ["--nnodes", "2", "--spares", "1", "--nproc-per-node", "2", *options]
-        command = [sys.executable, "-m", "lightning_replica", "run", *flags]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes[0].address}:29500"]
-        log, slurm = out / f"log{number}", {**SLURM, "SLURM_PROCID": str(number), "SLURM_NODEID": str(number)}
-        node.start([*command, str(SCRIPT), str(out), "2", "150", str(STEPS)], log, {**ENVIRONMENT, **slurm})
-        if number == 1:
-            until(lambda: logs(out, nodes).count("has ranks") == 2, nodes, out)
+@contextmanager
+def running(
+    out: Path, nodes: int, spares: int, stops: tuple[Stop, ...], store: str, relayed: bool = False
+) -> Iterator[tuple[Run, list[Machine]]]:
+    """A run; its store is served by the first node, or by a machine of its own, the last one."""
+    with machines(nodes + spares + (store == "alone"), relayed) as made:
+        all_, options = made[: nodes + spares], ("--node-timeout", "6")
+        run = Run(out, nodes, 2, STEPS, made[-1 if store == "alone" else 0].address, stops, options, spares=spares)
+        if store == "alone":
+            command = [sys.executable, "-m", "lightning_replica", "store", f"{made[-1].address}:29500"]
+            made[-1].start(command, out / "store", ENVIRONMENT)
+        run.start_all(all_)
+        yield run, all_
 
 
-def until(ready: Callable[[], bool], nodes: list[Machine], out: Path) -> None:
-    while not ready():
-        for node in nodes:
-            assert node.process is None or node.process.poll() is None, logs(out, nodes)
-        time.sleep(0.01)
+def come_back(run: Run, machine: Machine) -> None:
+    """Starts a machine again, which then is a spare."""
+    spares = run.text().count("waits as a spare")
+    run.start(machine)
+    run.says("waits as a spare", spares + 1)
 
 
-def logs(out: Path, nodes: list[Machine]) -> str:
-    found = [out / f"log{number}" for number in range(len(nodes))]
-    return "".join(f"--- {path.name}\n{path.read_text()}" for path in found if path.exists())
+def lose_rank(run: Run, number: int, rank: int) -> None:
+    run.kill_rank(rank)
+    run.go(number)
 
 
-def code(node: Machine) -> int:
-    assert node.process is not None
-    return node.process.wait(120)
+def lose_supervisor(run: Run, number: int, rank: int) -> None:
+    machine = run.machine_of(rank)
+    machine.supervisor().kill()
+    run.started.remove(machine)
+    run.go(number)
+    come_back(run, machine)
 
 
-@NEEDS_ROOT
-@pytest.mark.parametrize("fault", ["killed", "link down"])
-def test_a_spare_takes_over(fault: str, alone: list[str], tmp_path: Path) -> None:
-    with machines(3) as nodes:
-        start(nodes, tmp_path, "--node-timeout", "6")
-        until((tmp_path / "now").exists, nodes, tmp_path)
-        if fault == "killed":
-            nodes[1].kill()
-        else:
-            nodes[1].link("down")
-            assert code(nodes[1]) == GAVE_UP, logs(tmp_path, nodes)
-        assert [code(nodes[0]), code(nodes[2])] == [0, 0], logs(tmp_path, nodes)
-        text = logs(tmp_path, nodes)
-        assert "Node machine1, with ranks [2, 3], is lost; node machine2 takes its place (1 of 3)." in text
-        assert ("has not answered for 4.8 s. The ranks of node machine1 are killed" in text) == (fault == "link down")
-        assert results(tmp_path) == alone, text
-        where = [(tmp_path / f"node{rank}").read_text() for rank in range(4)]
-        assert where == ["machine0", "machine0", "machine2", "machine2"]
+def lose_node(run: Run, number: int, rank: int) -> None:
+    machine = run.machine_of(rank)
+    run.kill(machine)
+    run.go(number)
+    come_back(run, machine)
 
 
-@NEEDS_ROOT
-def test_the_node_with_the_store_is_killed(alone: list[str], tmp_path: Path) -> None:
-    with machines(3) as nodes:
-        start(nodes, tmp_path, "--node-timeout", "20")
-        until((tmp_path / "now").exists, nodes, tmp_path)
-        nodes[0].kill()
-        assert [code(nodes[1]), code(nodes[2])] == [GASP_WRITTEN] * 2, logs(tmp_path, nodes)
-        text = logs(tmp_path, nodes)
+def lose_link(run: Run, number: int, rank: int) -> None:
+    machine = run.machine_of(rank)
+    machine.link("down")
+    run.started.remove(machine)
+    run.go(number)
+    assert machine.process is not None
+    assert machine.process.wait(60) == GAVE_UP
+    assert "has not answered for 4.8 s. The ranks of node" in run.log(machine).read_text()
+    machine.link("up")
+    come_back(run, machine)
+
+
+def blink(run: Run, number: int, rank: int) -> None:
+    machine = run.machine_of(rank)
+    machine.link("down")
+    run.go(number)
+    time.sleep(3)  # the fault, which ends by itself
+    machine.link("up")
+
+
+def lose_one_way(direction: str) -> Callable[[Run, int, int], None]:
+    def lose(run: Run, number: int, rank: int) -> None:
+        machine = run.machine_of(rank)
+        machine.quality(**{direction: False})
+        run.started.remove(machine)
+        run.go(number)
+        assert machine.process is not None
+        assert machine.process.wait(60) == GAVE_UP
+        machine.quality(**{direction: True})
+        come_back(run, machine)
+
+    return lose
+
+
+FAULTS: dict[str, Callable[[Run, int, int], None]] = {
+    "rank": lose_rank,
+    "supervisor": lose_supervisor,
+    "node": lose_node,
+    "link down": lose_link,
+    "link down for 3 s": blink,
+    "sends nothing": lose_one_way("sends"),
+    "receives nothing": lose_one_way("receives"),
+}
+
+
+def strike(run: Run, fault: str) -> None:
+    """Strikes once at each stop."""
+    for number, (_, _, rank) in enumerate(run.stops):
+        run.reach(number)
+        FAULTS[fault](run, number, rank)
+
+
+def assert_same(run: Run, oracle: Oracle) -> None:
+    assert set(run.codes()) == {0}, run.text()
+    assert run.result().ranks == oracle(run.nodes * run.local).ranks, run.text()
+    assert run.result().rows == oracle(run.nodes * run.local).rows, run.text()
+
+
+def of_rank(rank: int, *stops: Stop) -> tuple[Stop, ...]:
+    return tuple((step, place, rank) for step, place, _ in stops)
+
+
+@pytest.mark.parametrize(
+    ("fault", "nodes", "store", "stops"),
+    [
+        ("node", 2, "first", (PLACES[1], SAVE)),
+        ("node", 2, "alone", of_rank(0, PLACES[2], PLACES[3])),
+        ("link down", 2, "first", (PLACES[0],)),
+    ],
+)
+def test_one_after_the_other(
+    fault: str, nodes: int, store: str, stops: tuple[Stop, ...], alone: Oracle, tmp_path: Path
+) -> None:
+    check(fault, nodes, store, stops, alone, tmp_path)
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize(("store", "rank"), [("first", 2), ("alone", 0), ("alone", 3)])
+def test_everywhere(fault: str, nodes: int, store: str, rank: int, alone: Oracle, tmp_path: Path) -> None:
+    check(fault, nodes, store, of_rank(rank, *PLACES, SAVE), alone, tmp_path)
+
+
+def check(fault: str, nodes: int, store: str, stops: tuple[Stop, ...], alone: Oracle, tmp_path: Path) -> None:
+    with running(tmp_path, nodes, 1, stops, store, relayed="nothing" in fault) as (run, _):
+        strike(run, fault)
+        assert_same(run, alone)
+        replaced = run.text().count("takes its place")
+        assert replaced == (0 if fault == "link down for 3 s" else len(stops)), run.text()
+        assert (tmp_path / "checkpoints" / "step_00000015").is_dir()
+
+
+def test_the_node_with_the_store_is_killed(alone: Oracle, tmp_path: Path) -> None:
+    with running(tmp_path, 2, 1, ((8, "forward", 2),), "first") as (run, nodes):
+        run.reach(0)
+        run.kill(nodes[0])
+        run.go(0)
+        assert run.codes() == [GASP_WRITTEN] * 2, run.text()
         lost = f"The process that served the store at {nodes[0].address}:29500 has ended, and node machine0 is lost."
-        assert lost in text
+        assert lost in run.text()
         assert not (tmp_path / "rank2").exists()
-    run_alone(tmp_path)
-    weights = [result.split()[:2] for result in results(tmp_path)]
-    assert weights == [result.split()[:2] for result in alone], text
+    run_alone(tmp_path, 4, STEPS)
+    weights = [result.split()[:2] for result in Result.of(tmp_path, 4).ranks]
+    assert weights == [result.split()[:2] for result in alone(4).ranks]

@@ -1,0 +1,69 @@
+"""Large values that a process leaves for a replacement: results of set-up collectives and of training loops.
+
+A store keeps all values in the memory of the process that serves it, and takes none above a few MiB. So large values go
+to files in the supervisor's directory. A replacement on another node cannot read those. So on several nodes they go to
+the store as well, in pieces, up to `MOST_BYTES` each.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from lightning_replica.control import keys
+from lightning_replica.errors import RecoveryError
+from lightning_replica.stores.interface import Store
+
+MOST_BYTES: Final = 256 * 1024**2
+_PIECE_BYTES: Final = 1024**2  # etcd takes no more than 1.5 MiB at once
+
+
+class Blobs:
+    """Writes and reads large values by name.
+
+    Args:
+        directory: A directory that all processes of this node can read.
+        store: The store of the run, if it has several nodes; else None.
+    """
+
+    def __init__(self, directory: Path, store: Store | None = None) -> None:
+        self._directory, self._store = directory, store
+
+    def put(self, name: str, data: bytes | memoryview, by: int) -> None:
+        """Write a value, unless it is there.
+
+        Args:
+            name: Its name. Values of the same name are the same.
+            data: The value.
+            by: This rank: another one may write the same value at the same time.
+        """
+        path = self._directory / name
+        if path.exists():
+            return
+        part = path.with_suffix(f".{by}")
+        part.write_bytes(data)
+        part.replace(path)
+        if self._store is not None and len(data) <= MOST_BYTES and not self._store.check([keys.blob(name)]):
+            self._post(self._store, name, data)
+
+    def _post(self, store: Store, name: str, data: bytes | memoryview) -> None:
+        starts = range(0, len(data), _PIECE_BYTES)
+        for number, start in enumerate(starts):
+            store.set(keys.piece(name, number), bytes(data[start : start + _PIECE_BYTES]))
+        store.set(keys.blob(name), str(len(starts)))
+
+    def get(self, name: str) -> bytes:
+        """Return a value.
+
+        Raises:
+            RecoveryError: If it cannot be read here. The message says why.
+        """
+        try:
+            return (self._directory / name).read_bytes()
+        except OSError as error:
+            if self._store is None:
+                raise RecoveryError(str(error)) from error
+        if not self._store.check([keys.blob(name)]):
+            raise RecoveryError(
+                f"it is on another node only, as it has more than {MOST_BYTES // 1024**2} MiB, or was not written"
+            )
+        count = int(self._store.get(keys.blob(name)))
+        return b"".join(self._store.get(keys.piece(name, number)) for number in range(count))

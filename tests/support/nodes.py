@@ -1,0 +1,156 @@
+"""A run on machines that are made of namespaces: it is stopped at places, faults are made, and it is compared."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tests.support.machines import Machine
+
+SCRIPT = Path(__file__).parents[1] / "nodes" / "script.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+# As in a task of `srun`: what Lightning would read there says nothing about our ranks.
+SLURM = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0"}
+PATIENCE_S = 100.0
+
+Stop: TypeAlias = tuple[int, str, int]
+"""The step, the place and the rank where a run stops until the test lets it go on."""
+
+
+def run_alone(out: Path, ranks: int, steps: int) -> None:
+    """Runs on one machine, from the checkpoint in ``out`` if there is one."""
+    command = [sys.executable, str(SCRIPT), str(out), "1", str(ranks), str(steps), "[]"]
+    done = subprocess.run(command, cwd=out, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run has ended: each rank's step and digests, and the rows of the logger."""
+
+    ranks: tuple[str, ...]
+    rows: str = field(repr=False)
+
+    @classmethod
+    def of(cls, out: Path, ranks: int) -> "Result":
+        found = [out / f"rank{rank}" for rank in range(ranks)]
+        rows = out / "rows" / "metrics.csv"
+        return cls(
+            tuple(path.read_text() if path.exists() else "" for path in found),
+            rows.read_text() if rows.exists() else "",
+        )
+
+
+@dataclass
+class Run:
+    """A run on machines, and what a test does to it.
+
+    Attributes:
+        out: Where it writes.
+        nodes: Number of nodes that train.
+        local: Number of ranks on each.
+        steps: Number of steps.
+        store: Where the store is: the address of a machine, or several members of etcd.
+        stops: Where it stops.
+        options: More options of `lightning-replica run`.
+        environment: More environment variables.
+        spares: Number of spares.
+    """
+
+    out: Path
+    nodes: int
+    local: int
+    steps: int
+    store: str
+    stops: Sequence[Stop] = ()
+    options: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    spares: int = 1
+    started: list[Machine] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
+
+    def start(self, machine: Machine, clock_s: int = 0) -> None:
+        """Starts the command on a machine."""
+        flags = ["--nnodes", str(self.nodes), "--spares", str(self.spares), "--nproc-per-node", str(self.local)]
+        if not self.store.startswith("--"):
+            flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.store}:29500"]
+        else:
+            flags += self.store.split()
+        command = [sys.executable, "-m", "lightning_replica", "run", *flags, *self.options, str(SCRIPT), str(self.out)]
+        command += [str(self.nodes), str(self.nodes * self.local), str(self.steps), json.dumps(list(self.stops))]
+        slurm = {**SLURM, "SLURM_PROCID": str(machine.number), "SLURM_NODEID": str(machine.number)}
+        machine.start(command, self.log(machine), {**ENVIRONMENT, **slurm, **self.environment}, clock_s)
+        self.started = [*(each for each in self.started if each is not machine), machine]
+
+    def start_all(self, machines: Sequence[Machine]) -> None:
+        """Starts the command on machines; those above the number of nodes come too late for a slot."""
+        for number, machine in enumerate(machines):
+            if number == self.nodes:
+                self.until(lambda: self.text().count("has ranks") == self.nodes)
+            self.start(machine)
+        spares = len(machines) - self.nodes
+        self.until(lambda: self.text().count("waits as a spare") == max(0, spares))
+
+    def log(self, machine: Machine) -> Path:
+        return self.out / f"log{machine.number}"
+
+    def text(self) -> str:
+        """What all nodes have said."""
+        found = [self.log(machine) for machine in sorted(self.started, key=lambda each: each.number)]
+        return "".join(f"--- {path.name}\n{path.read_text()}" for path in found if path.exists())
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Waits while all machines live."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not ready():
+            for machine in self.started:
+                assert machine.process is None or machine.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+
+    def reach(self, number: int) -> None:
+        """Waits until the run has come to a stop."""
+        self.until((self.out / f"at{number}").exists)
+
+    def go(self, number: int) -> None:
+        """Lets the run go on from a stop."""
+        self.done.add(number)
+        (self.out / f"go{number}").touch()
+
+    def says(self, text: str, times: int = 1) -> None:
+        """Waits until nodes have said something."""
+        self.until(lambda: self.text().count(text) >= times)
+
+    def where(self, rank: int) -> tuple[str, int]:
+        """The name of the machine that has a rank, and the number of the process there."""
+        name, number = (self.out / f"process{rank}").read_text().split()
+        return name, int(number)
+
+    def machine_of(self, rank: int) -> Machine:
+        (found,) = (machine for machine in self.started if machine.name == self.where(rank)[0])
+        return found
+
+    def kill(self, machine: Machine) -> None:
+        """Kills a machine, of which nothing more is expected."""
+        machine.kill()
+        self.started.remove(machine)
+
+    def kill_rank(self, rank: int) -> None:
+        self.machine_of(rank).find(self.where(rank)[1]).kill()
+
+    def codes(self) -> list[int]:
+        """The exit codes of all machines that are left."""
+        assert all(machine.process is not None for machine in self.started)
+        processes: list[Any] = [machine.process for machine in self.started]
+        try:
+            return [process.wait(PATIENCE_S) for process in processes]
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(self.text()) from error
+
+    def result(self) -> Result:
+        return Result.of(self.out, self.nodes * self.local)
