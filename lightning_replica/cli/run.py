@@ -67,6 +67,14 @@ def parser() -> argparse.ArgumentParser:
         default=_NODE_TIMEOUT_S,
         help="seconds without a sign of life after which a node is lost (default: %(default)g)",
     )
+    ours.add_argument(
+        "--double-up-after",
+        "--double_up_after",
+        type=float,
+        metavar="SECONDS",
+        help="if no other node has taken the place of a lost one by then, the nodes that are left run its ranks too,"
+        " until a node comes (CPU only; default: never)",
+    )
     return parser
 
 
@@ -96,6 +104,7 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
         address=given.local_addr or address_towards(store),
         spares=given.spares,
         node_timeout_s=given.node_timeout,
+        double_up_after_s=given.double_up_after,
         join_timeout_s=_number("--rdzv-conf join_timeout", conf.get("join_timeout", "600"), float),
     )
 

@@ -312,6 +312,9 @@ NODES_COME = "nodes/come"
 NODES_FACTS = "nodes/facts"
 """The name of the node that came first, and how it was started, as JSON. Written once, by that node."""
 
+APART = "apart"
+"""Present if the holders of every shard stand on different nodes. Written by every rank."""
+
 NODES_LEFT = "nodes/left"
 """How many nodes have left a run that is over. A counter: the node that serves the store waits for all."""
 

@@ -39,6 +39,7 @@ _SUPERVISOR = "LIGHTNING_REPLICA_SUPERVISOR"
 _GENERATION = "LIGHTNING_REPLICA_GENERATION"
 _RANK = "LIGHTNING_REPLICA_RANK"
 _WORLD_SIZE = "LIGHTNING_REPLICA_WORLD_SIZE"
+_DOUBLES_UP = "LIGHTNING_REPLICA_DOUBLES_UP"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -56,6 +57,10 @@ class Surroundings(Protocol):
     @property
     def shares_spool(self) -> bool:
         """Whether every process that may replace this rank can read the spool; not so on several nodes."""
+
+    @property
+    def doubles_up(self) -> bool:
+        """Whether a node may run the ranks of several, which then share its devices."""
 
     @property
     def supervised(self) -> bool:
@@ -85,6 +90,7 @@ class RankEnvironment:
         spool: See `Surroundings.spool`.
         node_store: Where this node's supervisor leaves messages for its ranks, if there are several nodes.
         local_world_size: Number of ranks on a node.
+        doubles_up: See `Surroundings.doubles_up`.
     """
 
     store: Address
@@ -93,6 +99,7 @@ class RankEnvironment:
     spool: Path | None = None
     node_store: Address | None = None
     local_world_size: int = 1
+    doubles_up: bool = False
     supervised = True
 
     @classmethod
@@ -109,7 +116,8 @@ class RankEnvironment:
             spool = Path(os.environ[SPOOL]) if SPOOL in os.environ else None
             node_store = parse(os.environ[_NODE_STORE]) if _NODE_STORE in os.environ else None
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            return cls(store, int(os.environ[_SUPERVISOR]), generation, spool, node_store, local_world_size)
+            doubles_up = _DOUBLES_UP in os.environ
+            return cls(store, int(os.environ[_SUPERVISOR]), generation, spool, node_store, local_world_size, doubles_up)
         except (KeyError, ValueError) as error:
             given = ", ".join(f"{name}={os.environ.get(name)!r}" for name in (_STORE, _SUPERVISOR, _GENERATION))
             raise ConfigurationError(
@@ -160,6 +168,7 @@ class RankEnvironment:
             _RANK: str(rank),
             _WORLD_SIZE: str(place.world_size),
             **({} if self.spool is None else {SPOOL: str(self.spool)}),
+            **({_DOUBLES_UP: "1"} if self.doubles_up else {}),
             **({} if place.is_alone else {"RANK": str(rank)}),  # else code that is imported takes LOCAL_RANK for it
             "LOCAL_RANK": str(place.local_rank(rank)),
             "LOCAL_WORLD_SIZE": str(place.local_world_size),

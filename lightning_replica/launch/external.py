@@ -118,6 +118,7 @@ class ExternalEnvironment:
     generation = 0
     spool = None
     shares_spool = True
+    doubles_up = False
     supervised = False
 
     @classmethod

@@ -178,7 +178,9 @@ class Node:
     def start(self, rank: int, generation: int) -> str:
         """Start a new process for a rank, or use a standby; return which of the two, in words."""
         place = self._place
-        environment = RankEnvironment(place.store, os.getpid(), generation, self._spool.path, place.node_store)
+        environment = RankEnvironment(
+            place.store, os.getpid(), generation, self._spool.path, place.node_store, doubles_up=place.doubles_up
+        )
         variables = environment.variables(rank, place, os.environ) | self._watch.variables
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
@@ -206,6 +208,19 @@ class Node:
         """Kill a rank that hangs. Its end is an event like that of any other rank."""
         self._hung[rank] = why
         self._children[rank].process.send_signal(signal.SIGKILL)
+
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        """Kill ranks that will run elsewhere, and wait until they have ended. Their ends are no events."""
+        gone = [self._children.pop(rank) for rank in ranks if rank in self._children]
+        for child in gone:
+            child.process.send_signal(signal.SIGKILL)
+        for child in gone:
+            child.process.wait()
+            self._hung.pop(child.rank, None)
+
+    def has(self, child: Child) -> bool:
+        """Return whether a process is still a rank of this node."""
+        return self._children.get(child.rank) is child
 
     def kill_all(self) -> None:
         """Kill all ranks. Unlike other methods, any thread may call this."""

@@ -19,6 +19,7 @@ class Place:
         local_world_size: Number of ranks on a node.
         store: The store that all processes of the run share.
         node_store: The store of this node's ranks and their supervisor; None if it is the same.
+        doubles_up: Whether a node may run the ranks of several.
         interface: Name of the network interface for traffic between ranks; empty to leave the choice to gloo.
     """
 
@@ -27,6 +28,7 @@ class Place:
     store: Address
     node_store: StoreAddress | None = None
     interface: str = ""
+    doubles_up: bool = False
 
     @classmethod
     def alone(cls, world_size: int, port: int) -> "Place":

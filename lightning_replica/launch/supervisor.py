@@ -125,6 +125,10 @@ class Supervisor:
         for rank in ranks:
             self._node.start(rank, generation)
 
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """Kill ranks of this node that another one is to run."""
+        self._node.dismiss(ranks)
+
     def node_ended(self, ranks: tuple[int, ...], how: str) -> None:
         """Have the ranks of a lost node replaced, or end the run. See `Policy.node_ended`."""
         self._policy.count(self._others.restarts)
@@ -175,6 +179,8 @@ class Supervisor:
         elif isinstance(event, signal.Signals):
             self._carry_out(self._policy.signalled(event, time.monotonic(), self._facts()))
         elif isinstance(event, Child):
+            if not self._node.has(event):
+                return
             self._on_end(self._node.bury(event))
             if not self._node.children:
                 self._others.ended()

@@ -7,9 +7,9 @@ first. The live node with the lowest number that has ranks decides.
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 import torch.distributed as dist
 
@@ -33,6 +33,10 @@ from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.reach import reach
 
+Change: TypeAlias = Callable[[Placement, Collection[int], Collection[int]], Placement]
+"""Makes another placement of one, of the lost nodes among those that have slots, and of all nodes that are not lost."""
+
+_AGAIN_S: Final = 1.0
 # Of the time that ranks wait for each other: the supervisor must end the wait before they do.
 _PATIENCE: Final = 0.95
 
@@ -100,18 +104,18 @@ class Cluster:
 
     def relocate(self, fault: Fault) -> str:
         """Give the ranks of lost nodes to spares. See `Others.relocate`."""
-        placement = self._append(fault)
+        placement = self._append(fault, Placement.replacing)
         return " and ".join(f"node {self.pulse.name(node)}" for node in sorted({*self._holders(placement)}))
 
     def _holders(self, placement: Placement) -> list[int]:
         return [placement.slots[slot] for slot in placement.moved]
 
-    def _append(self, fault: Fault) -> Placement:
-        """Begin a generation in which spares have the slots of lost nodes, and return its placement."""
+    def _append(self, fault: Fault, change: Change) -> Placement:
+        """Begin a generation in which nodes have other slots, and return its placement."""
         while True:
             self._catch_up()
             lost, alive = self._placement.nodes - self.pulse.alive, self.pulse.alive
-            placement = self._placement.replacing(lost, alive)
+            placement = change(self._placement, lost, alive)
             if self._generations.begin_first(self._known + 1, fault, placement.to_json()):
                 self._catch_up()
                 return placement
@@ -197,6 +201,7 @@ class Cluster:
     def _read_and_decide(self, number: int, fault: Fault, note: str) -> None:
         if self._read(number, fault, note):
             self._lose()  # a node that has got ranks may be lost meanwhile
+            self._fill()  # and others may have come
 
     def _read(self, number: int, fault: Fault, note: str) -> bool:
         """Take over an entry of the log, unless it is known. Return whether it has changed the placement."""
@@ -236,26 +241,56 @@ class Cluster:
         return " and ".join(f"node {self.pulse.name(node)}" for node in nodes)
 
     def _fill(self) -> None:
-        """Give vacant slots to nodes that have come, if this node is the one to do that."""
-        training = self._placement.nodes & self.pulse.alive
-        if not self._vacant or self._own.number != min(training, default=VACANT):
+        """Give slots to nodes that have come: vacant ones, if this node is the one to do that, and own ones."""
+        who = self._say_who(sorted(self.pulse.alive - self._placement.nodes))
+        training, fault = self._placement.nodes & self.pulse.alive, Fault("peer gone", (), f"{who} has come")
+        if who and self._vacant and self._own.number == min(training, default=VACANT):
+            self._append(fault, Placement.replacing)
+        elif who and not self._vacant:
+            self._spread(fault)
+
+    def _spread(self, fault: Fault) -> None:
+        """Give the ranks that this node has taken over to nodes that have come. They end here before they begin there.
+
+        No shard is lost with them: its other holders stand in other slots.
+        """
+        slots = self._placement.crowd(self._own.number)[:1]  # one at a time: others may hold the same shards
+        if not slots or not self._generations.store.check([keys.APART]):
             return
-        who = [f"node {self.pulse.name(node)}" for node in sorted(self.pulse.alive - self._placement.nodes)]
-        if who:
-            self._append(Fault("peer gone", (), f"{' and '.join(who)} has come"))
+        if not self._has_recovered():
+            self._later(_AGAIN_S, self._fill)
+        else:
+            self._supervisor.release(ranks_of(slots, self._settings.nproc_per_node))
+            self._append(fault, lambda placement, lost, alive: placement.replacing(lost, alive).spread(slots, alive))
+
+    def _has_recovered(self) -> bool:
+        """Return whether all ranks have what they lack since the newest generation: each then writes an account."""
+        rank = ranks_of(self._placement.of(self._own.number), self._settings.nproc_per_node)[0]
+        return not self._known or self._generations.store.check([keys.account(self._known, rank)])
+
+    def _later(self, after_s: float, do: Callable[[], None]) -> None:
+        """Have the main thread call a function after some time."""
+        timer = threading.Timer(after_s, self._put, [do])
+        timer.daemon = True
+        timer.start()
 
     def _wait_for_nodes(self, how: str) -> None:
         """End the run if slots that are vacant now are still vacant when the time to wait is over."""
         if self._vacant:
             expire = partial(self._expire, how, dict(self._vacant))
-            timer = threading.Timer(_PATIENCE * self._supervisor.patience_s, self._put, [expire])
-            timer.daemon = True
-            timer.start()
+            wait_s, doubles_up_s = _PATIENCE * self._supervisor.patience_s, self._settings.double_up_after_s
+            self._later(wait_s if doubles_up_s is None else min(doubles_up_s, wait_s), expire)
 
     def _expire(self, how: str, vacant: dict[int, int]) -> None:
         slots = [slot for slot, since in vacant.items() if self._vacant.get(slot) == since]
-        if slots and not self._over:
+        if self._over or not slots:
+            return
+        if self._settings.double_up_after_s is None:
             self._supervisor.no_node_came(ranks_of(slots, self._settings.nproc_per_node), how)
+            return
+        say(f"{how}, and no other node has come: the nodes that are left run its ranks too, until one comes.")
+        fault = Fault("peer gone", (), f"{how}, and the nodes that are left run its ranks")
+        self._append(fault, lambda placement, lost, alive: placement.replacing(lost, alive).doubled())
 
 
 def _placement_of(count: int) -> Callable[[bytes], Placement]:

@@ -70,6 +70,7 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         store=address,
         node_store=StoreAddress(LOOPBACK, node_store.port),
         interface=interface_of(settings.address),
+        doubles_up=settings.double_up_after_s is not None,
     )
     ranks = ranks_of(slots, settings.nproc_per_node)
     say(f"node {own.name} {f'has ranks {list(ranks)}' if ranks else 'waits as a spare'}.")
@@ -89,6 +90,7 @@ def facts(settings: NodeSettings, command: Sequence[str]) -> dict[str, str]:
         "--nnodes": str(settings.nnodes),
         "--nproc-per-node": str(settings.nproc_per_node),
         "--node-timeout": f"{settings.node_timeout_s:g}",
+        "--double-up-after": str(settings.double_up_after_s),
         "the script and its arguments": " ".join(command[1:]),
         **agreement.versions(),
         "lightning_replica": lightning_replica.__version__,

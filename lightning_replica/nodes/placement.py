@@ -16,6 +16,8 @@ VACANT: Final = -1
 class Placement:
     """The nodes that train, by slot. Slot s has the ranks s * L to (s + 1) * L - 1, whichever node runs them.
 
+    A node has one slot, or several if it has doubled up.
+
     Attributes:
         slots: For each slot, the number of its node, or `VACANT`.
         moved: Slots whose ranks their node starts now. The generation with which this placement begins is theirs.
@@ -52,6 +54,29 @@ class Placement:
         takes = {slot: next(free, VACANT) for slot in open_}
         slots = tuple(takes.get(slot, holder) for slot, holder in enumerate(self.slots))
         return Placement(slots, tuple(slot for slot in open_ if takes[slot] != VACANT))
+
+    def doubled(self) -> "Placement":
+        """Return the placement in which the nodes that have slots take the vacant ones too, those with fewest first."""
+        slots, nodes = list(self.slots), sorted(self.nodes)
+        for slot in self.vacant:
+            slots[slot] = min(nodes, key=lambda node: (slots.count(node), node))
+        return Placement(tuple(slots), tuple(sorted({*self.moved, *self.vacant})))
+
+    def crowd(self, node: int) -> tuple[int, ...]:
+        """Return the slots of ``node`` that it should not have: all but the first."""
+        return self.of(node)[1:]
+
+    def spread(self, slots: Collection[int], alive: Collection[int]) -> "Placement":
+        """Return the placement in which spares have some slots. Slots for which there is none start where they are.
+
+        Args:
+            slots: The slots.
+            alive: Nodes that are not lost. Those without a slot are spares.
+        """
+        free = iter(sorted(set(alive) - self.nodes))
+        takes = {slot: next(free, self.slots[slot]) for slot in sorted(slots)}
+        moved = tuple(takes.get(slot, holder) for slot, holder in enumerate(self.slots))
+        return Placement(moved, tuple(sorted({*self.moved, *takes})))
 
     def to_json(self) -> str:
         """Return the placement as a line of JSON."""

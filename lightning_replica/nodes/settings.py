@@ -19,6 +19,8 @@ class NodeSettings:
         spares: Number of further nodes that are expected. More may come.
         node_timeout_s: Time without a sign of life after which a node is lost.
         join_timeout_s: How long to wait until all nodes have come.
+        double_up_after_s: How long to wait for a node in the place of a lost one, before nodes that are left run its
+            ranks too; None if they never do.
     """
 
     nnodes: int
@@ -29,6 +31,7 @@ class NodeSettings:
     spares: int = 0
     node_timeout_s: float = 10.0
     join_timeout_s: float = 600.0
+    double_up_after_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -38,6 +41,8 @@ class NodeSettings:
         """
         checks.whole(1, nnodes=self.nnodes, nproc_per_node=self.nproc_per_node, port=self.store.port)
         checks.whole(0, spares=self.spares)
+        if self.double_up_after_s is not None:
+            checks.seconds(double_up_after_s=self.double_up_after_s)
         checks.seconds(node_timeout_s=self.node_timeout_s, join_timeout_s=self.join_timeout_s)
 
     @property

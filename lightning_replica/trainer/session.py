@@ -70,6 +70,7 @@ class Session:
         self.rank, self.options, self.fits = rank, options, 0
         planned_save.ignore()
         newborn = surroundings.generation > 0
+        _refuse_shared_devices(surroundings, device)
         self._show_progress(newborn)
         store = surroundings.connect()
         self.ending = Ending(store, grid.size, surroundings.supervised)
@@ -115,6 +116,8 @@ class Session:
         together = agreement.compare(
             world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s, together_of
         )
+        if not together:
+            world.generations.store.set(keys.APART, "")
         if together and self.rank == 0:
             log.warning(
                 "Shards %s are held by several ranks of one node: losing that node loses them. Choose `replicas` so"
@@ -223,3 +226,11 @@ def join(
             " Use the same `devices` and `replicas` in one script."
         )
     return _current
+
+
+def _refuse_shared_devices(surroundings: Surroundings, device: Device) -> None:
+    if surroundings.doubles_up and not device.is_host:
+        raise ConfigurationError(
+            "--double-up-after works on CPUs only: ranks of two nodes would share a device, which"
+            f" {device.backend!r} refuses. Leave the option out, and give more --spares."
+        )

@@ -40,6 +40,9 @@ class Node:
     def start(self, ranks: tuple[int, ...], generation: int) -> None:
         self.heard.append(("start", ranks, generation))
 
+    def release(self, ranks: tuple[int, ...]) -> None:
+        self.heard.append(("release", ranks))
+
     def node_ended(self, ranks: tuple[int, ...], how: str) -> None:
         self.heard.append((ranks, how, self.cluster.relocate(Fault("death", ranks, how))))
 
@@ -71,8 +74,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
     store = serve("127.0.0.1")
     made: list[Node] = []
 
-    def make(name: str, **options: Any) -> Node:
-        settings = NodeSettings(2, 2, StoreAddress("127.0.0.1", store.port), "none", "127.0.0.1", node_timeout_s=60.0)
+    def make(name: str, double_up_after_s: float | None = None, **options: Any) -> Node:
+        address = StoreAddress("127.0.0.1", store.port)
+        settings = NodeSettings(2, 2, address, "none", "127.0.0.1", 0, 60.0, double_up_after_s=double_up_after_s)
         made.append(Node(settings, name, **options))
         return made[-1]
 
@@ -130,6 +134,39 @@ def test_the_wait_for_a_node_ends(make: Callable[..., Node]) -> None:
     a.cluster.pulse.look_at_once()
     a.until(lambda: len(a.heard) == 2)
     assert a.heard[1] == ("nobody", (2, 3), "Node b, with ranks [2, 3], is lost")
+
+
+def test_a_node_that_is_left_runs_the_ranks_until_another_comes(make: Callable[..., Node]) -> None:
+    a, b = make("a", double_up_after_s=0.1), make("b", double_up_after_s=0.1)
+    know(a, count=1)
+    b.die()
+    a.cluster.pulse.look_at_once()
+    a.until(lambda: len(a.heard) == 2)
+    assert a.heard[1] == ("start", (2, 3), 2)
+    a.store.set(keys.APART, "")
+    c = make("c")
+    know(a, count=1)
+    for _ in range(3):  # ranks lack something: whoever was killed now might have the only copy
+        a._events.get()()
+    assert len(a.heard) == 2
+    a.store.set(keys.account(2, 0), "{}")
+    a.until(lambda: a.cluster._known == 3)
+    assert a.heard[2:] == [("release", (2, 3))]
+    c.until(lambda: bool(c.heard))
+    assert c.heard == [("start", (2, 3), 3)]
+
+
+def test_a_node_that_runs_the_only_holders_of_a_shard_keeps_them(make: Callable[..., Node]) -> None:
+    a, b = make("a", double_up_after_s=0.1), make("b", double_up_after_s=0.1)
+    know(a, count=1)
+    b.die()
+    a.cluster.pulse.look_at_once()
+    a.until(lambda: len(a.heard) == 2)
+    a.store.set(keys.account(2, 0), "{}")
+    make("c")
+    know(a, count=1)
+    a.cluster._fill()
+    assert len(a.heard) == 2
 
 
 def test_a_spare_does_not_wait_where_nobody_trains(make: Callable[..., Node]) -> None:

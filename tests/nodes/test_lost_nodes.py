@@ -42,11 +42,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @contextmanager
 def running(
-    out: Path, nodes: int, spares: int, stops: tuple[Stop, ...], store: str, relayed: bool = False
+    out: Path,
+    nodes: int,
+    spares: int,
+    stops: tuple[Stop, ...],
+    store: str,
+    relayed: bool = False,
+    options: tuple[str, ...] = (),
 ) -> Iterator[tuple[Run, list[Machine]]]:
     """A run; its store is served by the first node, or by a machine of its own, the last one."""
     with machines(nodes + spares + (store == "alone"), relayed) as made:
-        all_, options = made[: nodes + spares], ("--node-timeout", "6")
+        all_, options = made[: nodes + spares], ("--node-timeout", "6", *options)
         run = Run(out, nodes, 2, STEPS, made[-1 if store == "alone" else 0].address, stops, options, spares=spares)
         if store == "alone":
             command = [sys.executable, "-m", "lightning_replica", "store", f"{made[-1].address}:29500"]
@@ -62,36 +68,47 @@ def come_back(run: Run, machine: Machine) -> None:
     run.says("waits as a spare", spares + 1)
 
 
+Fault = Callable[[Run, int, int], "Machine | None"]
+"""Makes a fault at a stop, where a rank is, and lets the run go on; returns the machine that has ended, if one has."""
+
+
 def lose_rank(run: Run, number: int, rank: int) -> None:
     run.kill_rank(rank)
     run.go(number)
 
 
-def lose_supervisor(run: Run, number: int, rank: int) -> None:
+def lose_supervisor(run: Run, number: int, rank: int) -> Machine:
     machine = run.machine_of(rank)
     machine.supervisor().kill()
     run.started.remove(machine)
     run.go(number)
-    come_back(run, machine)
+    return machine
 
 
-def lose_node(run: Run, number: int, rank: int) -> None:
+def lose_node(run: Run, number: int, rank: int) -> Machine:
     machine = run.machine_of(rank)
     run.kill(machine)
     run.go(number)
-    come_back(run, machine)
+    return machine
 
 
-def lose_link(run: Run, number: int, rank: int) -> None:
-    machine = run.machine_of(rank)
-    machine.link("down")
-    run.started.remove(machine)
-    run.go(number)
-    assert machine.process is not None
-    assert machine.process.wait(60) == GAVE_UP
-    assert "has not answered for 4.8 s. The ranks of node" in run.log(machine).read_text()
-    machine.link("up")
-    come_back(run, machine)
+def lose_link(run: Run, number: int, rank: int) -> Machine:
+    return lose_direction(sends=False, receives=False)(run, number, rank)
+
+
+def lose_direction(**directions: bool) -> Callable[[Run, int, int], Machine]:
+    def lose(run: Run, number: int, rank: int) -> Machine:
+        machine = run.machine_of(rank)
+        machine.quality(**directions)
+        run.started.remove(machine)
+        run.go(number)
+        assert machine.process is not None
+        assert machine.process.wait(60) == GAVE_UP
+        assert "has not answered for 4.8 s. The ranks of node" in run.log(machine).read_text()
+        machine.quality(**dict.fromkeys(directions, True))
+        return machine
+
+    return lose
 
 
 def blink(run: Run, number: int, rank: int) -> None:
@@ -102,36 +119,24 @@ def blink(run: Run, number: int, rank: int) -> None:
     machine.link("up")
 
 
-def lose_one_way(direction: str) -> Callable[[Run, int, int], None]:
-    def lose(run: Run, number: int, rank: int) -> None:
-        machine = run.machine_of(rank)
-        machine.quality(**{direction: False})
-        run.started.remove(machine)
-        run.go(number)
-        assert machine.process is not None
-        assert machine.process.wait(60) == GAVE_UP
-        machine.quality(**{direction: True})
-        come_back(run, machine)
-
-    return lose
-
-
-FAULTS: dict[str, Callable[[Run, int, int], None]] = {
+FAULTS: dict[str, Fault] = {
     "rank": lose_rank,
     "supervisor": lose_supervisor,
     "node": lose_node,
     "link down": lose_link,
     "link down for 3 s": blink,
-    "sends nothing": lose_one_way("sends"),
-    "receives nothing": lose_one_way("receives"),
+    "sends nothing": lose_direction(sends=False),
+    "receives nothing": lose_direction(receives=False),
 }
 
 
 def strike(run: Run, fault: str) -> None:
-    """Strikes once at each stop."""
+    """Strikes once at each stop. A machine that has ended comes back as a spare before the next."""
     for number, (_, _, rank) in enumerate(run.stops):
         run.reach(number)
-        FAULTS[fault](run, number, rank)
+        ended = FAULTS[fault](run, number, rank)
+        if ended is not None and number + 1 < len(run.stops):
+            come_back(run, ended)
 
 
 def assert_same(run: Run, oracle: Oracle) -> None:
@@ -187,3 +192,21 @@ def test_the_node_with_the_store_is_killed(alone: Oracle, tmp_path: Path) -> Non
     run_alone(tmp_path, 4, STEPS)
     weights = [result.split()[:2] for result in Result.of(tmp_path, 4).ranks]
     assert weights == [result.split()[:2] for result in alone(4).ranks]
+
+
+def test_a_node_that_is_left_runs_all_ranks_until_another_comes(alone: Oracle, tmp_path: Path) -> None:
+    stops = ((4, "forward", 0), (9, "update", 0), (14, "validation", 0))
+    with running(tmp_path, 2, 0, stops, "first", options=("--double-up-after", "1")) as (run, nodes):
+        run.reach(0)
+        run.kill(nodes[1])
+        run.go(0)
+        run.says("the nodes that are left run its ranks too")
+        run.reach(1)
+        assert [run.where(rank)[0] for rank in range(4)] == ["machine0"] * 4
+        come_back(run, nodes[1])
+        run.go(1)
+        run.says("takes over ranks [2, 3]", 2)
+        run.reach(2)
+        assert [run.where(rank)[0] for rank in range(4)] == ["machine0"] * 2 + ["machine1"] * 2
+        run.go(2)
+        assert_same(run, alone)

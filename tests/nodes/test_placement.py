@@ -27,6 +27,27 @@ def test_a_node_that_comes_later_takes_a_vacant_slot() -> None:
     assert vacant.replacing((), {0, 2, 3, 4}) == Placement((0, 3, 2), (1,))
 
 
+@given(st.integers(1, 8), st.sets(st.integers(0, 7)), st.integers(0, 3))
+def test_nodes_that_are_left_double_up_and_spread_again(count: int, lost: set[int], come: int) -> None:
+    before = Placement(tuple(range(count))).replacing(lost, set(range(count)))
+    if not before.nodes:
+        return
+    crowded = before.doubled()
+    assert not crowded.vacant
+    assert crowded.moved == before.vacant
+    assert crowded.nodes == before.nodes
+    sizes = [len(crowded.of(node)) for node in crowded.nodes]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(crowded.slots[slot] == slot for slot in before.nodes)
+    node = max(crowded.nodes, key=lambda node: len(crowded.of(node)))
+    slots = crowded.crowd(node)[:1]
+    new = set(range(100, 100 + come))
+    after = crowded.replacing((), crowded.nodes).spread(slots, crowded.nodes | new)
+    assert after.moved == tuple(slots)
+    for slot, (then, now) in enumerate(zip(crowded.slots, after.slots, strict=True)):
+        assert now == (100 if slot in slots and come else then)
+
+
 @given(st.lists(st.integers(-1, 99), min_size=1), st.sets(st.integers(0, 9)))
 def test_a_line_of_json(slots: list[int], moved: set[int]) -> None:
     placement = Placement(tuple(slots), tuple(sorted(each for each in moved if each < len(slots))))
