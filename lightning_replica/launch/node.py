@@ -136,6 +136,7 @@ class Node:
             connect: Opens a new connection to the store of the run.
         """
         self._place, self._connect, self._spool = place, connect, Spool()
+        self._watch.stands(place.on_node)
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
 
     def watch_standbys(self) -> None:
@@ -203,6 +204,15 @@ class Node:
             return None  # ranks that wait for the killed rank would seem to hang
         processes = {child.rank: child.process for child in self._children.values()}
         return self._watch.look(processes, phase, self._place.is_alone)
+
+    @property
+    def stalls(self) -> bool:
+        """Whether all ranks of this node wait for others for too long, as last seen."""
+        return self._watch.stalls and not self._hung
+
+    def called_back(self) -> str:
+        """Note that all ranks of the run were called back from their waits, and return what was seen here, in words."""
+        return self._watch.called_back({child.rank: child.process for child in self._children.values()})
 
     def kill(self, rank: int, why: str) -> None:
         """Kill a rank that hangs. Its end is an event like that of any other rank."""

@@ -19,6 +19,7 @@ class Place:
         local_world_size: Number of ranks on a node.
         store: The store that all processes of the run share.
         node_store: The store of this node's ranks and their supervisor; None if it is the same.
+        node: Name of this node, if there are several; else empty.
         doubles_up: Whether a node may run the ranks of several.
         interface: Name of the network interface for traffic between ranks; empty to leave the choice to gloo.
     """
@@ -28,12 +29,18 @@ class Place:
     store: Address
     node_store: StoreAddress | None = None
     interface: str = ""
+    node: str = ""
     doubles_up: bool = False
 
     @classmethod
     def alone(cls, world_size: int, port: int) -> "Place":
         """Return the place of the only supervisor, which serves the store itself."""
         return cls(world_size, world_size, StoreAddress(LOOPBACK, port), None, loopback_interface())
+
+    @property
+    def on_node(self) -> str:
+        """Where the ranks of this supervisor are, to follow their number in a message; empty if there is one node."""
+        return f" on node {self.node}" if self.node else ""
 
     @property
     def is_alone(self) -> bool:

@@ -102,6 +102,7 @@ class Supervisor:
         """
         self._store, self._others = connect(), others
         self._generations = Generations(self._store)
+        self._on_node = place.on_node
         self._node.open(place, connect)
         self._handlers = {s: signal.signal(s, self._on_signal) for s in _HEARD}
         self._hear_usr1()
@@ -124,6 +125,17 @@ class Supervisor:
         """Start ranks on this node. Other threads use `Others.begin` to have this called."""
         for rank in ranks:
             self._node.start(rank, generation)
+
+    @property
+    def stalls(self) -> bool:
+        """Whether all ranks of this node wait for others for too long, as last seen. Any thread may ask."""
+        return self._node.stalls
+
+    def called_back(self) -> None:
+        """Tell what ranks of this node were doing when all ranks, which waited for each other, were called back."""
+        text = self._node.called_back()
+        if text:
+            self._say(text)
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """Kill ranks of this node that another one is to run."""
@@ -258,8 +270,8 @@ class Supervisor:
         words = LastWords.heard(self._store, processes) if code > 0 and code != DEVICE_LOST else []
         if words and (words[0].own or words[0].rank == own.rank):
             where = f" ({words[0].place})" if words[0].place else ""
-            return f"Rank {words[0].rank} ended with {words[0].error}{where}"
-        return f"Rank {own.rank} {_how(code)}"
+            return f"Rank {words[0].rank}{self._on_node} ended with {words[0].error}{where}"
+        return f"Rank {own.rank}{self._on_node} {_how(code)}"
 
     # Actions
 

@@ -78,11 +78,15 @@ class Watch:
         world_size: Number of ranks.
         limits: The user's limits.
         directory: Where stacks are written, in a folder of their own; the environment may name another place.
+
+    Attributes:
+        stalls: Whether all ranks of this node wait for others for too long in training, as last seen.
     """
 
     def __init__(self, world_size: int, limits: HangLimits, directory: Path) -> None:
         self._findings: dict[int, tuple[float, Finding]] = {}  # by rank: when it had last written, and what it is doing
-        self._whole = True
+        self._whole, self._on_node = True, ""
+        self.stalls = False
         created = create(world_size)
         self._beacons = created[0] if created else None
         self._path = created[1] if created else ""
@@ -94,6 +98,10 @@ class Watch:
         self.interval_s = min(max(0.25 * limits.min_s, 0.05), 1.0)
         self._judge = Judge(limits, self.interval_s)
         self._set_up = SetUp(limits)
+
+    def stands(self, on_node: str) -> None:
+        """Say in messages on which node ranks are. See `Place.on_node`."""
+        self._on_node = on_node
 
     @property
     def variables(self) -> dict[str, str]:
@@ -129,7 +137,8 @@ class Watch:
         now = time.monotonic()
         stopped = self._stopped(slots, now)
         overdue = self._judge.overdue(slots, now)
-        if not stopped and not overdue and not (self._whole and self._judge.stalled(slots, {}, now)):
+        self.stalls = False
+        if not stopped and not overdue and not self._judge.stalled(slots, {}, now):
             return None
         here = phase()
         stopped = tuple(rank for rank in stopped if here == "set-up" or (here == "fit" and _at_start(slots[rank])))
@@ -141,7 +150,8 @@ class Watch:
         culprits = self._judge.culprits(slots, findings, now)
         if here == "set-up":
             return self._look_at_set_up(slots, processes, findings, culprits)
-        stalled = self._whole and not culprits and self._judge.stalled(slots, findings, now)
+        self.stalls = not culprits and self._judge.stalled(slots, findings, now)
+        stalled = self._whole and self.stalls
         if not culprits and not stalled:
             return None
         asked = self._ask(slots, processes)
@@ -151,6 +161,19 @@ class Watch:
             self._judge.retried({rank: self._slot(rank, processes[rank]) for rank in slots}, time.monotonic())
             return self._describe_stall(slots, asked)
         return self._describe(slots, culprits, asked)
+
+    def called_back(self, processes: Mapping[int, Watched]) -> str:
+        """Note that all ranks of the run, also on other nodes, were called back from their waits.
+
+        Returns:
+            What ranks of this node were doing, in words.
+        """
+        slots = {rank: self._slot(rank, processes[rank]) for rank in sorted(processes)}
+        if not slots or self._limits.off:
+            return ""
+        hang = self._describe_stall(slots, self._ask(slots, processes))
+        self._judge.retried({rank: self._slot(rank, processes[rank]) for rank in slots}, time.monotonic())
+        return hang.text
 
     def _stopped(self, slots: Mapping[int, Slot], now: float) -> tuple[int, ...]:
         """Return the ranks that a signal has stopped. This does not wait for their time-out."""
@@ -207,9 +230,11 @@ class Watch:
         where = self._save(asked, {rank: _title(rank, slot, now) for rank, slot in slots.items()}, ())
         first = min(slots, key=lambda rank: slots[rank].since)
         idle_s = now - max(slot.since for slot in slots.values())
+        whom = "others" if self._on_node else "each other"
         text = (
-            f"All ranks wait for each other, and nothing has moved for {idle_s:.1f} s (rank {first} waits longest,"
-            f" {_where(slots[first])}): a message was lost, or one rank has skipped a collective that the others called"
+            f"All ranks{self._on_node} wait for {whom}, and nothing has moved for {idle_s:.1f} s (rank {first} waits"
+            f" longest, {_where(slots[first])}): a message was lost, or one rank has skipped a collective that the others"
+            " called"
         )
         return Hang({}, f"{text}; all ranks are called back to try again. {where}", stalled=True)
 
@@ -223,7 +248,7 @@ class Watch:
         now = time.monotonic()
         titles = {rank: _title(rank, slot, now) for rank, slot in slots.items()}
         where = self._save(asked, titles, culprits)
-        lines = {rank: _line(rank, slots[rank], now, (how or {}).get(rank)) for rank in culprits}
+        lines = {rank: _line(rank, self._on_node, slots[rank], now, (how or {}).get(rank)) for rank in culprits}
         own = "".join(f"{lines[rank]}. Its stack, innermost first:\n{asked[rank].describe()}\n" for rank in culprits)
         return Hang({rank: f"{line} and was killed" for rank, line in lines.items()}, f"{own}{where}")
 
@@ -246,11 +271,13 @@ def _at_start(slot: Slot) -> bool:
     return not slot.place
 
 
-def _line(rank: int, slot: Slot, now: float, how: str | None = None) -> str:
+def _line(rank: int, on_node: str, slot: Slot, now: float, how: str | None = None) -> str:
     if how is not None:
-        return f"Rank {rank} hangs {_where(slot)} ({how})"
+        return f"Rank {rank}{on_node} hangs {_where(slot)} ({how})"
     idle_s, limit_s = now - slot.written, slot.deadline - slot.written
-    return f"Rank {rank} hangs {_where(slot)} (no progress for {idle_s:.1f} s, its time-out is {limit_s:.1f} s)"
+    return (
+        f"Rank {rank}{on_node} hangs {_where(slot)} (no progress for {idle_s:.1f} s, its time-out is {limit_s:.1f} s)"
+    )
 
 
 def _title(rank: int, slot: Slot, now: float) -> str:

@@ -138,6 +138,14 @@ class Cluster:
         """See `Listener`."""
         self._put(self._lose)
 
+    def stalls(self) -> bool:
+        """See `Listener`."""
+        return self._supervisor.stalls
+
+    def all_stall(self) -> None:
+        """See `Listener`."""
+        self._put(self._call_back)
+
     def node_is_over(self, code: int) -> None:
         """See `Listener`."""
         self._put(partial(self._end, code))
@@ -208,6 +216,8 @@ class Cluster:
         if number <= self._known:
             return False
         self._known, self._restarts = number, self._restarts + fault.is_replaced
+        if fault.detected == "hang" and not fault.ranks:
+            self._supervisor.called_back()
         if not note or self._store_was_lost:
             return False
         before, count = self._placement, len(self._placement.slots)
@@ -220,6 +230,10 @@ class Cluster:
             say(f"node {self._own.name} takes over ranks {list(ranks)}.")
             self._supervisor.start(ranks, number)
         return True
+
+    def _call_back(self) -> None:
+        """Call all ranks back from their waits, to try again."""
+        self._generations.begin_next(self._known, Fault("hang", (), "all ranks wait for each other"))
 
     def _lose(self) -> None:
         """Decide about nodes that are lost, if this node is the one to do that."""

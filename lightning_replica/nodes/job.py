@@ -70,6 +70,7 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         store=address,
         node_store=StoreAddress(LOOPBACK, node_store.port),
         interface=interface_of(settings.address),
+        node=own.name,
         doubles_up=settings.double_up_after_s is not None,
     )
     ranks = ranks_of(slots, settings.nproc_per_node)

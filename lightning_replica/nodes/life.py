@@ -1,7 +1,7 @@
 """Signs of life, and which nodes are lost by them. Pure: no store, no clock."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_replica.control.unreadable import from_json
@@ -15,14 +15,16 @@ class Sign:
     Attributes:
         count: A number that the node raises.
         code: The exit code of the node, once its ranks have ended. It gives no further signs then.
+        stalls: Whether all its ranks wait for others for too long.
     """
 
     count: int = 0
     code: int | None = None
+    stalls: bool = False
 
     def to_json(self) -> str:
         """Return the sign as a line of JSON."""
-        return json.dumps([self.count, self.code])
+        return json.dumps([self.count, self.code, self.stalls])
 
     @classmethod
     def from_json(cls, line: bytes) -> "Sign":
@@ -32,8 +34,8 @@ class Sign:
             ProtocolError: If it is something else.
         """
         try:
-            count, code = from_json(line)
-            return cls(int(count), None if code is None else int(code))
+            count, code, stalls = from_json(line)
+            return cls(int(count), None if code is None else int(code), bool(stalls))
         except (ValueError, TypeError, OverflowError) as error:
             raise ProtocolError(f"{line[:80]!r} is no sign of life: {error}") from error
 
@@ -68,6 +70,22 @@ class Life:
         self._silent_s = {node: self._silent_s[node] + passed_s if node in silent else 0.0 for node in signs}
         self._seen = dict(signs)
         return frozenset(node for node, silent_s in self._silent_s.items() if silent_s >= self._timeout_s)
+
+    def all_stall(self, signs: Mapping[int, Sign], nodes: Collection[int]) -> bool:
+        """Return whether all ranks of some nodes wait for others. Call this before `look`, with the same signs.
+
+        Each node must have said so in two signs, one after the other: some ranks may have moved between the first sign
+        of one node and that of another.
+
+        Args:
+            signs: The newest sign of each node.
+            nodes: The nodes.
+        """
+        return all(node in signs and signs[node].stalls and self._has_stalled(node, signs[node]) for node in nodes)
+
+    def _has_stalled(self, node: int, sign: Sign) -> bool:
+        before = self._seen.get(node)
+        return before is not None and before.stalls and before.count < sign.count
 
     @property
     def next_look_s(self) -> float:

@@ -40,6 +40,12 @@ class Listener(Protocol):
     def lost(self) -> None:
         """Nodes were found to be lost."""
 
+    def stalls(self) -> bool:
+        """Return whether all ranks of this node wait for others for too long."""
+
+    def all_stall(self) -> None:
+        """All ranks of all nodes wait for each other."""
+
     def node_is_over(self, code: int) -> None:
         """The ranks of another node have ended, with an exit code."""
 
@@ -138,7 +144,7 @@ class Pulse:
         while not self._stopped.is_set():
             count += 1
             try:
-                self._look(line, Sign(count, self._code))
+                self._look(line, Sign(count, self._code, self._listener.stalls()))
             except StoreGoneError:
                 if not self._stopped.is_set():
                     self._listener.store_is_gone()
@@ -159,6 +165,8 @@ class Pulse:
         signs = {number: self._sign(number, value) for number, value in found.items()}
         self._signs.update(signs)
         self._find_over(signs)
+        if own.stalls and self._own.number in watchers[:1]:
+            self._find_stall(signs)
         self.bury(self._life.look(signs, time.monotonic()))
         self._meet(line, range(come) if knows_all else watchers)
         # Only now: because of the loss, this node may be one that decides, and so must know the spares.
@@ -170,6 +178,11 @@ class Pulse:
     def _sign(self, number: int, value: bytes) -> Sign:
         """Return a node's sign of life. One that a stranger has written over is no new sign."""
         return read(keys.beat(number), value, Sign.from_json, self._signs.get(number, Sign()))
+
+    def _find_stall(self, signs: Mapping[int, Sign]) -> None:
+        """Tell if all ranks of other nodes wait too. Only the first node with ranks looks."""
+        if self._life.all_stall(signs, self._listener.trains() & self.alive - {self._own.number}):
+            self._listener.all_stall()
 
     def _find_over(self, signs: Mapping[int, Sign]) -> None:
         for number, sign in signs.items():

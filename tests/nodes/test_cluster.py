@@ -40,6 +40,11 @@ class Node:
     def start(self, ranks: tuple[int, ...], generation: int) -> None:
         self.heard.append(("start", ranks, generation))
 
+    stalls = False
+
+    def called_back(self) -> None:
+        self.heard.append(("called back",))
+
     def release(self, ranks: tuple[int, ...]) -> None:
         self.heard.append(("release", ranks))
 
@@ -212,6 +217,33 @@ def test_a_node_that_comes_to_decide_knows_the_spares(make: Callable[..., Node])
     d.until(lambda: bool(d.heard))  # its main thread is idle, so it decides as soon as it is told
     ranks = (0, 1, 2, 3, 4, 5)
     assert d.heard == [(ranks, f"Node a and node b and node c, with ranks {list(ranks)}, is lost", "node f")]
+
+
+def test_ranks_of_several_nodes_that_wait_for_each_other_are_called_back(make: Callable[..., Node]) -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    know(a, count=2)
+    know(b, c, count=2)
+
+    def look(*nodes: Node) -> None:
+        """Two more signs of each node."""
+        for _ in range(2):
+            for node in nodes:
+                count = node.cluster.pulse._life._looked
+                node.cluster.pulse.beat_at_once()
+                while node.cluster.pulse._life._looked == count:
+                    time.sleep(0.01)
+
+    for node in (a, c):  # a spare says so too, and it does not matter
+        node.stalls = True
+    look(b, c, a, b, c, a)
+    while not a._events.empty():
+        a._events.get()()
+    assert Generations(a.store).newest(0) == 0
+    b.stalls = True
+    look(b, a, b, a)
+    for node in (a, b):
+        node.until(lambda node=node: ("called back",) in node.heard)  # type: ignore[misc]
+    assert Generations(a.store).fault(1) == Fault("hang", (), "all ranks wait for each other")
 
 
 def test_a_spare_ends_with_the_code_of_the_others(make: Callable[..., Node]) -> None:

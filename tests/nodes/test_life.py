@@ -72,12 +72,27 @@ def test_a_node_that_has_been_heard_within_the_time_out_is_alive(looks: list[tup
             assert now - heard >= 10.0
 
 
-@given(st.integers(0, 2**62), st.none() | st.integers(0, 255))
-def test_a_line_of_json(count: int, code: int | None) -> None:
-    assert Sign.from_json(Sign(count, code).to_json().encode()) == Sign(count, code)
+def test_nodes_stall_if_they_say_so_twice() -> None:
+    life = Life(10.0, 2.0)
+
+    def stall(count: int, *stalls: bool) -> bool:
+        found = {node: Sign(count, None, each) for node, each in enumerate(stalls, 1)}
+        said = life.all_stall(found, {1, 2})
+        life.look(found, float(count))
+        return said
+
+    assert [stall(1, True, True), stall(1, True, True), stall(2, True, True)] == [False, False, True]
+    assert [stall(3, True, False), stall(4, True, True), stall(5, True, True)] == [False, False, True]
+    assert not life.all_stall({1: Sign(9, None, True)}, {1, 2})
+    assert life.all_stall({}, ())
 
 
-@pytest.mark.parametrize("line", [b"", b"7", b"[]", b"null", b'["a", 0]', b"[1, 2, 3]", b"\xff"])
+@given(st.integers(0, 2**62), st.none() | st.integers(0, 255), st.booleans())
+def test_a_line_of_json(count: int, code: int | None, stalls: bool) -> None:
+    assert Sign.from_json(Sign(count, code, stalls).to_json().encode()) == Sign(count, code, stalls)
+
+
+@pytest.mark.parametrize("line", [b"", b"7", b"[]", b"null", b'["a", 0]', b"[1, 2, 3, 4]", b"[1, 2]", b"\xff"])
 def test_what_is_no_sign_of_life(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="is no sign of life"):
         Sign.from_json(line)
