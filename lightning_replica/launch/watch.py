@@ -232,9 +232,9 @@ class Watch:
         idle_s = now - max(slot.since for slot in slots.values())
         whom = "others" if self._on_node else "each other"
         text = (
-            f"All ranks{self._on_node} wait for {whom}, and nothing has moved for {idle_s:.1f} s (rank {first} waits"
-            f" longest, {_where(slots[first])}): a message was lost, or one rank has skipped a collective that the others"
-            " called"
+            f"All ranks{self._on_node} wait for {whom}, and nothing has moved for {idle_s:.1f} s (rank {first}"
+            f" waits longest, {_where(slots[first])}): a message was lost, or one rank has skipped a collective that"
+            " the others called"
         )
         return Hang({}, f"{text}; all ranks are called back to try again. {where}", stalled=True)
 

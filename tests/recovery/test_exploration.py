@@ -1,10 +1,10 @@
 """The commit rule, the planner and the phases of recovery, explored exhaustively: up to two faults, anywhere.
 
 From every reachable state of the model (world.py), in training or in any phase of a recovery, a rank dies, raises,
-finds wrong bits in its shard, or receives what cannot be trusted. The others go on as far as they may and stop
-anywhere; meanwhile the second fault may come. Then all report, and the plan must bring all to one step with every shard
-there, nothing that a live rank saw committed undone, and everyone able to go on. It may only be refused where all
-holders of a shard are lost.
+finds wrong bits in its shard, or receives what cannot be trusted; or all ranks of a node die together. The others go on
+as far as they may and stop anywhere; meanwhile the second fault may come. Then all report, and the plan must bring all
+to one step with every shard there, nothing that a live rank saw committed undone, and everyone able to go on. It may
+only be refused where all holders of a shard are lost.
 
 Seen to fail: with `min` for `max` in `make_plan`; with the tail always or never chosen in `_kind`; with mirrors taken
 for granted there; and with three peers, before a recovery that had given the tail up could go on from a batch that is
@@ -45,10 +45,13 @@ class Explorer:
         hooks: Whether hooks of the user's fail too, in any phase of a recovery.
         bits: Whether bits go wrong too.
         first: Ranks that the first fault may hit. One is enough where all stand alike, and a shard has one giver.
+        local: Number of ranks on a node. If there are several, only whole nodes fail.
     """
 
-    def __init__(self, rule: Rule, faults: int, each: bool, hooks: bool, bits: bool, first: Sequence[int]) -> None:
-        self.rule, self.grid, self.faults, self.first = rule, rule.grid, faults, first
+    def __init__(
+        self, rule: Rule, faults: int, each: bool, hooks: bool, bits: bool, first: Sequence[int], local: int = 1
+    ) -> None:
+        self.rule, self.grid, self.faults, self.first, self.local = rule, rule.grid, faults, first, local
         self.each, self.hooks, self.bits = each, hooks, bits
         self.seen: set[object] = set()
         self.todo: list[tuple[State, Plan | None, Failed, int]] = []
@@ -68,9 +71,8 @@ class Explorer:
                     self.push((*state[:rank], moved, *state[rank + 1 :]), plan, failed, left)
                 if left == self.faults and rank not in self.first:
                     continue
-                if left:
-                    for how in self.ways(state[rank]):
-                        self.push(state, plan, tuple(sorted((*failed, (rank, how)))), left - 1)
+                for fault in self.faults_of(rank, state[rank]) if left else ():
+                    self.push(state, plan, tuple(sorted((*failed, *fault))), left - 1)
             if failed:
                 self.stop(state, plan, failed, left)
 
@@ -81,6 +83,12 @@ class Explorer:
         if key not in self.seen:
             self.seen.add(key)
             self.todo.append((state, plan, failed, left))
+
+    def faults_of(self, rank: int, own: Rank) -> list[Failed]:
+        """What may happen to a rank, or to the node of which it is the first."""
+        if self.local == 1:
+            return [((rank, how),) for how in self.ways(own)]
+        return [] if rank % self.local else [tuple((rank + other, "killed") for other in range(self.local))]
 
     def ways(self, own: Rank) -> tuple[str, ...]:
         """How it fails; "raised" in a recovery is a shard that keeps arriving damaged, or a hook."""
@@ -216,6 +224,25 @@ def test_faults_anywhere(
     explorer.run()
     assert len(explorer.decided) > 100
     assert (explorer.lost > 0) == (faults >= replicas)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "local", "faults", "survives"),
+    [
+        (4, 2, 2, 1, True),  # each node has a replica
+        (4, 2, 2, 2, False),
+        (4, 4, 2, 1, True),
+        pytest.param(4, 4, 2, 2, False, marks=pytest.mark.combinations),
+        pytest.param(6, 2, 2, 1, True, marks=pytest.mark.combinations),  # each replica is on one node and a half
+        pytest.param(6, 3, 2, 1, True, marks=pytest.mark.combinations),
+    ],
+)
+def test_nodes_that_fail_anywhere(world_size: int, replicas: int, local: int, faults: int, survives: bool) -> None:
+    ranks = range(world_size)
+    explorer = Explorer(Rule(Grid.of(world_size, replicas)), faults, False, False, False, ranks, local)
+    explorer.run()
+    assert len(explorer.decided) > 100
+    assert (explorer.lost == 0) == survives
 
 
 @pytest.mark.combinations
