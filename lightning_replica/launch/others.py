@@ -26,6 +26,10 @@ class Others(Protocol):
             The names of the nodes; empty if none is there yet. Then the ranks stay vacant until one comes.
         """
 
+    @property
+    def patience_s(self) -> float:
+        """How long ranks of a lost node stay vacant before something else is done, in seconds."""
+
     def may_leave(self) -> bool:
         """Return whether a supervisor without ranks may end; if not, ranks may still be given to it."""
 
@@ -47,6 +51,11 @@ class Nobody:
     def relocate(self, fault: Fault) -> str:
         """Raise an error: no other node can be lost."""
         raise RuntimeError(f"there is no other node: {fault.text}")
+
+    @property
+    def patience_s(self) -> float:
+        """Return 0: no other node can be lost."""
+        return 0.0
 
     def may_leave(self) -> bool:
         """Return true: the run is over once the ranks of the only node have ended."""

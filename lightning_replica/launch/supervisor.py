@@ -304,7 +304,7 @@ class Supervisor:
     def _relocate(self, action: Relocate) -> None:
         who = self._others.relocate(action.fault)
         used = f"({action.number} of {self._policy.options.max_restarts})"
-        waits = f"no spare is left; waiting up to {self.patience_s:g} s for another node {used}."
+        waits = f"no spare is left; waiting up to {self._others.patience_s:g} s for another node {used}."
         self._say(f"{action.fault.text}; {f'{who} takes its place {used}.' if who else waits}")
 
     def _end_absent(self) -> None:

@@ -93,6 +93,12 @@ class Cluster:
         """Number of replacements in the log."""
         return self._restarts
 
+    @property
+    def patience_s(self) -> float:
+        """See `Others.patience_s`."""
+        limit_s, doubles_up_s = self._supervisor.patience_s, self._settings.double_up_after_s
+        return limit_s if doubles_up_s is None else min(limit_s, doubles_up_s)
+
     def may_leave(self) -> bool:
         """Return whether the ranks of a node have ended, or no node trains any more."""
         return self._over
@@ -292,8 +298,7 @@ class Cluster:
         """End the run if slots that are vacant now are still vacant when the time to wait is over."""
         if self._vacant:
             expire = partial(self._expire, how, dict(self._vacant))
-            wait_s, doubles_up_s = _PATIENCE * self._supervisor.patience_s, self._settings.double_up_after_s
-            self._later(wait_s if doubles_up_s is None else min(doubles_up_s, wait_s), expire)
+            self._later(min(self.patience_s, _PATIENCE * self._supervisor.patience_s), expire)
 
     def _expire(self, how: str, vacant: dict[int, int]) -> None:
         slots = [slot for slot, since in vacant.items() if self._vacant.get(slot) == since]

@@ -195,7 +195,7 @@ def test_the_node_with_the_store_is_killed(alone: Oracle, tmp_path: Path) -> Non
 
 
 def test_a_node_that_is_left_runs_all_ranks_until_another_comes(alone: Oracle, tmp_path: Path) -> None:
-    stops = ((4, "forward", 0), (9, "update", 0), (14, "validation", 0))
+    stops = ((4, "forward", 0), (9, "update", 0), (16, "validation", 0))
     with running(tmp_path, 2, 0, stops, "first", options=("--double-up-after", "1")) as (run, nodes):
         run.reach(0)
         run.kill(nodes[1])
