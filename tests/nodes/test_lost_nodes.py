@@ -4,6 +4,7 @@ Each run is struck several times, as the machine that was lost comes back as a s
 marker "combinations".
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP
+from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
+from tests.support.etcd import ETCD, NEEDS_ETCD
 from tests.support.machines import NEEDS_ROOT, Machine, machines
 from tests.support.nodes import ENVIRONMENT, Result, Run, Stop, run_alone
 
 pytestmark = NEEDS_ROOT
 STEPS = 18
+STRANGER = Path(__file__).with_name("stranger.py")
+COMMAND = [sys.executable, "-m", "lightning_replica"]
 PLACES: tuple[Stop, ...] = ((3, "forward", 2), (6, "before_commit", 2), (9, "update", 2), (12, "validation", 2))
 SAVE: Stop = (15, "checkpoint", 2)
 Oracle = Callable[[int], Result]
@@ -49,16 +53,39 @@ def running(
     store: str,
     relayed: bool = False,
     options: tuple[str, ...] = (),
+    **environment: str,
 ) -> Iterator[tuple[Run, list[Machine]]]:
-    """A run; its store is served by the first node, or by a machine of its own, the last one."""
-    with machines(nodes + spares + (store == "alone"), relayed) as made:
-        all_, options = made[: nodes + spares], ("--node-timeout", "6", *options)
-        run = Run(out, nodes, 2, STEPS, made[-1 if store == "alone" else 0].address, stops, options, spares=spares)
+    """A run, and all its machines: those that train come first, then spares, then those that serve the store."""
+    count = nodes + spares
+    with machines(count + {"first": 0, "alone": 1, "etcd": 3}[store], relayed) as made:
+        endpoint = {"first": made[0].address, "alone": made[-1].address}.get(store, "")
         if store == "alone":
-            command = [sys.executable, "-m", "lightning_replica", "store", f"{made[-1].address}:29500"]
-            made[-1].start(command, out / "store", ENVIRONMENT)
-        run.start_all(all_)
-        yield run, all_
+            made[-1].start([*COMMAND, "store", f"{endpoint}:29500"], out / "store", ENVIRONMENT)
+        if store == "etcd":
+            endpoint = f"--rdzv-backend etcd --rdzv-endpoint {','.join(each.address for each in made[-3:])}"
+            start_etcd(made[-3:], out)
+        all_options = ("--node-timeout", "6", *options)
+        run = Run(out, nodes, 2, STEPS, endpoint, stops, all_options, environment, spares=spares)
+        run.start_all(made[:count])
+        yield run, made
+
+
+def start_etcd(members: list[Machine], out: Path) -> None:
+    cluster = ",".join(f"{each.name}=http://{each.address}:2380" for each in members)
+    for each in members:
+        client, peer = f"http://{each.address}:2379", f"http://{each.address}:2380"
+        command = [
+            ETCD,
+            "--name",
+            each.name,
+            "--data-dir",
+            str(out / f"etcd-{each.name}"),
+            "--initial-cluster",
+            cluster,
+        ]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--logger", "zap"]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--log-outputs", "stderr"]
+        each.start(command, out / f"log-etcd-{each.name}", dict(os.environ))
 
 
 def come_back(run: Run, machine: Machine) -> None:
@@ -166,7 +193,9 @@ def test_one_after_the_other(
 @pytest.mark.combinations
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("nodes", [2, 3])
-@pytest.mark.parametrize(("store", "rank"), [("first", 2), ("alone", 0), ("alone", 3)])
+@pytest.mark.parametrize(
+    ("store", "rank"), [("first", 2), ("alone", 0), ("alone", 3), pytest.param("etcd", 0, marks=NEEDS_ETCD)]
+)
 def test_everywhere(fault: str, nodes: int, store: str, rank: int, alone: Oracle, tmp_path: Path) -> None:
     check(fault, nodes, store, of_rank(rank, *PLACES, SAVE), alone, tmp_path)
 
@@ -209,4 +238,99 @@ def test_a_node_that_is_left_runs_all_ranks_until_another_comes(alone: Oracle, t
         run.reach(2)
         assert [run.where(rank)[0] for rank in range(4)] == ["machine0"] * 2 + ["machine1"] * 2
         run.go(2)
+        assert_same(run, alone)
+
+
+@NEEDS_ETCD
+def test_two_nodes_and_a_member_of_etcd_are_lost(alone: Oracle, tmp_path: Path) -> None:
+    """With etcd nothing is lost with a machine of the store, also while a node is lost."""
+    with running(tmp_path, 2, 1, ((5, "update", 0), (11, "forward", 3)), "etcd") as (run, all_):
+        run.reach(0)
+        all_[-1].kill()
+        come_back(run, lose_node(run, 0, 0))
+        run.reach(1)
+        lose_node(run, 1, 3)
+        assert_same(run, alone)
+
+
+def test_a_node_is_lost_while_another_is_replaced(alone: Oracle, tmp_path: Path) -> None:
+    """With three holders of each shard, on three nodes."""
+    stops = ((5, "before_commit", 2), (5, "rollback", 0))
+    with running(tmp_path, 3, 2, stops, "alone", REPLICAS="3") as (run, nodes):
+        run.reach(0)
+        run.kill(nodes[1])
+        run.go(0)
+        run.reach(1)  # in the recovery
+        run.kill(run.machine_of(4))
+        run.go(1)
+        assert_same(run, alone)
+        assert run.text().count("takes its place") == 2
+
+
+def test_a_spare_is_lost_while_it_waits_and_one_while_it_takes_over(alone: Oracle, tmp_path: Path) -> None:
+    with running(tmp_path, 2, 3, ((5, "forward", 2), (5, "rollback", 0)), "alone") as (run, nodes):
+        run.reach(0)
+        run.kill(nodes[2])
+        run.kill(nodes[1])
+        run.go(0)
+        run.reach(1)
+        run.kill(nodes[3])
+        run.go(1)
+        assert_same(run, alone)
+        assert "node machine3 takes its place" in run.text()
+        assert "node machine4 takes its place" in run.text()
+
+
+def test_all_holders_of_a_shard_are_lost(tmp_path: Path) -> None:
+    """Two of three nodes at once: nobody could go on, and nobody could save. The end is told, and nobody hangs."""
+    with running(tmp_path, 3, 2, ((5, "forward", 0),), "alone") as (run, nodes):
+        run.reach(0)
+        run.kill(nodes[1])
+        run.kill(nodes[2])
+        run.go(0)
+        codes = run.codes()
+        assert set(codes) == {NOTHING_SAVED}, (codes, run.text())
+        assert "Every holder of shard 2 is lost" in run.text()
+
+
+def test_a_slow_link_that_loses_frames_raises_no_alarm(alone: Oracle, tmp_path: Path) -> None:
+    """200 ms there and back, and one frame in twenty is lost each way; then nothing passes for five seconds."""
+    stops = ((2, "forward", 2), (4, "forward", 2))
+    options = ("--node-timeout", "10")
+    with running(tmp_path, 2, 1, stops, "alone", relayed=True, options=options) as (run, nodes):
+        run.reach(0)
+        nodes[1].quality(delay_s=0.1, loss=0.05)
+        run.go(0)
+        run.reach(1)
+        nodes[1].link("down")
+        time.sleep(5)  # the fault, which ends by itself
+        nodes[1].link("up")
+        nodes[1].quality(delay_s=0.0, loss=0.0)
+        run.go(1)
+        assert_same(run, alone)
+        assert "lost" not in run.text()
+
+
+def test_a_stranger_writes_to_the_store(alone: Oracle, tmp_path: Path) -> None:
+    """With a secret, whatever it writes under whichever key; and a node is lost meanwhile."""
+    with running(tmp_path, 2, 1, ((6, "update", 2),), "alone", LIGHTNING_REPLICA_SECRET="one that only nodes know") as (
+        run,
+        nodes,
+    ):
+        log = tmp_path / "stranger"
+        nodes[-1].also([sys.executable, str(STRANGER), nodes[-1].address, "29500"], log)
+        run.reach(0)
+        run.until(lambda: log.read_text().count("round") > 5)
+        run.kill(nodes[1])
+        run.go(0)
+        assert_same(run, alone)
+        assert "in the store is ignored, as its tag is not valid" in run.text()
+
+
+def test_clocks_differ(alone: Oracle, tmp_path: Path) -> None:
+    """By months: a node compares only times of its own clock."""
+    with running(tmp_path, 2, 0, ((6, "update", 2),), "alone") as (run, nodes):
+        run.reach(0)
+        machine = lose_node(run, 0, 2)
+        run.start(machine, clock_s=10_000_000)
         assert_same(run, alone)

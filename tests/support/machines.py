@@ -117,6 +117,15 @@ class Machine:
                 env=environment,
             )
 
+    def also(self, command: Sequence[str], log: Path) -> None:
+        """Starts one more process here, in the background; it ends with the machine."""
+        assert self.process is not None
+        inside = str(psutil.Process(self.process.pid).children()[0].pid)
+        with log.open("ab") as file:
+            subprocess.Popen(
+                ["nsenter", "--target", inside, "--net", "--pid", *command], stdout=file, stderr=subprocess.STDOUT
+            )
+
     def link(self, state: str) -> None:
         """Sets its link to the switch "up" or "down". Nobody is told: what is sent is lost."""
         self.quality(sends=state == "up", receives=state == "up")
