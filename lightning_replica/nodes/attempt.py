@@ -14,6 +14,7 @@ from lightning_replica.core.messages import warn
 from lightning_replica.nodes.membership import come, first_placement
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.part import part_of
+from lightning_replica.stores.reach import forget
 from lightning_replica.stores.secret import VARIABLE, name_of, own_secret
 
 _LOOKS: Final = 20  # during the time-out
@@ -32,6 +33,8 @@ def enter(store: dist.Store, settings: NodeSettings) -> str:
     while not _is_open(part_of(store, _prefix(settings, number)), settings):
         store.compare_set(keys.attempt(_run(settings)), str(number), str(number + 1))
         number = int(store.get(keys.attempt(_run(settings))))
+    if number > 2:  # nodes of the attempt before this one may still be ending
+        forget(settings.store, _prefix(settings, number - 2))
     return _prefix(settings, number)
 
 

@@ -1,5 +1,7 @@
 """Opens connections to stores, by their addresses."""
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
 from lightning_replica.errors import ConfigurationError
@@ -7,6 +9,9 @@ from lightning_replica.stores.address import Address, EtcdAddress
 from lightning_replica.stores.part import part_of
 from lightning_replica.stores.tagged import with_tags
 from lightning_replica.stores.tcp import reach as reach_tcp
+
+if TYPE_CHECKING:
+    from lightning_replica.stores.etcd import EtcdStore
 
 
 def reach(address: Address) -> dist.Store:
@@ -25,7 +30,13 @@ def reach(address: Address) -> dist.Store:
     return part_of(reach_tcp(address.host, address.port), address.prefix)
 
 
-def _etcd(address: EtcdAddress) -> dist.Store:
+def forget(address: Address, prefix: str) -> None:
+    """Delete what an earlier run has left under a prefix of a whole store that is never restarted; else do nothing."""
+    if isinstance(address, EtcdAddress):
+        _etcd(address).forget(f"{prefix}/")
+
+
+def _etcd(address: EtcdAddress) -> "EtcdStore":
     try:
         from lightning_replica.stores.etcd import EtcdStore
     except ImportError as error:
