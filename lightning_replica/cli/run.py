@@ -96,16 +96,17 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
         store = _store(given.rdzv_backend, given.rdzv_endpoint, conf)
     except ValueError as error:
         raise ConfigurationError(f"--rdzv-endpoint or --rdzv-conf: {error}") from error
+    join_timeout_s = _number("--rdzv-conf join_timeout", conf.get("join_timeout", "600"), float)
     return NodeSettings(
         nnodes=_nodes(given.nnodes),
         nproc_per_node=_number("--nproc-per-node", given.nproc_per_node, int),
         store=store,
         run_id=given.rdzv_id,
-        address=given.local_addr or address_towards(store),
+        address=given.local_addr or address_towards(store, join_timeout_s),
         spares=given.spares,
         node_timeout_s=given.node_timeout,
         double_up_after_s=given.double_up_after,
-        join_timeout_s=_number("--rdzv-conf join_timeout", conf.get("join_timeout", "600"), float),
+        join_timeout_s=join_timeout_s,
     )
 
 

@@ -15,6 +15,7 @@ from lightning_replica.stores.address import Address, EtcdAddress, StoreAddress
 from lightning_replica.stores.reach import reach
 from lightning_replica.stores.tcp import serve
 
+_ADVICE: Final = "Give the address or the name of one of the nodes, as HOST:PORT, to --rdzv-endpoint on all nodes."
 _TRY_S: Final = 5.0  # for one connection
 _PAUSE_S: Final = 0.2
 _QUIET_S: Final = 5.0  # before this node tells that it waits for the store
@@ -33,28 +34,38 @@ def serve_or_wait(settings: NodeSettings) -> dist.TCPStore | None:
             "Check that a majority of its members runs, and that their ports are open to this node.",
         )
         return None
-    served = _serve(settings.store)
+    served = _serve(settings.store, settings.join_timeout_s)
     if served is None:
         advice = "Check that the node with this address runs the same command, and that its port is open to this node."
         _wait(settings, _connect, advice)
     return served
 
 
-def _serve(store: StoreAddress) -> dist.TCPStore | None:
+def _serve(store: StoreAddress, timeout_s: float) -> dist.TCPStore | None:
     """Serve the store if its host is this node and no other process of this node serves it."""
-    advice = "Give the address or the name of one of the nodes, as HOST:PORT, to --rdzv-endpoint on all nodes."
-    try:
-        address = str(socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigurationError(f"The host {store.host!r} of the store is not known: {error}. {advice}") from error
+    address = _resolve(store.host, timeout_s)
     if address.startswith("127.") and store.host not in (address, "localhost"):
-        raise ConfigurationError(f"{store.host!r} is {address} here, which no other node can reach. {advice}")
+        raise ConfigurationError(f"{store.host!r} is {address} here, which no other node can reach. {_ADVICE}")
     if address not in own_addresses():
         return None
     try:
         return serve(address, store.port)
     except OSError:  # another process of this node serves it
         return None
+
+
+def _resolve(host: str, timeout_s: float) -> str:
+    """Return the IP address of a host. Its name may be unknown for some time, as names of new pods are."""
+    began = time.monotonic()
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            if time.monotonic() - began > timeout_s:
+                raise ConfigurationError(
+                    f"The host {host!r} of the store has not been known for {timeout_s:g} s: {error}. {_ADVICE}"
+                ) from error
+        time.sleep(_PAUSE_S)
 
 
 def _connect(store: Address) -> None:
@@ -95,18 +106,24 @@ def interface_of(address: str) -> str:
     return found[0] if found else ""
 
 
-def address_towards(store: Address) -> str:
+def address_towards(store: Address, timeout_s: float) -> str:
     """Return the address with which this node reaches the store. Sends nothing.
 
     A member of etcd may be on this node, at a loopback address. Then another member tells.
+
+    Args:
+        store: Where the store is.
+        timeout_s: How long to wait until its name is known, in seconds.
+
+    Raises:
+        ConfigurationError: If it is not.
     """
     endpoints = store.endpoints if isinstance(store, EtcdAddress) else ((store.host, store.port),)
-    found = [_address_towards(host, port) for host, port in endpoints]
+    found = [_address_towards(_resolve(host, timeout_s), port) for host, port in endpoints]
     return next((address for address in found if not address.startswith("127.")), found[0])
 
 
-def _address_towards(host: str, port: int) -> str:
-    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
+def _address_towards(address: str, port: int) -> str:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
         return str(probe.getsockname()[0])

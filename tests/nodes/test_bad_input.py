@@ -62,7 +62,7 @@ def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigurationError, match="The host 'nowhere' of the store is not known"):
+    with pytest.raises(ConfigurationError, match="The host 'nowhere' of the store has not been known for 0.1 s"):
         endpoint.serve_or_wait(settings(store=StoreAddress("nowhere", 1)))
 
 
@@ -86,6 +86,13 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
         (["--rdzv-conf", "join_timeout=-1"], "join_timeout_s=-1.0 must be a number of seconds, more than 0."),
         (["--nnodes", "0"], "nnodes=0 must be a whole number, 1 or more."),
         (["--spares", "-1"], "spares=-1 must be a whole number, 0 or more."),
+        (
+            ["--rdzv-endpoint", "nowhere.invalid:1", "--rdzv-conf", "join_timeout=0.1"],
+            "The host 'nowhere.invalid' of the",
+        ),
+        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1,a:1"], "must name each member of etcd once"),
+        (["--rdzv-backend", "etcd", "--rdzv-conf", "ca_cert=nowhere"], "ca_cert='nowhere' must be a PEM file"),
+        (["--double-up-after", "0"], "double_up_after_s=0.0 must be a number of seconds, more than 0."),
         (["--node-timeout", "0"], "node_timeout_s=0.0 must be a number of seconds, more than 0."),
     ],
 )
