@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_RETRY_S: Final = 1.0
+_RETRY_S: Final = 0.5
 _PAUSE_S: Final = 0.1
 
 
@@ -33,7 +33,7 @@ class Answer(Generic[T]):
 
 
 class Line:
-    """Asks the store, and asks again over a new connection if there is no answer within a second.
+    """Asks the store, and asks again over a new connection if there is no answer for half a second.
 
     When a link comes back after some seconds, a connection that has waited continues only at TCP's next attempt, which
     may be as far away as the link was down. A new connection is through at once. One thread at a time may use a line.

@@ -23,6 +23,7 @@ from lightning_replica.nodes.life import Life, Sign
 from lightning_replica.nodes.line import Line, StoreGoneError
 from lightning_replica.nodes.membership import Member, come
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.stores.tagged import peek
 
 _FENCE_LOOKS: Final = 50  # during the time-out
 _WATCHERS: Final = 3  # so many may be lost at once before the next one has to find out by itself
@@ -80,6 +81,7 @@ class Pulse:
         self.phase: Phase = "set-up"
         self._answered = time.monotonic()
         self._life = Life(settings.node_timeout_s, settings.beat_s)
+        self._given = Sign()
         self._signs: dict[int, Sign] = {}  # the newest of each node that could be read
         self._members: dict[int, Member] = {own.number: own}
         self._gone: frozenset[int] = frozenset()
@@ -140,28 +142,37 @@ class Pulse:
 
     def _beat(self) -> None:
         """Write this node's sign of life and read those of the others, in turns."""
-        line, count = Line(self._open), 0
+        line, count, asked = Line(self._open), 0, True
         while not self._stopped.is_set():
             count += 1
             try:
-                self._look(line, Sign(count, self._code, self._listener.stalls()))
+                self._look(line, Sign(count, self._code, self._listener.stalls()), asked)
             except StoreGoneError:
                 if not self._stopped.is_set():
                     self._listener.store_is_gone()
                 line, self._answered = Line(self._open), time.monotonic()
                 continue
-            self._now.wait(self._life.next_look_s)
+            asked = self._now.wait(self._life.next_look_s)
             self._now.clear()
 
-    def _look(self, line: Line, own: Sign) -> None:
-        """Write a sign of life, read those of the nodes that this one watches, and tell what has changed."""
-        watchers, watched = self._watchers, self.watched
+    def _look(self, line: Line, own: Sign, asked: bool) -> None:
+        """Write a sign of life, read those of the nodes that this one watches, and tell what has changed.
+
+        Args:
+            line: A line to the store.
+            own: The sign.
+            asked: Whether there is a reason to look now. A node that decides nothing else looks every other time only.
+        """
+        watchers = self._watchers
         knows_all = self._watches_all(watchers)
-        answer = line.ask(partial(_exchange, self._own.number, own, watched, knows_all))
-        self._answered = answer.asked
+        self._answered = line.ask(partial(_give, self._own.number, self._given, own)).asked
+        self._given = own
         if own.code is not None:
             self._told.set()
-        self.phase, come, found = answer.value
+        if own.count % 2 and not (knows_all or asked):
+            return
+        # That this was answered does not put off the fence: others count from the sign that they have seen.
+        self.phase, come, found = line.ask(partial(_read_signs, self.watched, knows_all)).value
         signs = {number: self._sign(number, value) for number, value in found.items()}
         self._signs.update(signs)
         self._find_over(signs)
@@ -224,12 +235,16 @@ class Pulse:
             self.bury([each.number for each in self.others() if each.number in watched and is_dead(each)])
 
 
-def _exchange(
-    number: int, own: Sign, others: list[int], counts: bool, store: dist.Store
-) -> tuple[Phase, int, dict[int, bytes]]:
-    """Write the sign of life of a node. Return the phase, how many nodes have come if asked for, and others' signs."""
-    store.set(keys.beat(number), own.to_json())
-    phase, *signs = store.multi_get([keys.PHASE, *map(keys.beat, others)])
+def _give(number: int, before: Sign, own: Sign, store: dist.Store) -> None:
+    """Write the sign of life of a node. Return when the store has it: a store does not answer to `set`."""
+    said = own.to_json()
+    if store.compare_set(keys.beat(number), before.to_json(), said) != said.encode():
+        store.set(keys.beat(number), said)  # a stranger has written over it
+
+
+def _read_signs(others: list[int], counts: bool, store: dist.Store) -> tuple[Phase, int, dict[int, bytes]]:
+    """Return the phase, how many nodes have come if asked for, and the signs of life of other nodes."""
+    phase, *signs = peek(store, [keys.PHASE, *map(keys.beat, others)])
     return phase_from(phase), come(store) if counts else 0, dict(zip(others, signs, strict=True))
 
 

@@ -53,12 +53,13 @@ class NodeSettings:
     @property
     def beat_s(self) -> float:
         """Time between two signs of life of a node, in seconds."""
-        return self.node_timeout_s / 4
+        return self.node_timeout_s / 6
 
     @property
     def fence_s(self) -> float:
         """Time without an answer of the store after which a node ends its own ranks, in seconds.
 
         It is shorter than `node_timeout_s`: others may replace the ranks after that, and they must have ended by then.
+        It is long enough for a link that is down for half of `node_timeout_s`, just after a sign of life was due.
         """
-        return 0.8 * self.node_timeout_s
+        return 0.9 * self.node_timeout_s

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def reach(address: Address) -> dist.Store:
-    """Open a connection to the run's part of a store. Fail at once if no process serves it.
+    """Open a connection to the run's part of a store, with tags if there is a secret. Fail if no process serves it.
 
     A connection to etcd is opened by the first request.
 
@@ -25,9 +25,9 @@ def reach(address: Address) -> dist.Store:
         DistNetworkError: If the process that listens there serves no store.
         ConfigurationError: If the package with which etcd is reached is not installed.
     """
-    if isinstance(address, EtcdAddress):
-        return part_of(with_tags(_etcd(address)), address.prefix)
-    return part_of(reach_tcp(address.host, address.port), address.prefix)
+    whole: dist.Store
+    whole = _etcd(address) if isinstance(address, EtcdAddress) else reach_tcp(address.host, address.port)
+    return with_tags(part_of(whole, address.prefix), address.prefix)
 
 
 def forget(address: Address, prefix: str) -> None:

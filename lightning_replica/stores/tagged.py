@@ -31,13 +31,14 @@ class TaggedStore(dist.Store):
     """A connection to a store of which all values but counters carry tags.
 
     Args:
-        store: A connection to the whole store.
+        store: A connection to the store, or to a part of it.
         secret: The secret of the job.
+        prefix: What keys of that part begin with in the whole store: values of one part are not valid in another.
     """
 
-    def __init__(self, store: dist.Store, secret: bytes) -> None:
+    def __init__(self, store: dist.Store, secret: bytes, prefix: str = "") -> None:
         super().__init__()
-        self._store, self._secret = store, secret
+        self._store, self._secret, self._prefix = store, secret, prefix
 
     def set(self, key: str, value: Any) -> None:
         """Give ``key`` a value."""
@@ -56,6 +57,11 @@ class TaggedStore(dist.Store):
             if len(valid) == len(keys):
                 return valid
             time.sleep(_PAUSE_S)  # until somebody has replaced what a stranger wrote
+
+    def peek(self, keys: list[str]) -> list[bytes]:
+        """Return the values of ``keys``, which have had values; an empty one where a stranger has written over it."""
+        found = self._store.multi_get(keys)
+        return [self._value(key, each) or b"" for key, each in zip(keys, found, strict=True)]
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all ``keys`` have values."""
@@ -121,21 +127,28 @@ class TaggedStore(dist.Store):
 
     def _tag(self, key: str, value: bytes) -> bytes:
         # The length of the key comes first: nobody can move bytes from the value into the key.
-        message = b"%d %s%s" % (len(key.encode()), key.encode(), value)
+        name = (f"{self._prefix}/{key}" if self._prefix else key).encode()
+        message = b"%d %s%s" % (len(name), name, value)
         return base64.b64encode(hmac.digest(self._secret, message, hashlib.sha256)[:_BYTES])
 
 
-def with_tags(store: dist.Store) -> dist.Store:
+def with_tags(store: dist.Store, prefix: str = "") -> dist.Store:
     """Return a store that adds and checks tags if this process was started with a secret; else ``store``.
 
     Args:
-        store: A connection to the whole store.
+        store: A connection to a store, or to a part of it.
+        prefix: See `TaggedStore`.
 
     Raises:
         ConfigurationError: If there is something wrong with the secret.
     """
     secret = own_secret()
-    return TaggedStore(store, secret) if secret else store
+    return TaggedStore(store, secret, prefix) if secret else store
+
+
+def peek(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """Return the values of ``keys``, which have had values. Do not wait where a stranger has written over one."""
+    return store.peek(keys) if isinstance(store, TaggedStore) else store.multi_get(keys)
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -15,15 +15,19 @@ _TRY_S: Final = 5.0  # for one connection
 
 def connect(host: str, port: int) -> dist.Store:
     """Open a connection to a store. What is written and read there has tags if this process has a secret."""
+    return with_tags(_connect(host, port))
+
+
+def _connect(host: str, port: int) -> dist.TCPStore:
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
     # Ranks wait for a key in slices only. A request takes long only if the process of the store is stopped (Ctrl-Z),
     # and that process resumes some day. A store that is gone closes the connection.
     store.set_timeout(_FOREVER)
-    return with_tags(store)
+    return store
 
 
-def reach(host: str, port: int) -> dist.Store:
-    """Open a connection to a store. Fail at once if no process serves it.
+def reach(host: str, port: int) -> dist.TCPStore:
+    """Open a connection to a store, without tags. Fail at once if no process serves it.
 
     Raises:
         ConnectionRefusedError: If no process serves it any more.
@@ -32,7 +36,7 @@ def reach(host: str, port: int) -> dist.Store:
     """
     # torch would try for a minute, and not tell why it cannot connect.
     socket.create_connection((host, port), _TRY_S).close()
-    return connect(host, port)
+    return _connect(host, port)
 
 
 def serve(address: str, port: int = 0) -> dist.TCPStore:

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.stores import tagged
+from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.part import part_of
+from lightning_replica.stores.reach import reach
 from lightning_replica.stores.secret import FILE_VARIABLE, VARIABLE, name_of, own_secret
-from lightning_replica.stores.tagged import TaggedStore
-from lightning_replica.stores.tcp import connect, reach, serve
+from lightning_replica.stores.tagged import TaggedStore, peek
+from lightning_replica.stores.tcp import connect, serve
 
 SECRET, OTHER = b"a secret of the job", b"a secret of another"
 
@@ -71,11 +73,12 @@ def test_a_value_that_was_moved_to_another_key_counts_as_missing(raw: Any, told:
     assert len(told) == 2
 
 
-def test_a_part_of_a_store_has_the_same_tags(raw: Any) -> None:
+def test_a_part_of_a_store_has_the_same_tags(raw: Any, told: list[str]) -> None:
     whole = TaggedStore(raw, SECRET)
     part = part_of(whole, "run/1")
     part.set("key", "1")
-    assert whole.get("run/1/key") == b"1"
+    assert whole.get("run/1/key") == TaggedStore(part_of(raw, "run/1"), SECRET, "run/1").get("key") == b"1"
+    assert not TaggedStore(part_of(raw, "run/1"), SECRET).check(["key"])
     assert part.multi_get(["key"]) == [b"1"]
     assert part.compare_set("key", "1", "2") == b"2"
 
@@ -90,6 +93,15 @@ def test_who_waits_goes_on_waiting_until_there_is_a_valid_value(raw: Any, told: 
     TaggedStore(raw.clone(), SECRET).set("key", "1")
     thread.join()
     assert found == [b"1"]
+
+
+def test_who_does_not_wait_sees_that_a_value_was_written_over(raw: Any, told: list[str]) -> None:
+    store = TaggedStore(raw, SECRET)
+    store.set("a", "1")
+    raw.set("b", "a stranger's")
+    assert peek(store, ["a", "b"]) == [b"1", b""]
+    assert peek(raw, ["b"]) == [b"a stranger's"]
+    assert len(told) == 1
 
 
 def test_a_wait_ends_in_time(raw: Any, told: list[str]) -> None:
@@ -125,7 +137,7 @@ def test_connections_have_tags_if_the_process_has_a_secret(
     monkeypatch.delenv(VARIABLE)
     (tmp_path / "secret").write_text(f"{SECRET.decode()}\n")
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "secret"))
-    assert reach("127.0.0.1", raw.port).get("a") == b"1"
+    assert reach(StoreAddress("127.0.0.1", raw.port)).get("a") == b"1"
     monkeypatch.delenv(FILE_VARIABLE)
     assert connect("127.0.0.1", raw.port).get("a").endswith(b"1")
     assert not told

@@ -87,6 +87,7 @@ class Machine:
         self.name, self.address = f"machine{number}", f"10.77.0.{number + 1}"
         self.number, self.namespace = number, f"{prefix}m{number}"
         self.process: subprocess.Popen[bytes] | None = None
+        self._others: list[subprocess.Popen[bytes]] = []
         self._network: Bridge | Relayed | None = None
         _ip("netns", "add", self.namespace)
 
@@ -122,9 +123,8 @@ class Machine:
         assert self.process is not None
         inside = str(psutil.Process(self.process.pid).children()[0].pid)
         with log.open("ab") as file:
-            subprocess.Popen(
-                ["nsenter", "--target", inside, "--net", "--pid", *command], stdout=file, stderr=subprocess.STDOUT
-            )
+            program = ["nsenter", "--target", inside, "--net", "--pid", *command]
+            self._others.append(subprocess.Popen(program, stdout=file, stderr=subprocess.STDOUT))
 
     def link(self, state: str) -> None:
         """Sets its link to the switch "up" or "down". Nobody is told: what is sent is lost."""
@@ -157,6 +157,8 @@ class Machine:
 
     def remove(self) -> None:
         self.kill()
+        for other in self._others:
+            other.wait()  # the kernel has killed what it started, and with that it ends
         _ip("netns", "del", self.namespace)
 
 

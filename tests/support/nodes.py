@@ -55,11 +55,13 @@ class Run:
         nodes: Number of nodes that train.
         local: Number of ranks on each.
         steps: Number of steps.
-        store: Where the store is: the address of a machine, or several members of etcd.
+        store: The address of the machine that serves the store; or the options that say where it is.
         stops: Where it stops.
         options: More options of `lightning-replica run`.
         environment: More environment variables.
         spares: Number of spares.
+        started: The machines that should be running.
+        all: The machines that were started.
     """
 
     out: Path
@@ -72,7 +74,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     spares: int = 1
     started: list[Machine] = field(default_factory=list)
-    done: set[int] = field(default_factory=set)
+    all: list[Machine] = field(default_factory=list)
 
     def start(self, machine: Machine, clock_s: int = 0) -> None:
         """Starts the command on a machine."""
@@ -85,6 +87,7 @@ class Run:
         command += [str(self.nodes), str(self.nodes * self.local), str(self.steps), json.dumps(list(self.stops))]
         slurm = {**SLURM, "SLURM_PROCID": str(machine.number), "SLURM_NODEID": str(machine.number)}
         machine.start(command, self.log(machine), {**ENVIRONMENT, **slurm, **self.environment}, clock_s)
+        self.all = [*(each for each in self.all if each is not machine), machine]
         self.started = [*(each for each in self.started if each is not machine), machine]
 
     def start_all(self, machines: Sequence[Machine]) -> None:
@@ -101,7 +104,7 @@ class Run:
 
     def text(self) -> str:
         """What all nodes have said."""
-        found = [self.log(machine) for machine in sorted(self.started, key=lambda each: each.number)]
+        found = [self.log(machine) for machine in sorted(self.all, key=lambda each: each.number)]
         return "".join(f"--- {path.name}\n{path.read_text()}" for path in found if path.exists())
 
     def until(self, ready: Callable[[], bool]) -> None:
@@ -119,7 +122,6 @@ class Run:
 
     def go(self, number: int) -> None:
         """Lets the run go on from a stop."""
-        self.done.add(number)
         (self.out / f"go{number}").touch()
 
     def says(self, text: str, times: int = 1) -> None:
@@ -131,9 +133,12 @@ class Run:
         name, number = (self.out / f"process{rank}").read_text().split()
         return name, int(number)
 
+    def named(self, name: str) -> Machine:
+        """The machine of a name."""
+        return next(machine for machine in self.all if machine.name == name)
+
     def machine_of(self, rank: int) -> Machine:
-        (found,) = (machine for machine in self.started if machine.name == self.where(rank)[0])
-        return found
+        return self.named(self.where(rank)[0])
 
     def kill(self, machine: Machine) -> None:
         """Kills a machine, of which nothing more is expected."""
