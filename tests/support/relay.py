@@ -56,7 +56,7 @@ class Relay:
         self._ports, self._dice, self._number = ports, random.Random(0), itertools.count()
         self._waiting: list[tuple[float, int, Port, bytes]] = []
 
-    def change(self, line: str) -> None:
+    def change(self, line: bytes) -> None:
         for name, value in (changes := json.loads(line)).items():
             if name != "port":
                 setattr(self._ports[changes["port"]], name, value)
@@ -98,7 +98,8 @@ class Relay:
 def main(namespaces: list[str]) -> None:
     ports = [Port(_interface(namespace)) for namespace in namespaces]
     relay, selector = Relay(ports), selectors.DefaultSelector()
-    selector.register(sys.stdin, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
+    begun = b""
     for port in ports:
         selector.register(port.file, selectors.EVENT_READ, port)
     print("ready", flush=True)
@@ -106,8 +107,10 @@ def main(namespaces: list[str]) -> None:
         for key, _ in selector.select(relay.give()):
             if key.data is not None:
                 relay.take(key.data)
-            elif line := sys.stdin.readline():
-                relay.change(line)
+            elif read := os.read(0, _LARGEST):  # not `readline`, which may keep a second line to itself
+                *lines, begun = (begun + read).split(b"\n")
+                for line in lines:
+                    relay.change(line)
             else:
                 return
 
