@@ -14,6 +14,7 @@ spares=${SPARES:-1} # hosts that wait until another is lost
 ranks=${RANKS:-1}   # on each host: Trainer(devices=RANKS, num_nodes=hosts - SPARES)
 port=${PORT:-29500} # of the store, which the first host serves
 store=${STORE:-}    # HOST:PORT of a `lightning-replica store`, if the first host is not to serve it
+secret=${LIGHTNING_REPLICA_SECRET_FILE:-} # the same path on all hosts; see docs/trust.md
 
 run=$(command -v lightning-replica) || { echo "$0: lightning-replica is not on the PATH." >&2; exit 2; }
 id=$(hostname)-$$ # the store may serve other runs at the same time
@@ -71,7 +72,8 @@ while true; do
         exit "$code"
     fi
     endpoint=${store:-${up[0]#*@}:$port}
-    printf -v command '%q ' sh -c "$on_host" sh "$PWD" "$run" run --nnodes "$nodes" --spares $((${#up[@]} - nodes)) \
+    printf -v command '%q ' sh -c "$on_host" sh "$PWD" env ${secret:+"LIGHTNING_REPLICA_SECRET_FILE=$secret"} \
+        "$run" run --nnodes "$nodes" --spares $((${#up[@]} - nodes)) \
         --nproc-per-node "$ranks" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$id" "$@"
     rm -f "$folder"/code-*
     for host in "${up[@]}"; do

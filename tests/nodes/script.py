@@ -23,6 +23,7 @@ from lightning_replica.chaos.places import Place, PlaceCallback
 from lightning_replica.core import points
 
 REPLICAS = int(os.environ.get("REPLICAS", "2"))
+PAUSE_S = float(os.environ.get("PAUSE_S", "0"))  # in each step, until the test has touched "hurry" in OUT
 
 
 class Model(L.LightningModule):
@@ -37,6 +38,8 @@ class Model(L.LightningModule):
         self.seen += float(batch[0].double().sum()) * (batch_idx + 1)
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
         self.log("loss", loss)
+        if PAUSE_S and not (Path(sys.argv[1]) / "hurry").exists():
+            time.sleep(PAUSE_S)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -63,6 +66,11 @@ class Stops(PlaceCallback):
                     points.waits()
                     time.sleep(0.005)
                 points.goes_on()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if trainer.global_rank == 0:
+            (self.out / "step").write_text(str(trainer.global_step))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         where = self.out / f"process{trainer.global_rank}"

@@ -202,7 +202,8 @@ def test_everywhere(fault: str, nodes: int, store: str, rank: int, alone: Oracle
 
 
 def check(fault: str, nodes: int, store: str, stops: tuple[Stop, ...], alone: Oracle, tmp_path: Path) -> None:
-    with running(tmp_path, nodes, 1, stops, store, relayed="nothing" in fault) as (run, _):
+    patience = ("--node-timeout", "10") if fault == "link down for 3 s" else ()
+    with running(tmp_path, nodes, 1, stops, store, "nothing" in fault, patience) as (run, _):
         strike(run, fault)
         assert_same(run, alone)
         replaced = run.text().count("takes its place")

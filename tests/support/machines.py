@@ -107,6 +107,8 @@ class Machine:
             environment: The environment variables.
             clock_s: By how much the machine's monotonic clock is ahead of others'.
         """
+        if self.process is not None:
+            self.process.wait()
         inside = f'hostname {self.name}; "$@"; exit $?'
         namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
         namespaces += ["--time", "--monotonic", str(clock_s)] if clock_s else []

@@ -128,6 +128,11 @@ class Run:
         """Waits until nodes have said something."""
         self.until(lambda: self.text().count(text) >= times)
 
+    def step(self) -> int:
+        """The number of steps that rank 0 has made."""
+        path = self.out / "step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
     def where(self, rank: int) -> tuple[str, int]:
         """The name of the machine that has a rank, and the number of the process there."""
         name, number = (self.out / f"process{rank}").read_text().split()
@@ -148,12 +153,12 @@ class Run:
     def kill_rank(self, rank: int) -> None:
         self.machine_of(rank).find(self.where(rank)[1]).kill()
 
-    def codes(self) -> list[int]:
+    def codes(self, within_s: float = PATIENCE_S) -> list[int]:
         """The exit codes of all machines that are left."""
         assert all(machine.process is not None for machine in self.started)
         processes: list[Any] = [machine.process for machine in self.started]
         try:
-            return [process.wait(PATIENCE_S) for process in processes]
+            return [process.wait(within_s) for process in processes]
         except subprocess.TimeoutExpired as error:
             raise AssertionError(self.text()) from error
 
