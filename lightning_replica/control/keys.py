@@ -309,6 +309,18 @@ CLOSED = "closed"
 NODES_COME = "nodes/come"
 """How many nodes have come. A counter, which gives each node its number."""
 
+NODES_JOINED = "nodes/joined"
+"""How many nodes have joined the rendezvous. A counter."""
+
+
+def joined(number: int) -> str:
+    """Return the key that is present once a node has joined the rendezvous. Written by that node."""
+    return f"nodes/joined/{number}"
+
+
+NODES_FULL = "nodes/full"
+"""Present once the round of the rendezvous is complete. Written by the node that has completed it."""
+
 NODES_FACTS = "nodes/facts"
 """The name of the node that came first, and how it was started, as JSON. Written once, by that node."""
 

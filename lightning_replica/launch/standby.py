@@ -55,11 +55,12 @@ class Standbys:
     Args:
         command: Returns the command line of a rank.
         count: Number of standbys.
-        least: Number of standbys that are kept whatever the user has chosen: on a spare node, one for each rank.
+        least: Number of standbys that are kept, whatever the user has chosen, until they become ranks: on a spare node,
+            one for each rank.
     """
 
     def __init__(self, command: Command, count: int, least: int = 0) -> None:
-        self._command, self._count, self._least = command, max(count, least), least
+        self._command, self._asked, self._least = command, count, least
         self._connect: Callable[[], Store] | None = None
         self._waiting: list[_Standby] = []
         self._modules: list[str] | None = None  # None until the first call
@@ -76,13 +77,17 @@ class Standbys:
             changed: Called from another thread when `fill` has something to do.
         """
         self._connect, self._changed = connect, changed
-        self.keep(self._count)
+        self.keep(self._asked)
 
     def keep(self, count: int) -> None:
         """Keep ``count`` standbys waiting from the next call on."""
-        self._count = max(count, self._least)
+        self._asked = count
         if self._count and self._connect is not None and not self._thread.is_alive():
             self._thread.start()
+
+    @property
+    def _count(self) -> int:
+        return max(self._asked, self._least)
 
     def fill(self, restarts_left: int) -> None:
         """Start the standbys that are missing.
@@ -107,6 +112,7 @@ class Standbys:
         while self._waiting:
             standby = self._waiting.pop(0)
             if standby.become(command, cwd, environment):
+                self._least = max(0, self._least - 1)  # a spare that has got ranks is a node like any other
                 return standby.process
         return None
 

@@ -2,13 +2,20 @@
 
 Every node that comes takes part in one round of the rendezvous. The round is complete once `nnodes` nodes have come; a
 node that comes later is a spare. Rounds never change: which node has which ranks from then on is a `Placement`.
+
+[Note: one after the other]
+In the rendezvous, a node joins by writing the state of all nodes anew, if no other node has written it meanwhile. If
+all nodes try at once, nearly all of them fail and try again; and while they wait, each of them reads the whole state
+every second. That is quadratic. So each node waits until the one that came before it has joined, and from then until
+the round is complete it asks nothing.
 """
 
 import json
 import os
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
@@ -24,6 +31,7 @@ from lightning_replica.nodes.settings import NodeSettings
 
 # Our own signs of life decide who is lost (`life`). The rendezvous would compare the clocks of different machines.
 _NEVER_S = 10**7
+_TURN: Final = timedelta(seconds=5)
 _MOST = 100_000  # nodes, over the whole run
 _NO_SECOND_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -90,7 +98,7 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     handler = DynamicRendezvousHandler.from_backend(
         settings.run_id,
         store,
-        _UntilFull(store, settings.run_id),
+        _OneRound(store, settings, member.number),
         min_nodes=settings.nnodes,
         max_nodes=settings.nnodes,
         local_addr=settings.address,
@@ -140,12 +148,72 @@ class _FullError(Exception):
     """The round is complete, and this node is not in it."""
 
 
-class _UntilFull(C10dRendezvousBackend):
-    """Ends the rendezvous of a spare, which would otherwise ask the store every second as long as it waits."""
+def _wait_for_turn(store: dist.Store, number: int) -> None:
+    """Wait until the node that came before this one has joined, or nobody has joined for some seconds: it has died."""
+    joined = -1
+    while number > 0 and joined != (joined := store.add(keys.NODES_JOINED, 0)):
+        try:
+            store.wait([keys.joined(number - 1)], _TURN)
+        except dist.DistStoreError:
+            continue
+        return
+
+
+class _OneRound(C10dRendezvousBackend):
+    """Keeps the rendezvous from asking the store every second as long as it waits.
+
+    Args:
+        store: The store.
+        settings: The nodes' settings.
+        number: The number of this node.
+    """
+
+    def __init__(self, store: dist.Store, settings: NodeSettings, number: int) -> None:
+        super().__init__(store, settings.run_id)
+        self._timeout, self._number = timedelta(seconds=settings.join_timeout_s), number
+        self._turn = self._full = self._joined = False
 
     def get_state(self) -> Any:
-        """Return the state of the rendezvous; see `C10dRendezvousBackend`."""
+        """Return the state of the rendezvous; see `C10dRendezvousBackend`. If this node has joined, wait for the rest.
+
+        Raises:
+            RendezvousTimeoutError: If too few nodes come.
+        """
+        if not self._turn:  # not before the handler begins, as that pauses for a random time first
+            _wait_for_turn(self._store, self._number)
+            self._turn = True
+        if self._joined:
+            try:
+                self._store.wait([keys.NODES_FULL], self._timeout)
+            except dist.DistStoreError as error:
+                raise RendezvousTimeoutError from error
         # All nodes of the round have left the rendezvous before the placement is written.
-        if self._store.check([keys.NODES_FIRST]):
+        elif self._store.check([keys.NODES_FIRST]):
+            self._pass_on()
             raise _FullError
-        return super().get_state()
+        found = super().get_state()
+        self._full = found is not None and _is_complete(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """Write the state of the rendezvous; see `C10dRendezvousBackend`.
+
+        A node does so only to join, or to be put on the list of those that wait.
+        """
+        done = super().set_state(state, token)
+        if done is not None and done[2] and not self._full:
+            self._joined = True
+            self._store.add(keys.NODES_JOINED, 1)
+            self._pass_on()
+            if _is_complete(state):
+                self._store.set(keys.NODES_FULL, "")
+        return done
+
+    def _pass_on(self) -> None:
+        """Let the next node join."""
+        self._store.set(keys.joined(self._number), "")
+
+
+def _is_complete(state: bytes) -> bool:
+    # The handler of the rendezvous, which has its state in this form, reads it in the same way.
+    return bool(pickle.loads(state).complete)

@@ -121,6 +121,7 @@ class Pulse:
 
     def start(self) -> None:
         """Start the threads."""
+        self._answered = time.monotonic()
         for name, work in (("pulse", self._beat), ("fence", self._fence), ("probe", self._probe)):
             threading.Thread(target=work, name=f"lightning_replica-{name}", daemon=True).start()
 

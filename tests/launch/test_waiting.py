@@ -95,3 +95,24 @@ def start(fresh: bool, command: list[str], cwd: str, environment: dict[str, str]
 def result(process: "subprocess.Popen[bytes]", out: Path) -> Any:
     assert process.wait(200) == 3
     return json.loads(out.read_text())
+
+
+def test_a_spare_that_has_got_ranks_keeps_no_more_standbys_than_other_nodes(tmp_path: Path) -> None:
+    """Starting them would take the processors from ranks that have just gone on."""
+    command = [sys.executable, str(tmp_path / "no script")]
+    standbys = Standbys(lambda _: (command, None), 0, least=2)
+    standbys._modules, standbys._wanted, standbys._changed = ["json"], True, lambda _: None
+    standbys.fill(restarts_left=1)
+    assert len(standbys._waiting) == 2
+    environment = {**os.environ, "LIGHTNING_REPLICA_RANK": "1", "LOCAL_RANK": "1"}
+    taken = [standbys.take(rank, environment) for rank in (0, 1)]
+    standbys._wanted = True  # a rank calls, as it has joined
+    standbys.fill(restarts_left=1)
+    assert not standbys._waiting
+    standbys.keep(1)
+    standbys.fill(restarts_left=1)
+    assert len(standbys._waiting) == 1
+    standbys.end()
+    for process in taken:
+        assert process is not None
+        assert process.wait(100) == 2  # Python finds no such script
