@@ -9,7 +9,10 @@ from decimal import Decimal
 from typing import Any, get_args
 
 from lightning_replica.cli import costs, losses
+from lightning_replica.core import checks
+from lightning_replica.core.grid import Grid
 from lightning_replica.core.output import size, table, write
+from lightning_replica.errors import ConfigurationError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?) ?([kmbt]?)", re.IGNORECASE)
@@ -44,7 +47,9 @@ def add_parser(commands: Any) -> None:
         metavar="B",
         help="bytes of optimizer state per element; 8 for Adam in 32 bits (default: two values in the updated dtype)",
     )
-    parser.add_argument("--ranks-per-node", type=int, metavar="L", help="also consider losses of whole nodes")
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--ranks-per-node", type=int, metavar="L", help="also consider losses of whole nodes")
+    nodes.add_argument("--nodes", type=int, metavar="M", help="the same, by the number of nodes")
     parser.add_argument("--json", action="store_true", help="write JSON, in bytes")
     parser.set_defaults(run=run)
 
@@ -72,9 +77,21 @@ def run(options: argparse.Namespace) -> int:
     """
     precision = costs.ALIASES.get(options.precision, options.precision)
     job = costs.Job(options.ranks, options.replicas, options.params, precision, options.optimizer_bytes)
-    found = plan(job, options.ranks_per_node)
+    found = plan(job, options.ranks_per_node if options.nodes is None else _share(options.ranks, options.nodes))
     write(json.dumps(found, indent=2) if options.json else render(found))
     return 0
+
+
+def _share(ranks: int, nodes: int) -> int:
+    """Return the number of ranks on each node.
+
+    Raises:
+        ConfigurationError: If nodes cannot have the same number of ranks.
+    """
+    checks.whole(1, nodes=nodes)
+    if ranks % nodes:
+        raise ConfigurationError(f"{nodes=} cannot share ranks={ranks} evenly: give a divisor of it.")
+    return ranks // nodes
 
 
 def plan(job: costs.Job, ranks_per_node: int | None) -> dict[str, Any]:
@@ -93,6 +110,8 @@ def plan(job: costs.Job, ranks_per_node: int | None) -> dict[str, Any]:
     }
     if ranks_per_node is not None:
         found["node_losses"] = _losses(losses.by_node(job.ranks, job.replicas, ranks_per_node))
+        nodes = [str(rank // ranks_per_node) for rank in range(job.ranks)]
+        found["shards_together"] = len(Grid.of(job.ranks, job.replicas).together(nodes))
     return found
 
 
@@ -137,6 +156,12 @@ def render(found: dict[str, Any]) -> str:
     ]
     if "node_losses" in found:
         lines += _render_losses("node", found["node_losses"])
+        if found["shards_together"]:
+            lines.append(
+                f"  {found['shards_together']} of {job['shards']} shards have several of their {job['replicas']} holders"
+                " on one node, which are lost with it. Choose\n  `replicas` so that the ranks of a replica fill whole"
+                " nodes."
+            )
     return "\n".join(lines)
 
 

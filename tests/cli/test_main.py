@@ -100,12 +100,24 @@ def test_plan_tells_of_nodes_that_share_too_much(capsys: pytest.CaptureFixture[s
     assert "3 nodes" not in text
 
 
+def test_plan_by_the_number_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for options in (["--nodes", "8"], ["--ranks-per-node", "8"], ["--nodes", "8", "--replicas", "16"]):
+        assert main([*SEVEN_B, *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "holders on one node" not in texts[0]
+    assert "4 of 4 shards have several of their 16 holders on one node" in texts[2]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--replicas", "3"], "lightning-replica: replicas=3 does not divide ranks=64"),
         (["--precision", "fp8"], "precision='fp8' is not known. Choose one of 32-true"),
         (["--ranks-per-node", "7"], "ranks_per_node=7 does not divide ranks=64"),
+        (["--nodes", "7"], "nodes=7 cannot share ranks=64 evenly: give a divisor of it."),
+        (["--nodes", "0"], "nodes=0 must be a whole number, 1 or more."),
         (["--ranks", "0"], "ranks=0 must be 1 or more"),
     ],
 )
