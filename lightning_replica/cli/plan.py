@@ -158,9 +158,9 @@ def render(found: dict[str, Any]) -> str:
         lines += _render_losses("node", found["node_losses"])
         if found["shards_together"]:
             lines.append(
-                f"  {found['shards_together']} of {job['shards']} shards have several of their {job['replicas']} holders"
-                " on one node, which are lost with it. Choose\n  `replicas` so that the ranks of a replica fill whole"
-                " nodes."
+                f"  {found['shards_together']} of {job['shards']} shards have several of their {job['replicas']}"
+                " holders on one node, which are lost with it. Choose\n  `replicas` so that the ranks of a replica"
+                " fill whole nodes."
             )
     return "\n".join(lines)
 

@@ -225,6 +225,7 @@ def test_the_node_with_the_store_is_killed(alone: Oracle, tmp_path: Path) -> Non
     assert weights == [result.split()[:2] for result in alone(4).ranks]
 
 
+@pytest.mark.combinations
 def test_a_node_that_is_left_runs_all_ranks_until_another_comes(alone: Oracle, tmp_path: Path) -> None:
     stops = ((4, "forward", 0), (9, "update", 0), (16, "validation", 0))
     with running(tmp_path, 2, 0, stops, "first", options=("--double-up-after", "1")) as (run, nodes):
@@ -269,6 +270,7 @@ def test_a_node_is_lost_while_another_is_replaced(alone: Oracle, tmp_path: Path)
         assert run.text().count("takes its place") == 2, run.text()
 
 
+@pytest.mark.combinations
 def test_a_spare_is_lost_while_it_waits_and_one_while_it_takes_over(alone: Oracle, tmp_path: Path) -> None:
     with running(tmp_path, 2, 3, ((5, "forward", 2), (5, "rollback", 0)), "alone") as (run, nodes):
         run.reach(0)
@@ -288,6 +290,7 @@ def takes_place(run: Run) -> list[Machine]:
     return [run.named(name) for name in re.findall(r"node (machine\d) takes its place", run.text())]
 
 
+@pytest.mark.combinations
 def test_all_holders_of_a_shard_are_lost(tmp_path: Path) -> None:
     """Two of three nodes at once: nobody could go on, and nobody could save. The end is told, and nobody hangs."""
     with running(tmp_path, 3, 2, ((5, "forward", 0),), "alone") as (run, nodes):
@@ -300,6 +303,7 @@ def test_all_holders_of_a_shard_are_lost(tmp_path: Path) -> None:
         assert "Every holder of shard 2 is lost" in run.text()
 
 
+@pytest.mark.combinations
 def test_a_slow_link_that_loses_frames_raises_no_alarm(alone: Oracle, tmp_path: Path) -> None:
     """200 ms there and back, and one frame in twenty is lost each way; then nothing passes for five seconds."""
     stops = ((2, "forward", 2), (4, "forward", 2))
@@ -334,6 +338,7 @@ def test_a_stranger_writes_to_the_store(alone: Oracle, tmp_path: Path) -> None:
         assert "in the store is ignored, as its tag is not valid" in run.text()
 
 
+@pytest.mark.combinations
 def test_clocks_differ(alone: Oracle, tmp_path: Path) -> None:
     """By months: a node compares only times of its own clock."""
     with running(tmp_path, 2, 0, ((6, "update", 2),), "alone") as (run, nodes):
