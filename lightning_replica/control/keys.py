@@ -310,7 +310,7 @@ NODES_COME = "nodes/come"
 """How many nodes have come. A counter, which gives each node its number."""
 
 NODES_JOINED = "nodes/joined"
-"""How many nodes have joined the rendezvous. A counter."""
+"""How many nodes have joined the rendezvous, or come too late for that. A counter."""
 
 
 def joined(number: int) -> str:

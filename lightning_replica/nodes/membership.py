@@ -12,7 +12,6 @@ the round is complete it asks nothing.
 
 import json
 import os
-import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -171,7 +170,7 @@ class _OneRound(C10dRendezvousBackend):
     def __init__(self, store: dist.Store, settings: NodeSettings, number: int) -> None:
         super().__init__(store, settings.run_id)
         self._timeout, self._number = timedelta(seconds=settings.join_timeout_s), number
-        self._turn = self._full = self._joined = False
+        self._nnodes, self._turn, self._joined = settings.nnodes, False, False
 
     def get_state(self) -> Any:
         """Return the state of the rendezvous; see `C10dRendezvousBackend`. If this node has joined, wait for the rest.
@@ -188,32 +187,24 @@ class _OneRound(C10dRendezvousBackend):
             except dist.DistStoreError as error:
                 raise RendezvousTimeoutError from error
         # All nodes of the round have left the rendezvous before the placement is written.
-        elif self._store.check([keys.NODES_FIRST]):
+        if self._store.check([keys.NODES_FIRST]):
             self._pass_on()
             raise _FullError
-        found = super().get_state()
-        self._full = found is not None and _is_complete(found[0])
-        return found
+        return super().get_state()
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
         """Write the state of the rendezvous; see `C10dRendezvousBackend`.
 
-        A node does so only to join, or to be put on the list of those that wait.
+        A node does so only to join, or, if it has come too late for that, to be put on the list of those that wait.
         """
         done = super().set_state(state, token)
-        if done is not None and done[2] and not self._full:
+        if done is not None and done[2] and not self._joined:
             self._joined = True
-            self._store.add(keys.NODES_JOINED, 1)
             self._pass_on()
-            if _is_complete(state):
+            if self._store.add(keys.NODES_JOINED, 1) >= self._nnodes:
                 self._store.set(keys.NODES_FULL, "")
         return done
 
     def _pass_on(self) -> None:
         """Let the next node join."""
         self._store.set(keys.joined(self._number), "")
-
-
-def _is_complete(state: bytes) -> bool:
-    # The handler of the rendezvous, which has its state in this form, reads it in the same way.
-    return bool(pickle.loads(state).complete)

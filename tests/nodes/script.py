@@ -23,6 +23,8 @@ from lightning_replica.chaos.places import Place, PlaceCallback
 from lightning_replica.core import points
 
 REPLICAS = int(os.environ.get("REPLICAS", "2"))
+HANG_S = float(os.environ.get("HANG_S", "60"))
+SKIP = int(os.environ.get("SKIP", "-1"))  # the step in which rank 2 leaves out a barrier, the first time
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))  # in each step, until the test has touched "hurry" in OUT
 
 
@@ -38,6 +40,12 @@ class Model(L.LightningModule):
         self.seen += float(batch[0].double().sum()) * (batch_idx + 1)
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
         self.log("loss", loss)
+        if self.trainer.global_step == SKIP:
+            skipped = Path(sys.argv[1]) / f"skipped{self.trainer.global_rank}"
+            first = not skipped.exists()
+            skipped.touch()
+            if first and self.trainer.global_rank != 2:
+                torch.distributed.barrier()
         if PAUSE_S and not (Path(sys.argv[1]) / "hurry").exists():
             time.sleep(PAUSE_S)
         return loss
@@ -84,7 +92,7 @@ def main(out: Path, nodes: int, ranks: int, steps: int, stops: list[Any]) -> Non
     x = torch.randn(64 * ranks, 8)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(replicas=REPLICAS, resume="auto", max_restarts=1000),
+        strategy=ReplicaZeroStrategy(replicas=REPLICAS, resume="auto", max_restarts=1000, hang_min_s=HANG_S),
         callbacks=[
             Stops(out, stops),
             DyingGaspCheckpoint(out / "checkpoints"),

@@ -346,3 +346,23 @@ def test_clocks_differ(alone: Oracle, tmp_path: Path) -> None:
         machine = lose_node(run, 0, 2)
         run.start(machine, clock_s=10_000_000)
         assert_same(run, alone)
+
+
+@pytest.mark.combinations
+def test_a_rank_that_hangs_is_named_with_its_node(alone: Oracle, tmp_path: Path) -> None:
+    with running(tmp_path, 2, 0, ((10, "forward", 2),), "alone", HANG_S="2") as (run, _):
+        run.reach(0)
+        run.process_of(2).suspend()
+        run.go(0)
+        assert_same(run, alone)
+        assert "Rank 2 on node machine1 hangs in forward (no progress for" in run.text()
+
+
+@pytest.mark.combinations
+def test_ranks_of_all_nodes_wait_for_each_other(alone: Oracle, tmp_path: Path) -> None:
+    """One has left out a collective that the others have called. All are called back, and try again."""
+    with running(tmp_path, 2, 0, (), "alone", HANG_S="2", SKIP="8") as (run, _):
+        assert_same(run, alone)
+        assert "All ranks on node machine0 wait for others, and nothing has moved for" in run.text()
+        assert "All ranks on node machine1 wait for others, and nothing has moved for" in run.text()
+        assert "hang: all ranks wait for each other" in run.text()

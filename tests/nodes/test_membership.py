@@ -37,7 +37,7 @@ def test_all_learn_the_same_placement(nnodes: int, spares: int) -> None:
     assert len(found) == nnodes + spares
     assert len(set(found.values())) == 1
     assert found[0].nodes == set(range(nnodes))  # those that came first
-    assert store.add(keys.NODES_JOINED, 0) == nnodes
+    assert store.add(keys.NODES_JOINED, 0) >= nnodes
 
 
 def test_a_node_that_dies_before_it_joins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
+
 from tests.support.machines import Machine
 
 SCRIPT = Path(__file__).parents[1] / "nodes" / "script.py"
@@ -151,7 +153,11 @@ class Run:
         self.started.remove(machine)
 
     def kill_rank(self, rank: int) -> None:
-        self.machine_of(rank).find(self.where(rank)[1]).kill()
+        self.process_of(rank).kill()
+
+    def process_of(self, rank: int) -> psutil.Process:
+        """The process of a rank."""
+        return self.machine_of(rank).find(self.where(rank)[1])
 
     def codes(self, within_s: float = PATIENCE_S) -> list[int]:
         """The exit codes of all machines that are left."""
