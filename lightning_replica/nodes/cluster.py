@@ -245,6 +245,11 @@ class Cluster:
         """Decide about nodes that are lost, if this node is the one to do that."""
         if self._store_was_lost and self._generations.verdict() is None:
             return  # `_lose_store` decides about them
+        if self._placement.nodes <= self.pulse.alive:
+            return
+        # In the middle of the log, those that trained then may all be dead (tests/nodes/test_cluster.py::
+        # test_a_spare_that_has_not_read_the_log_to_its_end_decides_nothing).
+        self._catch_up()
         alive = self.pulse.alive
         lost, training = sorted(self._placement.nodes - alive), self._placement.nodes & alive
         if not training:

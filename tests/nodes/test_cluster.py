@@ -161,6 +161,18 @@ def test_a_node_that_is_left_runs_the_ranks_until_another_comes(make: Callable[.
     assert c.heard == [("start", (2, 3), 3)]
 
 
+def test_a_spare_that_has_not_read_the_log_to_its_end_decides_nothing(make: Callable[..., Node]) -> None:
+    """In the middle of the log, those that trained then may all be dead. It would have given the run up."""
+    a, *_ = [make(name) for name in "abcd"]
+    for number, slots in ((1, (2, 1)), (2, (2, 3))):
+        assert Generations(a.store).begin_first(number, FAULT, Placement(slots).to_json())
+    e = make("e")
+    e.cluster.pulse.bury({0, 1, 2})
+    e.until(lambda: e.cluster._known == 2)
+    e.cluster._lose()
+    assert not e.heard
+
+
 def test_a_node_that_runs_the_only_holders_of_a_shard_keeps_them(make: Callable[..., Node]) -> None:
     a, b = make("a", double_up_after_s=0.1), make("b", double_up_after_s=0.1)
     know(a, count=1)
