@@ -227,7 +227,10 @@ class Cluster:
         if not note or self._store_was_lost:
             return False
         before, count = self._placement, len(self._placement.slots)
-        self._placement = read(keys.generation(number), note.encode(), _placement_of(count), before)
+        found = read(keys.generation(number), note.encode(), _placement_of(count), None)
+        if found is None:
+            return False
+        self._placement = found
         self.pulse.bury(before.nodes - self._placement.nodes)  # this node may not watch them
         self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
         mine = [slot for slot in self._placement.moved if self._placement.slots[slot] == self._own.number]
@@ -317,7 +320,7 @@ class Cluster:
         self._append(fault, lambda placement, lost, alive: placement.replacing(lost, alive).doubled())
 
 
-def _placement_of(count: int) -> Callable[[bytes], Placement]:
+def _placement_of(count: int) -> Callable[[bytes], Placement | None]:
     def parse(note: bytes) -> Placement:
         placement = Placement.from_json(note)
         if len(placement.slots) != count:

@@ -173,6 +173,16 @@ def test_a_spare_that_has_not_read_the_log_to_its_end_decides_nothing(make: Call
     assert not e.heard
 
 
+def test_a_bad_placement_starts_no_rank_a_second_time(make: Callable[..., Node]) -> None:
+    """What the entry before it has moved is not moved again: there would be two processes of one rank."""
+    a, _, c = (make(name) for name in "abc")
+    log = Generations(a.store)
+    assert log.begin_first(1, FAULT, Placement((0, 2), (1,)).to_json())
+    assert log.begin_first(2, FAULT, "what?")
+    c.until(lambda: c.cluster._known == 2)
+    assert c.heard == [("start", (2, 3), 1)]
+
+
 def test_a_node_that_runs_the_only_holders_of_a_shard_keeps_them(make: Callable[..., Node]) -> None:
     a, b = make("a", double_up_after_s=0.1), make("b", double_up_after_s=0.1)
     know(a, count=1)
