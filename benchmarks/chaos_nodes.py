@@ -25,9 +25,8 @@ from typing import Final
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from common import write
 
-from tests.nodes.test_lost_nodes import COMMAND, start_etcd
 from tests.support.machines import Machine, machines
-from tests.support.nodes import ENVIRONMENT, Result, Run, run_alone
+from tests.support.nodes import SERVE, Result, Run, run_alone, start_store
 
 NODES: Final = 2
 SPARES: Final = 2
@@ -120,13 +119,8 @@ FAULTS: Final[dict[str, Callable[[Chaos, Machine], None]]] = {
 def one_run(seed: int, faults: int, store: str, out: Path, oracle: Result) -> tuple[Counter[str], str]:
     """Make one run, and return the faults that struck it and how it ended."""
     count, struck = NODES + SPARES, Counter[str]()
-    with machines(count + {"first": 0, "alone": 1, "etcd": 3}[store]) as made:
-        endpoint = {"first": made[0].address, "alone": made[-1].address}.get(store, "")
-        if store == "alone":
-            made[-1].start([*COMMAND, "store", f"{endpoint}:29500"], out / "store", ENVIRONMENT)
-        if store == "etcd":
-            endpoint = f"--rdzv-backend etcd --rdzv-endpoint {','.join(each.address for each in made[-3:])}"
-            start_etcd(made[-3:], out)
+    with machines(count + SERVE[store]) as made:
+        endpoint = start_store(store, made, out)
         pause, options = {"PAUSE_S": str(PAUSE_S)}, ("--node-timeout", "6")
         run = Run(out, NODES, 2, faults * STEPS_A_FAULT, endpoint, (), options, pause, spares=SPARES)
         run.start_all(made[:count])
@@ -147,7 +141,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--faults", type=int, default=20, help="in each run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--store", choices=["first", "alone", "etcd"], default="alone")
+    parser.add_argument("--store", choices=list(SERVE), default="alone")
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("needs root, for namespaces")

@@ -4,7 +4,6 @@ Each run is struck several times, as the machine that was lost comes back as a s
 marker "combinations".
 """
 
-import os
 import re
 import sys
 import time
@@ -15,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
-from tests.support.etcd import ETCD, NEEDS_ETCD
+from tests.support.etcd import NEEDS_ETCD
 from tests.support.machines import NEEDS_ROOT, Machine, machines
-from tests.support.nodes import ENVIRONMENT, Result, Run, Stop, run_alone
+from tests.support.nodes import SERVE, Result, Run, Stop, run_alone, start_store
 
 pytestmark = NEEDS_ROOT
 STEPS = 18
 STRANGER = Path(__file__).with_name("stranger.py")
-COMMAND = [sys.executable, "-m", "lightning_replica"]
 PLACES: tuple[Stop, ...] = ((3, "forward", 2), (6, "before_commit", 2), (9, "update", 2), (12, "validation", 2))
 SAVE: Stop = (15, "checkpoint", 2)
 Oracle = Callable[[int], Result]
@@ -58,35 +56,12 @@ def running(
 ) -> Iterator[tuple[Run, list[Machine]]]:
     """A run, and all its machines: those that train come first, then spares, then those that serve the store."""
     count = nodes + spares
-    with machines(count + {"first": 0, "alone": 1, "etcd": 3}[store], relayed) as made:
-        endpoint = {"first": made[0].address, "alone": made[-1].address}.get(store, "")
-        if store == "alone":
-            made[-1].start([*COMMAND, "store", f"{endpoint}:29500"], out / "store", ENVIRONMENT)
-        if store == "etcd":
-            endpoint = f"--rdzv-backend etcd --rdzv-endpoint {','.join(each.address for each in made[-3:])}"
-            start_etcd(made[-3:], out)
+    with machines(count + SERVE[store], relayed) as made:
+        endpoint = start_store(store, made, out)
         all_options = ("--node-timeout", "6", *options)
         run = Run(out, nodes, 2, STEPS, endpoint, stops, all_options, environment, spares=spares)
         run.start_all(made[:count])
         yield run, made
-
-
-def start_etcd(members: list[Machine], out: Path) -> None:
-    cluster = ",".join(f"{each.name}=http://{each.address}:2380" for each in members)
-    for each in members:
-        client, peer = f"http://{each.address}:2379", f"http://{each.address}:2380"
-        command = [
-            ETCD,
-            "--name",
-            each.name,
-            "--data-dir",
-            str(out / f"etcd-{each.name}"),
-            "--initial-cluster",
-            cluster,
-        ]
-        command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--logger", "zap"]
-        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--log-outputs", "stderr"]
-        each.start(command, out / f"log-etcd-{each.name}", dict(os.environ))
 
 
 def come_back(run: Run, machine: Machine) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import psutil
 
+from tests.support.etcd import ETCD
 from tests.support.machines import Machine
 
 SCRIPT = Path(__file__).parents[1] / "nodes" / "script.py"
@@ -19,6 +20,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": 
 # As in a task of `srun`: what Lightning would read there says nothing about our ranks.
 SLURM = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_LOCALID": "0"}
 PATIENCE_S = 100.0
+COMMAND = [sys.executable, "-m", "lightning_replica"]
+# How many machines serve the store and nothing else: the first node serves it, a machine of its own, or etcd.
+SERVE = {"first": 0, "alone": 1, "etcd": 3}
 
 Stop: TypeAlias = tuple[int, str, int]
 """The step, the place and the rank where a run stops until the test lets it go on."""
@@ -29,6 +33,35 @@ def run_alone(out: Path, ranks: int, steps: int) -> None:
     command = [sys.executable, str(SCRIPT), str(out), "1", str(ranks), str(steps), "[]"]
     done = subprocess.run(command, cwd=out, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def start_store(store: str, made: list[Machine], out: Path) -> str:
+    """Starts the store on the last of some machines, and returns what `Run.store` is then."""
+    if store == "etcd":
+        _start_etcd(made[-3:], out)
+        return f"--rdzv-backend etcd --rdzv-endpoint {','.join(each.address for each in made[-3:])}"
+    if store == "first":
+        return made[0].address
+    made[-1].start([*COMMAND, "store", f"{made[-1].address}:29500"], out / "store", ENVIRONMENT)
+    return made[-1].address
+
+
+def _start_etcd(members: list[Machine], out: Path) -> None:
+    cluster = ",".join(f"{each.name}=http://{each.address}:2380" for each in members)
+    for each in members:
+        client, peer = f"http://{each.address}:2379", f"http://{each.address}:2380"
+        command = [
+            ETCD,
+            "--name",
+            each.name,
+            "--data-dir",
+            str(out / f"etcd-{each.name}"),
+            "--initial-cluster",
+            cluster,
+        ]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--logger", "zap"]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--log-outputs", "stderr"]
+        each.start(command, out / f"log-etcd-{each.name}", dict(os.environ))
 
 
 @dataclass(frozen=True)
@@ -85,7 +118,7 @@ class Run:
             flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.store}:29500"]
         else:
             flags += self.store.split()
-        command = [sys.executable, "-m", "lightning_replica", "run", *flags, *self.options, str(SCRIPT), str(self.out)]
+        command = [*COMMAND, "run", *flags, *self.options, str(SCRIPT), str(self.out)]
         command += [str(self.nodes), str(self.nodes * self.local), str(self.steps), json.dumps(list(self.stops))]
         slurm = {**SLURM, "SLURM_PROCID": str(machine.number), "SLURM_NODEID": str(machine.number)}
         machine.start(command, self.log(machine), {**ENVIRONMENT, **slurm, **self.environment}, clock_s)
