@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from common import write
 
 from tests.support.machines import Machine, machines
-from tests.support.nodes import SERVE, Result, Run, run_alone, start_store
+from tests.support.nodes import SERVE, Result, Run, run_untouched, start_store
 
 NODES: Final = 2
 SPARES: Final = 2
@@ -149,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         untouched = Path(folder) / "untouched"
         untouched.mkdir()
-        run_alone(untouched, NODES * 2, args.faults * STEPS_A_FAULT)
+        run_untouched(untouched, NODES, 2, args.faults * STEPS_A_FAULT)
         oracle = Result.of(untouched, NODES * 2)
         for number in range(args.runs):
             out = Path(folder) / f"run{number}"

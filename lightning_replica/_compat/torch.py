@@ -79,6 +79,15 @@ def failure_of(work: torch.distributed.Work) -> BaseException | None:
     return failure
 
 
+def all_gather_single(
+    into: torch.Tensor, own: torch.Tensor, group: torch.distributed.ProcessGroup
+) -> torch.distributed.Work | None:
+    """Begin to gather equal parts into one tensor; torch before 2.13 knows this under another name."""
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    work: torch.distributed.Work | None = gather(into, own, group=group, async_op=True)
+    return work
+
+
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any | None:
     """Return the backend of ``group`` that carries tensors of ``device``; None if it has none."""
     kinds = [other.type for other in group._device_types]

@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "lightning-replica run"
+    parser.allow_abbrev = False  # or argparse refuses a script's own `--local`, which could be short for three of these
     parser.description = "Starts a training on several nodes. Run it on each node."
     ours = parser.add_argument_group("lightning_replica")
     ours.add_argument("--spares", type=int, default=0, help="nodes that wait until another is lost (default: 0)")

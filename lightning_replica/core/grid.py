@@ -15,19 +15,25 @@ class Grid:
     so the peers of a shard are ``shards`` places apart. If ranks are numbered node by node, peers stand on different
     nodes as soon as a replica fills a node (half-split placement, see docs/life_of_a_step.md).
 
+    The places fill ``nodes`` nodes, one after the other, with the same number of ranks on each. These are the nodes of
+    the plan. A rank keeps its node in the grid wherever its process runs, because the order of summation depends on it
+    (see [Note: two levels] in sharding/levels.py).
+
     A grid is one parallel group's. In a world of several groups each has its own, under one commit
     (tests/sharding/test_grids.py). `Grid.of` makes the grid of a world that is one group.
 
     Attributes:
         ranks: The ranks, by place.
         replicas: Complete copies of the optimizer state, R. Divides N.
+        nodes: Number of nodes, M. Divides N.
 
     Raises:
-        ConfigurationError: If R does not divide N.
+        ConfigurationError: If R or M does not divide N.
     """
 
     ranks: tuple[int, ...]
     replicas: int
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.size % self.replicas:
@@ -36,11 +42,16 @@ class Grid:
                 f"replicas={self.replicas} does not divide world_size={self.size}: every shard must be held by"
                 f" the same number of ranks. Choose one of {choices}."
             )
+        if self.nodes < 1 or self.size % self.nodes:
+            raise ConfigurationError(
+                f"nodes={self.nodes} does not divide world_size={self.size}: every node must have the same number of"
+                " ranks."
+            )
 
     @classmethod
-    def of(cls, world_size: int, replicas: int) -> "Grid":
+    def of(cls, world_size: int, replicas: int, nodes: int = 1) -> "Grid":
         """Return the grid of all ranks of a world."""
-        return cls(tuple(range(world_size)), replicas)
+        return cls(tuple(range(world_size)), replicas, nodes)
 
     def __str__(self) -> str:
         return f"{self.size} ranks and replicas={self.replicas}"
@@ -54,6 +65,21 @@ class Grid:
     def shards(self) -> int:
         """Number of shards, S = N / R."""
         return self.size // self.replicas
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on each node, L = N / M."""
+        return self.size // self.nodes
+
+    @property
+    def replicas_fill_nodes(self) -> bool:
+        """Whether every replica consists of whole nodes. Then all peers of a rank stand on different nodes."""
+        return self.nodes % self.replicas == 0
+
+    @property
+    def replicas_span_nodes(self) -> bool:
+        """Whether every replica consists of several whole nodes."""
+        return self.replicas_fill_nodes and self.nodes > self.replicas
 
     def place_of(self, rank: int) -> int:
         """Return the place of ``rank``."""
@@ -91,6 +117,23 @@ class Grid:
         """Return the S places of the replica of ``rank``, in order of shard."""
         first = self.replica_of(rank) * self.shards
         return range(first, first + self.shards)
+
+    def local_of(self, rank: int) -> int:
+        """Return the position of ``rank`` among the ranks of its node."""
+        return self.place_of(rank) % self.local_size
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of ``rank``."""
+        return self.place_of(rank) // self.local_size
+
+    def node_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the L ranks of the node of ``rank``, itself included."""
+        first = self.node_of(rank) * self.local_size
+        return self.ranks[first : first + self.local_size]
+
+    def counterparts(self, rank: int) -> tuple[int, ...]:
+        """Return the M ranks that have the same position on their nodes as ``rank``, itself included, by node."""
+        return self.ranks[self.local_of(rank) :: self.local_size]
 
     def together(self, nodes: Sequence[str]) -> tuple[int, ...]:
         """Return the shards of which two holders stand on one node although there are several nodes.

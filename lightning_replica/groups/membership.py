@@ -7,7 +7,7 @@ other. Where a world has several grids, the members of each tell each other befo
 on all grids, and a rank can roll forward with the commit of any other rank (tests/sharding/test_grids.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,8 +27,14 @@ class Groups:
         grid: The table of the ranks among which the state is sharded.
         rank: This rank.
         world: All ranks; carries the commit.
-        members: The N ranks of the grid; carries reductions.
-        replica: The S ranks of this replica; carries the parameter gather.
+        members: The N ranks of the grid.
+        replica: The S ranks of this replica.
+        node: The L ranks of this rank's node; carries what does not leave the node. On one node, the group ``members``.
+            None if this rank is the only one on its node.
+        counterparts: The M ranks that have this rank's position on their nodes; carries reductions between nodes. None
+            on one node.
+        replica_counterparts: Those of them that belong to this replica; carries the parameter gather between nodes.
+            None if this rank is the only one.
         peers: The R holders of this rank's shard; carries reduced pieces and mirrors.
         on_host: Whether gradients and parameters lie in the host's memory. If not, collectives on them are put in
             order on the device (`works.Ordered`). The rank waits for collectives on the host's tensors in both cases.
@@ -40,6 +46,9 @@ class Groups:
     members: dist.ProcessGroup
     replica: dist.ProcessGroup
     peers: dist.ProcessGroup
+    node: dist.ProcessGroup | None
+    counterparts: dist.ProcessGroup | None = None
+    replica_counterparts: dist.ProcessGroup | None = None
     on_host: bool = True
 
     @property
@@ -64,8 +73,9 @@ class Groups:
 
     def all(self) -> tuple[dist.ProcessGroup, ...]:
         """Return every group once."""
-        members = (self.members,) if self.commit_is_shared else ()
-        return (self.world, *members, self.replica, self.peers)
+        optional = (self.node, self.counterparts, self.replica_counterparts)
+        named = (self.world, self.members, self.replica, self.peers, *optional)
+        return tuple(dict.fromkeys(group for group in named if group is not None))
 
 
 def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True) -> Groups:
@@ -88,4 +98,16 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True)
     everyone = tuple(range(dist.get_world_size()))
     world = dist.new_group(list(everyone), timeout=timeout)
     members = world if grid.ranks == everyone else new(grid.ranks)
-    return Groups(grid, rank, world, members, new(grid.replica_ranks(rank)), new(grid.peers(rank)), on_host)
+    groups = Groups(
+        grid, rank, world, members, new(grid.replica_ranks(rank)), new(grid.peers(rank)), members, on_host=on_host
+    )
+    if grid.nodes == 1:
+        return groups
+    node = new(grid.node_ranks(rank)) if grid.local_size > 1 else None
+    counterparts = new(grid.counterparts(rank)) if grid.local_size > 1 else members
+    of_replica = tuple(other for other in grid.counterparts(rank) if grid.replica_of(other) == grid.replica_of(rank))
+    if not grid.replicas_fill_nodes or len(of_replica) == 1:
+        replica_counterparts = None
+    else:
+        replica_counterparts = counterparts if len(of_replica) == grid.nodes else new(of_replica)
+    return replace(groups, node=node, counterparts=counterparts, replica_counterparts=replica_counterparts)

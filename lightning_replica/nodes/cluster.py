@@ -74,7 +74,7 @@ class Cluster:
         self._served: list[dist.TCPStore] = []  # lives as long as this process
         self._known = self._restarts = 0  # the newest entry of the log that was read, and replacements up to it
         self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
-        self._over = False
+        self._over = self._introduced = False
         self.code: int | None = None
         self.pulse = Pulse(settings, own, stores.reach, self)
         self._log = Log(stores.reach, self._reach_near, self._hear, self.pulse.beat_at_once)
@@ -139,6 +139,12 @@ class Cluster:
     def came(self) -> None:
         """See `Listener`."""
         self._put(self._fill)
+
+    def introduced(self) -> None:
+        """See `Listener`."""
+        if not self._introduced and self._own.number not in self._placement.nodes:
+            say(f"node {self._own.name} waits as a spare.")
+        self._introduced = True
 
     def lost(self) -> None:
         """See `Listener`."""

@@ -74,7 +74,8 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         doubles_up=settings.double_up_after_s is not None,
     )
     ranks = ranks_of(slots, settings.nproc_per_node)
-    say(f"node {own.name} {f'has ranks {list(ranks)}' if ranks else 'waits as a spare'}.")
+    if ranks:
+        say(f"node {own.name} has ranks {list(ranks)}.")  # a spare says that it waits once the others know of it
     code = supervisor.run_at(place, stores.connect, ranks, cluster)
     cluster.pulse.over(code)
     attempt.close(store)

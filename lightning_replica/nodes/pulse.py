@@ -38,6 +38,9 @@ class Listener(Protocol):
     def came(self) -> None:
         """Other nodes have come."""
 
+    def introduced(self) -> None:
+        """The nodes with ranks were told that this node has come, which has none."""
+
     def lost(self) -> None:
         """Nodes were found to be lost."""
 
@@ -211,6 +214,15 @@ class Pulse:
         self._members = {**self._members, **found}
         if found:
             self._listener.came()
+            if self._own.number not in self._listener.trains():
+                # They look at once, and so know this spare. Otherwise, if the store were lost within the next second,
+                # they would not wait for it when they agree on another.
+                threading.Thread(target=self._introduce, args=(tuple(found.values()),), daemon=True).start()
+
+    def _introduce(self, members: Collection[Member]) -> None:
+        for member in members:
+            is_dead(member)  # which knocks at its door
+        self._listener.introduced()
 
     def bury(self, lost: Collection[int]) -> None:
         """Count nodes as lost, and tell the listener after the next look, which is now. Any thread may call this."""

@@ -36,7 +36,7 @@ class Buffers:
             own shard hold the averaged gradient, and after `Reducer.gather_gradients` all pieces do.
         main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
             optimizer updates.
-        block: The memory of ``grads`` and ``main``, which ranks of the same machine may read.
+        block: The memory of these tensors, which ranks of the same machine may read.
         used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
 
@@ -56,12 +56,12 @@ class Buffers:
         self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition, align)
         self._place, self.partition = grid.place_of(rank), partition
         self.parameters, self.order = tuple(parameters), tuple(order)
-        self.params = torch.zeros(self.layout.world_numel, dtype=dtype, device=device)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
         main_dtype = _MAIN_DTYPES.get(dtype, dtype)
-        self.block = Block(self.layout.world_numel, local_numel, dtype, main_dtype, device, shared)
-        self.grads, self.main = self.block.grads, self.block.main
-        self.largest_piece = max(bucket.pieces[self._place].numel for bucket in self.layout.buckets)
+        self.block = Block(
+            self.layout.world_numel, local_numel, dtype, main_dtype, device, shared, grid.replicas_span_nodes
+        )
+        self.grads, self.main, self.params = self.block.grads, self.block.main, self.block.params
         self.pieces = self.layout.pieces(grid.shard_of(rank))
         self.used = [False] * len(self.parameters)
         self._grad_views: list[Tensor] = []

@@ -1,80 +1,70 @@
 """The collectives of a step.
 
 The primitive for each backend is chosen here and nowhere else. On gloo (benchmarks/step_time.py measures the whole
-step), ranks exchange pieces with all_to_all_single, and give pieces to others with in-place broadcasts. Both are as
-fast as hand-made isend / irecv, within noise. Unlike those, they can be waited for in slices: an expired wait on a gloo
+step), ranks exchange pieces with all_to_all_single, and gather pieces with in-place all-gathers, or broadcasts where
+pieces differ in size. Unlike hand-made isend / irecv, these can be waited for in slices: an expired wait on a gloo
 point-to-point work closes every connection of the group, an expired wait on a collective leaves it valid
 (tests/sharding/test_collectives.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica._compat.torch import all_gather_single
 from lightning_replica.core.works import Check, Ordered, Work, track, wait
-from lightning_replica.groups.membership import Groups
-from lightning_replica.sharding.layout import Bucket
+from lightning_replica.devices import host
+from lightning_replica.sharding.layout import Range
+
+_CHUNK = 2**18  # elements that are added up at a time: they stay in the cache
 
 
-def exchange(bucket: Bucket, grads: Tensor, received: Tensor, groups: Groups) -> Work:
-    """Begin to send every member of the grid its piece of this rank's bucket.
-
-    When the work has ended, row j of ``received`` holds the gradients of the rank at place j for this rank's piece.
-
-    Args:
-        bucket: The bucket.
-        grads: (world_numel,) gradients.
-        received: (N * piece_numel,) receives this rank's piece from every member, in order of place.
-        groups: The process groups.
-    """
-    part = grads[bucket.world.start : bucket.world.stop]
-    if bucket.is_even:
-        return _begun(dist.all_to_all_single(received, part, group=groups.members, async_op=True), groups)
-    sent = [piece.numel for piece in bucket.pieces]
-    got = [sent[groups.place]] * len(sent)
-    return _begun(dist.all_to_all_single(received, part, got, sent, group=groups.members, async_op=True), groups)
-
-
-def sum_pieces(bucket: Bucket, received: Tensor, grads: Tensor, groups: Groups) -> None:
-    """Average the rows of ``received`` into this rank's piece of ``grads``.
-
-    Rows are added up in order of place, in 32 bits if they have 16.
-    """
-    piece = bucket.pieces[groups.place]
-    own = grads[piece.start : piece.stop]
-    rows = received[: groups.grid.size * piece.numel].view(groups.grid.size, piece.numel)
-    if own.dtype in (torch.float16, torch.bfloat16):
-        own.copy_(torch.sum(rows, 0, dtype=torch.float32).div_(len(rows)))
-    else:
-        torch.sum(rows, 0, out=own)
-        own.div_(len(rows))
-
-
-def share_with_peers(bucket: Bucket, grads: Tensor, groups: Groups) -> list[Work]:
-    """Begin to send this rank's averaged piece to its peers and to receive theirs, in place."""
-    grid = groups.grid
-    return _broadcast_pieces(bucket, grads, grid.places_of(groups.shard), grid.ranks.__getitem__, groups.peers, groups)
-
-
-def gather(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
-    """Begin to fill the bucket's part of ``flat`` from the shards of this replica, in place.
+def exchange(flat: Tensor, parts: Sequence[Range], received: Tensor, group: dist.ProcessGroup, on_host: bool) -> Work:
+    """Begin to send every member of ``group`` its part of this rank's ``flat``.
 
     Args:
-        bucket: The bucket.
-        flat: (world_numel,) in which the pieces of the own shard are valid.
-        groups: The process groups.
+        flat: (world_numel,) values.
+        parts: Adjacent ranges of ``flat``, one for each member, in their order in the group.
+        received: (size of the group * numel of the own part,) receives the own part from every member, in their order.
+        group: The process group.
+        on_host: See `Groups.on_host`.
     """
-    holders = groups.grid.replica_ranks(groups.rank)
-    return _broadcast_pieces(
-        bucket,
-        flat,
-        range(groups.grid.size),
-        lambda place: holders[groups.grid.shard_at(place)],
-        groups.replica,
-        groups,
-    )
+    sent = [part.numel for part in parts]
+    values = flat[parts[0].start : parts[-1].stop]
+    if len(set(sent)) == 1:
+        return begun(dist.all_to_all_single(received, values, group=group, async_op=True), on_host)
+    got = [sent[group.rank()]] * len(sent)
+    return begun(dist.all_to_all_single(received, values, got, sent, group=group, async_op=True), on_host)
+
+
+def collect(flat: Tensor, parts: Sequence[Range], group: dist.ProcessGroup | None, on_host: bool) -> list[Work]:
+    """Begin to fill ``parts`` of ``flat`` in place, each from the member of ``group`` whose part it is.
+
+    Args:
+        flat: (world_numel,) values, of which the own part is valid.
+        parts: Ranges of ``flat``, one for each member, in their order in the group.
+        group: The process group; None if this rank is its only member.
+        on_host: See `Groups.on_host`.
+    """
+    if group is None or group.size() == 1:
+        return []
+    views = [flat[part.start : part.stop] for part in parts]
+    if len({part.numel for part in parts}) > 1:
+        sources = dist.get_process_group_ranks(group)
+        return [
+            begun(dist.broadcast(view, source, group=group, async_op=True), on_host)
+            for view, source in zip(views, sources, strict=True)
+            if view.numel()
+        ]
+    if not views[0].numel():
+        return []
+    own = views[group.rank()]
+    if all(before.stop == after.start for before, after in zip(parts, parts[1:], strict=False)):
+        whole = flat[parts[0].start : parts[-1].stop]
+        return [begun(all_gather_single(whole, own, group), on_host)]
+    return [begun(dist.all_gather(views, own, group=group, async_op=True), on_host)]
 
 
 def all_reduce(vector: Tensor, group: dist.ProcessGroup, check: Check) -> None:
@@ -82,25 +72,30 @@ def all_reduce(vector: Tensor, group: dist.ProcessGroup, check: Check) -> None:
     wait(dist.all_reduce(vector, group=group, async_op=True), check)
 
 
-def _broadcast_pieces(
-    bucket: Bucket,
-    flat: Tensor,
-    pieces: Iterable[int],
-    source: Callable[[int], int],
-    group: dist.ProcessGroup,
-    groups: Groups,
-) -> list[Work]:
-    works: list[Work] = []
-    if group.size() == 1:
-        return works
-    for place in pieces:
-        where = bucket.pieces[place]
-        if where.numel:
-            part = flat[where.start : where.stop]
-            works.append(_begun(dist.broadcast(part, source(place), group=group, async_op=True), groups))
-    return works
-
-
-def _begun(work: "dist.Work | None", groups: Groups) -> Work:
+def begun(work: "dist.Work | None", on_host: bool) -> Work:
     """Track a collective on gradients or parameters that has begun."""
-    return track(work) if groups.on_host or work is None else Ordered(work)
+    return track(work) if on_host or work is None else Ordered(work)
+
+
+def add_up(rows: Tensor | Sequence[Tensor], out: Tensor, divisor: int) -> None:
+    """Write the sum of ``rows``, divided by ``divisor``, to ``out``, which may be one of the rows.
+
+    Rows are added up in their order, in 32 bits if they have 16.
+
+    Args:
+        rows: (n, numel) values, or n tensors of shape (numel,) in the host's memory.
+        out: (numel,) receives the result, in the dtype of the rows.
+        divisor: What the sum is divided by.
+    """
+    narrow = out.dtype in (torch.float16, torch.bfloat16)
+    if isinstance(rows, Tensor) and not host.on_host(out):
+        total = torch.sum(rows, 0, dtype=torch.float32 if narrow else None)
+        out.copy_(total.div_(divisor))
+        return
+    total = torch.empty(min(_CHUNK, out.numel()), dtype=torch.float32 if narrow else out.dtype)
+    for start in range(0, out.numel(), _CHUNK):
+        stop = min(start + _CHUNK, out.numel())
+        part = total[: stop - start].copy_(rows[0][start:stop])
+        for row in rows[1:]:
+            part.add_(row[start:stop])
+        torch.div(part, divisor, out=out[start:stop])

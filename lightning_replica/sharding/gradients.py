@@ -50,7 +50,7 @@ class Gradients:
     @property
     def receive_buffers(self) -> list[Tensor]:
         """The buffers for what other ranks send."""
-        return self._reducer.pool
+        return self._reducer.receive_buffers
 
     def connect(self, groups: Groups, check: Check) -> None:
         """Use ``groups`` from now on."""
@@ -71,7 +71,7 @@ class Gradients:
         """Map the other ranks' memory where that is possible and not done yet. Collective."""
         if self._can_map and not self._mapped:
             blocks = [(buffers.block, buffers.layout) for buffers in self._all()]
-            self._reducer.memory = shared.connect(self._groups, self._check, blocks)
+            self._reducer.map(shared.connect(self._groups, self._check, blocks))
             self._mapped = True
 
     def before_backward(self, reduce: bool, backup: Backup | None) -> None:

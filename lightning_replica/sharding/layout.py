@@ -3,8 +3,8 @@
 [Note: pieces]
 Parameters are laid one after the other into a flat *world* buffer, last registered first (the order in which
 backward finishes their gradients), and the buffer is cut into buckets. A bucket is padded so that it divides into N
-aligned *pieces*, one per rank, in the order of ranks. Only the rank of a piece sums it, so the order of summation
-depends on neither R nor S, and the peers of a shard have the same bits by construction.
+aligned *pieces*, one per rank. Only the rank of a piece has its sum, so the order of summation depends on neither R nor
+S, and the peers of a shard have the same bits by construction.
 A shard consists of the pieces of its R peers. Its *local* buffer holds them bucket by bucket, in order of replica:
 
     bucket 0 of the world buffer, N=4, R=2, S=2         local buffer of shard 0        of shard 1
@@ -12,8 +12,16 @@ A shard consists of the pieces of its R peers. Its *local* buffer holds them buc
        shard 0   shard 1   shard 0   shard 1
        replica 0           replica 1
 
-For one replica index the S pieces of all shards are adjacent, so a gather is R all-gathers over contiguous
-memory, and a reduce-scatter over all N ranks needs no copy either.
+On one node the pieces lie in the order of ranks. On several nodes they lie in *blocks*, one for each position on a
+node: block l has the pieces of the ranks that are number l on their nodes, in order of node.
+
+    M=2 nodes of L=2 ranks: ranks 0, 1 on node 0, and 2, 3 on node 1
+
+    | piece 0 | piece 2 | piece 1 | piece 3 |
+        block 0             block 1
+
+So what ranks send each other is contiguous on both levels (see [Note: two levels] in levels.py). The order depends on N
+and M only. For one replica index the pieces that are gathered together are adjacent, too.
 
 [Note: partitions]
 "element" cuts a bucket into N equal pieces, wherever the cuts fall. "parameter" gives every parameter whole to one
@@ -29,7 +37,7 @@ DDP (tests/state/data/test_as_ddp.py). On GPUs, the fastest kernels do not take 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Literal, TypeAlias
 
 from lightning_replica.core.grid import Grid
@@ -68,18 +76,20 @@ class Bucket:
         index: Position among the buckets of its layout.
         pieces: World range of each rank's piece, in order of rank, padding included; together they are the bucket.
         locals: Range of each rank's piece in the local buffer of its shard.
+        blocks: World range of each block, in order of the position on a node.
         parameters: Indices of the parameters inside, in order of their world range.
     """
 
     index: int
     pieces: tuple[Range, ...]
     locals: tuple[Range, ...]
+    blocks: tuple[Range, ...]
     parameters: tuple[int, ...]
 
     @property
     def world(self) -> Range:
         """Range in the world buffer, padding included."""
-        return Range(self.pieces[0].start, self.pieces[-1].stop)
+        return Range(self.blocks[0].start, self.blocks[-1].stop)
 
     @property
     def is_even(self) -> bool:
@@ -164,29 +174,30 @@ def plan_layout(
     if bucket_numel < 1 or align < 1:
         raise ConfigurationError(f"{bucket_numel=} and {align=} must be at least 1.")
     owners = balance(numels, grid.size) if partition == "parameter" else None
+    order = [place for local in range(grid.local_size) for place in range(local, grid.size, grid.local_size)]
     world: dict[int, Range] = {}
     buckets: list[Bucket] = []
     local_ends = [0] * grid.shards
     start = 0
     for members in _fill(numels, bucket_numel):
         if owners is None:
-            numel = _lay(members, numels, start, align, world)
-            sizes = _even_sizes(numel, grid.size, align)
+            sizes = _even_sizes(_lay(members, numels, start, align, world), grid.size, align)
         else:
-            members = sorted(members, key=lambda index: owners[index])
-            sizes = [0] * grid.size
-            for index in members:
-                sizes[owners[index]] += _round_up(numels[index], align)
-            sizes = sizes if any(sizes) else [align, *sizes[1:]]
-            for place, begin in enumerate(accumulate(sizes[:-1], initial=start)):
-                _lay([index for index in members if owners[index] == place], numels, begin, align, world)
-        pieces, locals_ = [], []
+            sizes = _owned_sizes(members, numels, owners, grid.size, align)
+        pieces = dict(zip(order, _cut(start, [sizes[place] for place in order]), strict=True))
+        if owners is not None:
+            members = [index for place in order for index in members if owners[index] == place]
+            for place, piece in pieces.items():
+                _lay([index for index in members if owners[index] == place], numels, piece.start, align, world)
+        blocks = _cut(start, [sum(sizes[local :: grid.local_size]) for local in range(grid.local_size)])
+        locals_ = []
         for place, size in enumerate(sizes):
             shard = grid.shard_at(place)
-            pieces.append(Range(start, start + size))
             locals_.append(Range(local_ends[shard], local_ends[shard] + size))
-            start, local_ends[shard] = start + size, local_ends[shard] + size
-        buckets.append(Bucket(len(buckets), tuple(pieces), tuple(locals_), tuple(members)))
+            local_ends[shard] += size
+        by_place = tuple(pieces[place] for place in range(grid.size))
+        buckets.append(Bucket(len(buckets), by_place, tuple(locals_), blocks, tuple(members)))
+        start = buckets[-1].world.stop
     return Layout(grid, tuple(world[i] for i in range(len(numels))), tuple(buckets), start, tuple(local_ends))
 
 
@@ -221,6 +232,11 @@ def _fill(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
     return filled
 
 
+def _cut(start: int, sizes: Sequence[int]) -> tuple[Range, ...]:
+    """Return adjacent ranges of these sizes, the first of which begins at ``start``."""
+    return tuple(starmap(Range, pairwise(accumulate(sizes, initial=start))))
+
+
 def _lay(members: Sequence[int], numels: Sequence[int], start: int, align: int, world: dict[int, Range]) -> int:
     """Lay ``members`` one after the other from ``start``; return how many elements they take, padding included."""
     end = start
@@ -228,6 +244,15 @@ def _lay(members: Sequence[int], numels: Sequence[int], start: int, align: int, 
         world[index] = Range(end, end + numels[index])
         end += _round_up(numels[index], align)
     return end - start
+
+
+def _owned_sizes(
+    members: Sequence[int], numels: Sequence[int], owners: Sequence[int], ranks: int, align: int
+) -> list[int]:
+    sizes = [0] * ranks
+    for index in members:
+        sizes[owners[index]] += _round_up(numels[index], align)
+    return sizes if any(sizes) else [align, *sizes[1:]]
 
 
 def _even_sizes(numel: int, ranks: int, align: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Shared memory: ranks of one machine read each other's memory, and a step sends no bytes through sockets.
+"""Shared memory: ranks of a node read each other's memory, and what stays on the node goes through no socket.
 
 A rank writes its gradients and its shard's values into memory that all others have mapped, and signals "ready" in a
 collective of one number (`SharedMemory.fence`). A rank that needs a piece then reads it where it lies. Collectives keep
@@ -10,9 +10,13 @@ enters once it has finished reading:
 
 | memory | others read it | fence before the next write |
 |---|---|---|
-| ``grads`` | after the first fence of a reduction, then the averages after the second | the commit |
+| ``grads``, other blocks than the own | after the fence of their bucket | the commit |
+| ``grads``, averages on one node | after the second fence of a reduction | the commit |
 | ``grads``, whole | after `Reducer.finish` | the agreement on who has a gradient (`ShardedState._expose`) |
 | ``main`` | in the parameter gather | `SharedMemory.release`, waited for before the next update |
+| ``params``, the own block | in the gather, where replicas have several nodes | the end of the gather (see below) |
+
+User code may write to ``params`` at any time, so a gather that reads them ends only when all ranks have read.
 
 After a fault all live ranks meet in REGROUP before any rank writes, and by then each has left its step. A dead rank's
 memory stays mapped in the ranks that read it: they read what it had signalled as ready, or nothing.
@@ -20,8 +24,11 @@ memory stays mapped in the ranks that read it: they read what it had signalled a
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,42 +36,68 @@ from torch import Tensor
 
 from lightning_replica.core.works import Check, Work, track, wait
 from lightning_replica.groups.membership import Groups
+from lightning_replica.sharding import collectives
 from lightning_replica.sharding.layout import Bucket, Layout, Range
 
 _ALIGN = 4096
-_CHUNK = 2**18  # elements that are summed at a time: they stay in the cache
 
 
 class Block:
-    """Two flat tensors that other processes of this machine can map, if the platform has such memory.
+    """Flat tensors that other processes of this machine can map, if the platform has such memory.
 
     Args:
-        grads_numel: Number of elements of ``grads``.
-        main_numel: Number of elements of ``main``.
-        dtype: Dtype of ``grads``.
+        world_numel: Number of elements of ``grads`` and ``params``.
+        local_numel: Number of elements of ``main``.
+        dtype: Dtype of ``grads`` and ``params``.
         main_dtype: Dtype of ``main``.
-        device: Device of both.
-        shared: Whether other processes must be able to map the tensors, which then lie in the host's memory.
+        device: Device of all tensors.
+        shared: Whether other processes must be able to map ``grads`` and ``main``, which then lie in the host's memory.
+        params_shared: Whether they must be able to map ``params``, too.
     """
 
     def __init__(
         self,
-        grads_numel: int,
-        main_numel: int,
+        world_numel: int,
+        local_numel: int,
         dtype: torch.dtype,
         main_dtype: torch.dtype,
         device: torch.device,
         shared: bool,
+        params_shared: bool = False,
     ) -> None:
         self._file = -1
+        self._shape = _Shape(world_numel, local_numel, world_numel if params_shared else 0, dtype, main_dtype)
         if shared and hasattr(os, "memfd_create"):
             # Unlike /dev/shm, a memfd has no size limit of its own, and a killed process leaves nothing behind.
             self._file = os.memfd_create("lightning_replica")
-            os.ftruncate(self._file, _offset(grads_numel, dtype) + main_numel * main_dtype.itemsize + _ALIGN)
-            self.grads, self.main = _views(self._file, grads_numel, main_numel, dtype, main_dtype)
+            os.ftruncate(self._file, self._shape.nbytes)
+            views = self._shape.views(self._file)
+            self.grads, self.main, self.params = views.grads, views.main, views.params
         else:
-            self.grads = torch.zeros(grads_numel, dtype=dtype, device=device)
-            self.main = torch.zeros(main_numel, dtype=main_dtype, device=device)
+            self.grads = torch.zeros(world_numel, dtype=dtype, device=device)
+            self.main = torch.zeros(local_numel, dtype=main_dtype, device=device)
+        if self._file < 0 or not params_shared:
+            self.params = torch.zeros(world_numel, dtype=dtype, device=device)
+
+    def of_another(self, path: str, local_numel: int) -> "Views":
+        """Map the block of another rank of this machine.
+
+        Args:
+            path: Path of its file.
+            local_numel: Number of elements of its ``main``.
+
+        Raises:
+            OSError: If it cannot be mapped.
+        """
+        file = os.open(path, os.O_RDWR)
+        try:
+            return replace(self._shape, local_numel=local_numel).views(file)
+        finally:
+            os.close(file)  # the mapping stays
+
+    def views(self) -> "Views":
+        """Return the tensors of this block."""
+        return Views(self.grads, self.main, self.params)
 
     @property
     def file(self) -> int:
@@ -76,125 +109,144 @@ class Block:
             os.close(self._file)
 
 
-class Windows:
-    """One rank's views of all members' memory for one flat buffer.
+@dataclass(frozen=True)
+class Views:
+    """The tensors of a block. ``params`` is empty if the block does not share it."""
 
-    Args:
-        own: This rank's block.
-        paths: The path of every rank's block.
-        place: This rank's place in the grid.
-        layout: The layout of the buffer.
+    grads: Tensor
+    main: Tensor
+    params: Tensor
 
-    Raises:
-        OSError: If another rank's memory cannot be mapped.
-    """
 
-    def __init__(self, own: Block, paths: Sequence[str], place: int, layout: Layout) -> None:
-        self.grads: list[Tensor] = []
-        self.main: list[Tensor] = []
-        for other, path in enumerate(paths):
-            if other == place:
-                grads, main = own.grads, own.main
-            else:
-                file = os.open(path, os.O_RDWR)
-                try:
-                    numel = layout.local_numels[layout.grid.shard_at(other)]
-                    grads, main = _views(file, layout.world_numel, numel, own.grads.dtype, own.main.dtype)
-                finally:
-                    os.close(file)  # the mapping stays
-            self.grads.append(grads)
-            self.main.append(main)
+@dataclass(frozen=True)
+class _Shape:
+    """How a block's tensors lie in its file."""
+
+    world_numel: int
+    local_numel: int
+    params_numel: int
+    dtype: torch.dtype
+    main_dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return self._ends[-1] + _ALIGN  # never empty
+
+    @property
+    def _ends(self) -> list[int]:
+        sizes = [
+            self.world_numel * self.dtype.itemsize,
+            self.local_numel * self.main_dtype.itemsize,
+            self.params_numel * self.dtype.itemsize,
+        ]
+        return list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes))
+
+    def views(self, file: int) -> Views:
+        """Map a file that has this shape."""
+        memory = mmap.mmap(file, 0)
+        ends = self._ends
+
+        def view(numel: int, dtype: torch.dtype, offset: int) -> Tensor:
+            if not numel:
+                return torch.zeros(0, dtype=dtype)
+            return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+        return Views(
+            view(self.world_numel, self.dtype, 0),
+            view(self.local_numel, self.main_dtype, ends[0]),
+            view(self.params_numel, self.dtype, ends[1]),
+        )
 
 
 class SharedMemory:
-    """Moves a step's data over shared memory; the counterpart of `collectives`' exchange, share and gather.
+    """Moves a step's data over shared memory between the ranks of a node; the counterpart of `collectives`.
 
     Args:
         groups: The process groups.
+        node: The group of the ranks on this node.
         check: Raises when waiting has become pointless.
-        windows: The windows of every buffer, by the id of its block.
+        windows: The memory of every rank of the node, in order of position, by the id of this rank's block.
     """
 
-    def __init__(self, groups: Groups, check: Check, windows: dict[int, Windows]) -> None:
-        self._groups, self._check, self._windows = groups, check, windows
+    def __init__(
+        self, groups: Groups, node: dist.ProcessGroup, check: Check, windows: dict[int, Sequence[Views]]
+    ) -> None:
+        self._groups, self._node, self._check, self._windows = groups, node, check, windows
+        self._own = groups.grid.local_of(groups.rank)
         self._released: Work = None
 
     def fence(self) -> None:
         """Wait until every rank has called this. Then all ranks can read what each rank wrote before the call."""
-        wait(self._launch(), self._check)
+        wait(self.signal(), self._check)
+
+    def signal(self) -> Work:
+        """Signal to the other ranks that they can read what this rank wrote; return what to wait for before reading."""
+        return track(dist.all_reduce(torch.zeros(1), group=self._node, async_op=True))
 
     def release(self) -> None:
         """Signal to the other ranks that this rank has read what it needs; do not wait."""
-        self._released = self._launch()
+        self._released = self.signal()
 
     def reclaim(self) -> None:
-        """Wait until all other ranks have read what they need of this rank's ``main``."""
+        """Wait until all other ranks have read what they need of this rank's ``main`` or ``params``."""
         work, self._released = self._released, None
         wait(work, self._check)
 
-    def average(self, block: Block, bucket: Bucket) -> None:
-        """Average all ranks' gradients into the own piece.
+    def add_up(self, block: Block, where: Range, divisor: int) -> None:
+        """Write the sum of all ranks' gradients in a range, divided by ``divisor``, to ``block.grads``.
 
-        Gradients are added up in order of place, in 32 bits if they have 16.
+        Gradients are added up in order of position, in 32 bits if they have 16.
         """
-        rows = self._windows[id(block)].grads
-        piece = bucket.pieces[self._groups.place]
-        wide = torch.float32 if block.grads.dtype in (torch.float16, torch.bfloat16) else block.grads.dtype
-        total = torch.empty(min(_CHUNK, piece.numel), dtype=wide)
-        for start in range(piece.start, piece.stop, _CHUNK):
-            stop = min(start + _CHUNK, piece.stop)
-            part = total[: stop - start].copy_(rows[0][start:stop])
-            for row in rows[1:]:
-                part.add_(row[start:stop])
-            torch.div(part, len(rows), out=block.grads[start:stop])
+        rows = [views.grads[where.start : where.stop] for views in self._windows[id(block)]]
+        collectives.add_up(rows, block.grads[where.start : where.stop], divisor)
 
-    def take_averages(self, block: Block, bucket: Bucket, pieces: Sequence[int], source: Callable[[int], int]) -> None:
-        """Copy pieces of ``grads`` from the ranks that have them.
-
-        Args:
-            block: This rank's memory.
-            bucket: The bucket.
-            pieces: The pieces to copy.
-            source: Returns the place of the rank to copy a piece from.
-        """
-        rows = self._windows[id(block)].grads
-        for piece in pieces:
-            if source(piece) != self._groups.place:
-                _copy(block.grads, bucket.pieces[piece], rows[source(piece)], bucket.pieces[piece])
+    def take(self, kind: Literal["grads", "params"], block: Block, where: Range, position: int) -> None:
+        """Copy a range of ``grads`` or ``params`` from the rank at ``position`` on this node."""
+        if position != self._own:
+            source = getattr(self._windows[id(block)][position], kind)
+            _copy(getattr(block, kind), where, source, where)
 
     def gather(self, block: Block, bucket: Bucket, params: Tensor) -> None:
-        """Fill the bucket's parameters from the values of the shards of this replica."""
-        grid, rows = self._groups.grid, self._windows[id(block)].main
-        holders = grid.replica_places(self._groups.rank)
+        """Fill the bucket's parameters from the values of the shards of this replica, which is all on this node."""
+        grid, windows = self._groups.grid, self._windows[id(block)]
+        holders = [grid.local_of(rank) for rank in grid.replica_ranks(self._groups.rank)]
         for piece in range(grid.size):
-            _copy(params, bucket.pieces[piece], rows[holders[grid.shard_at(piece)]], bucket.locals[piece])
-
-    def _launch(self) -> Work:
-        return track(dist.all_reduce(torch.zeros(1), group=self._groups.members, async_op=True))
+            source = windows[holders[grid.shard_at(piece)]].main
+            _copy(params, bucket.pieces[piece], source, bucket.locals[piece])
 
 
 def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]) -> SharedMemory | None:
-    """Map all members' blocks. Collective: every member has laid out the same buffers.
+    """Map the blocks of all ranks of this node. Collective: every rank has laid out the same buffers.
 
     Returns:
-        The shared memory; None on every rank if some rank cannot map the memory of another.
+        The shared memory; None on every rank of the node if some rank cannot map the memory of another.
     """
+    if groups.node is None:
+        return None
+    grid, group = groups.grid, groups.node
     own = torch.tensor([_machine(), os.getpid(), *(block.file for block, _ in blocks)])
-    table = [torch.empty_like(own) for _ in range(groups.grid.size)]
-    wait(track(dist.all_gather(table, own, group=groups.members, async_op=True)), check)
-    windows = None
+    table = [torch.empty_like(own) for _ in range(group.size())]
+    wait(track(dist.all_gather(table, own, group=group, async_op=True)), check)
+    windows: dict[int, Sequence[Views]] | None = None
     if all(int(row[0]) == int(own[0]) and min(row[2:].tolist()) >= 0 for row in table):
+        shards = [grid.shard_of(rank) for rank in grid.node_ranks(groups.rank)]
         paths = [[f"/proc/{row[1]}/fd/{file}" for file in row[2:].tolist()] for row in table]
         try:
             windows = {
-                id(block): Windows(block, [row[number] for row in paths], groups.place, layout)
+                id(block): [
+                    block.views()
+                    if position == group.rank()
+                    else block.of_another(paths[position][number], layout.local_numels[shard])
+                    for position, shard in enumerate(shards)
+                ]
                 for number, (block, layout) in enumerate(blocks)
             }
         except OSError:
             windows = None
     failed = torch.tensor([float(windows is None)])
-    wait(track(dist.all_reduce(failed, group=groups.members, async_op=True)), check)
-    return None if windows is None or failed.item() else SharedMemory(groups, check, windows)
+    wait(track(dist.all_reduce(failed, group=group, async_op=True)), check)
+    return None if windows is None or failed.item() else SharedMemory(groups, group, check, windows)
 
 
 def _machine() -> int:
@@ -204,21 +256,6 @@ def _machine() -> int:
         return -1
     processes = os.stat("/proc/self/ns/pid").st_ino
     return (int(boot.read_text().replace("-", ""), 16) ^ processes) % 2**62
-
-
-def _views(
-    file: int, grads_numel: int, main_numel: int, dtype: torch.dtype, main_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    memory = mmap.mmap(file, 0)
-    grads = torch.frombuffer(memory, dtype=dtype, count=grads_numel)
-    if not main_numel:
-        return grads, torch.zeros(0, dtype=main_dtype)
-    return grads, torch.frombuffer(memory, dtype=main_dtype, count=main_numel, offset=_offset(grads_numel, dtype))
-
-
-def _offset(grads_numel: int, dtype: torch.dtype) -> int:
-    """Return the byte at which ``main`` begins."""
-    return -(-grads_numel * dtype.itemsize // _ALIGN) * _ALIGN
 
 
 def _copy(to: Tensor, where: Range, source: Tensor, there: Range) -> None:

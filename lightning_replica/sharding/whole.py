@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes
-from lightning_replica.core.works import Check, finish, wait
+from lightning_replica.core.works import Check, finish
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
-from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
+from lightning_replica.sharding.gathering import gather
 from lightning_replica.sharding.optimizer import ELEMENT_WISE, ShardedOptimizer
 from lightning_replica.sharding.piece import Piece
 
@@ -148,9 +148,7 @@ def _gather_flat(
 
 
 def _collect(flat: Tensor, groups: Groups, buffers: Buffers, check: Check) -> None:
-    works = [work for bucket in buffers.layout.buckets for work in collectives.gather(bucket, flat, groups)]
-    for work in works:
-        wait(work, check)
+    gather([(bucket, flat) for bucket in buffers.layout.buckets], groups, check)
     finish(check)  # values must be complete before they are written to a file
 
 

@@ -160,7 +160,9 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     @property
     def grid(self) -> Grid:
         """The table of ranks."""
-        return Grid.of(self.world_size, 1 if self.world_size == 1 else self._replicas)
+        if self.world_size == 1:
+            return Grid.of(1, 1)
+        return Grid.of(self.world_size, self._replicas, self._num_nodes)
 
     @property
     def num_nodes(self) -> int:

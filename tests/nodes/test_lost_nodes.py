@@ -16,29 +16,31 @@ import pytest
 from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from tests.support.etcd import NEEDS_ETCD
 from tests.support.machines import NEEDS_ROOT, Machine, machines
-from tests.support.nodes import SERVE, Result, Run, Stop, run_alone, start_store
+from tests.support.nodes import SERVE, Result, Run, Stop, run_untouched, start_store
 
 pytestmark = NEEDS_ROOT
 STEPS = 18
 STRANGER = Path(__file__).with_name("stranger.py")
 PLACES: tuple[Stop, ...] = ((3, "forward", 2), (6, "before_commit", 2), (9, "update", 2), (12, "validation", 2))
 SAVE: Stop = (15, "checkpoint", 2)
+LOCAL = 2  # ranks on a node
 Oracle = Callable[[int], Result]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """The oracle: the same number of ranks on one machine."""
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """The oracle: a run without a fault on as many nodes."""
     known: dict[int, Result] = {}
 
-    def run(ranks: int) -> Result:
-        if ranks not in known:
-            out = tmp_path_factory.mktemp("alone")
-            run_alone(out, ranks, STEPS)
-            known[ranks] = Result.of(out, ranks)
-            assert all(result.startswith(f"{STEPS} ") for result in known[ranks].ranks)
-            assert len(set(known[ranks].ranks)) == ranks  # each has random numbers and batches of its own
-        return known[ranks]
+    def run(nodes: int) -> Result:
+        ranks = nodes * LOCAL
+        if nodes not in known:
+            out = tmp_path_factory.mktemp("untouched")
+            run_untouched(out, nodes, LOCAL, STEPS)
+            known[nodes] = Result.of(out, ranks)
+            assert all(result.startswith(f"{STEPS} ") for result in known[nodes].ranks)
+            assert len(set(known[nodes].ranks)) == ranks  # each has random numbers and batches of its own
+        return known[nodes]
 
     return run
 
@@ -144,8 +146,8 @@ def strike(run: Run, fault: str) -> None:
 
 def assert_same(run: Run, oracle: Oracle) -> None:
     assert set(run.codes()) == {0}, run.text()
-    assert run.result().ranks == oracle(run.nodes * run.local).ranks, run.text()
-    assert run.result().rows == oracle(run.nodes * run.local).rows, run.text()
+    assert run.result().ranks == oracle(run.nodes).ranks, run.text()
+    assert run.result().rows == oracle(run.nodes).rows, run.text()
 
 
 def of_rank(rank: int, *stops: Stop) -> tuple[Stop, ...]:
@@ -161,9 +163,9 @@ def of_rank(rank: int, *stops: Stop) -> tuple[Stop, ...]:
     ],
 )
 def test_one_after_the_other(
-    fault: str, nodes: int, store: str, stops: tuple[Stop, ...], alone: Oracle, tmp_path: Path
+    fault: str, nodes: int, store: str, stops: tuple[Stop, ...], untouched: Oracle, tmp_path: Path
 ) -> None:
-    check(fault, nodes, store, stops, alone, tmp_path)
+    check(fault, nodes, store, stops, untouched, tmp_path)
 
 
 @pytest.mark.combinations
@@ -172,21 +174,21 @@ def test_one_after_the_other(
 @pytest.mark.parametrize(
     ("store", "rank"), [("first", 2), ("alone", 0), ("alone", 3), pytest.param("etcd", 0, marks=NEEDS_ETCD)]
 )
-def test_everywhere(fault: str, nodes: int, store: str, rank: int, alone: Oracle, tmp_path: Path) -> None:
-    check(fault, nodes, store, of_rank(rank, *PLACES, SAVE), alone, tmp_path)
+def test_everywhere(fault: str, nodes: int, store: str, rank: int, untouched: Oracle, tmp_path: Path) -> None:
+    check(fault, nodes, store, of_rank(rank, *PLACES, SAVE), untouched, tmp_path)
 
 
-def check(fault: str, nodes: int, store: str, stops: tuple[Stop, ...], alone: Oracle, tmp_path: Path) -> None:
+def check(fault: str, nodes: int, store: str, stops: tuple[Stop, ...], untouched: Oracle, tmp_path: Path) -> None:
     patience = ("--node-timeout", "10") if fault == "link down for 3 s" else ()
     with running(tmp_path, nodes, 1, stops, store, "nothing" in fault, patience) as (run, _):
         strike(run, fault)
-        assert_same(run, alone)
+        assert_same(run, untouched)
         replaced = run.text().count("takes its place")
         assert replaced == (0 if fault == "link down for 3 s" else len(stops)), run.text()
         assert (tmp_path / "checkpoints" / "step_00000015").is_dir()
 
 
-def test_the_node_with_the_store_is_killed(alone: Oracle, tmp_path: Path) -> None:
+def test_the_node_with_the_store_is_killed(untouched: Oracle, tmp_path: Path) -> None:
     with running(tmp_path, 2, 1, ((8, "forward", 2),), "first") as (run, nodes):
         run.reach(0)
         run.kill(nodes[0])
@@ -195,13 +197,13 @@ def test_the_node_with_the_store_is_killed(alone: Oracle, tmp_path: Path) -> Non
         lost = f"The process that served the store at {nodes[0].address}:29500 has ended, and node machine0 is lost."
         assert lost in run.text()
         assert not (tmp_path / "rank2").exists()
-    run_alone(tmp_path, 4, STEPS)
+    run_untouched(tmp_path, 2, LOCAL, STEPS)
     weights = [result.split()[:2] for result in Result.of(tmp_path, 4).ranks]
-    assert weights == [result.split()[:2] for result in alone(4).ranks]
+    assert weights == [result.split()[:2] for result in untouched(2).ranks]
 
 
 @pytest.mark.combinations
-def test_a_node_that_is_left_runs_all_ranks_until_another_comes(alone: Oracle, tmp_path: Path) -> None:
+def test_a_node_that_is_left_runs_all_ranks_until_another_comes(untouched: Oracle, tmp_path: Path) -> None:
     stops = ((4, "forward", 0), (9, "update", 0), (16, "validation", 0))
     with running(tmp_path, 2, 0, stops, "first", options=("--double-up-after", "1")) as (run, nodes):
         run.reach(0)
@@ -216,11 +218,11 @@ def test_a_node_that_is_left_runs_all_ranks_until_another_comes(alone: Oracle, t
         run.reach(2)
         assert [run.where(rank)[0] for rank in range(4)] == ["machine0"] * 2 + ["machine1"] * 2
         run.go(2)
-        assert_same(run, alone)
+        assert_same(run, untouched)
 
 
 @NEEDS_ETCD
-def test_two_nodes_and_a_member_of_etcd_are_lost(alone: Oracle, tmp_path: Path) -> None:
+def test_two_nodes_and_a_member_of_etcd_are_lost(untouched: Oracle, tmp_path: Path) -> None:
     """With etcd nothing is lost with a machine of the store, also while a node is lost."""
     with running(tmp_path, 2, 1, ((5, "update", 0), (11, "forward", 3)), "etcd") as (run, all_):
         run.reach(0)
@@ -228,10 +230,10 @@ def test_two_nodes_and_a_member_of_etcd_are_lost(alone: Oracle, tmp_path: Path) 
         come_back(run, lose_node(run, 0, 0))
         run.reach(1)
         lose_node(run, 1, 3)
-        assert_same(run, alone)
+        assert_same(run, untouched)
 
 
-def test_a_node_is_lost_while_another_is_replaced(alone: Oracle, tmp_path: Path) -> None:
+def test_a_node_is_lost_while_another_is_replaced(untouched: Oracle, tmp_path: Path) -> None:
     """With three holders of each shard, on three nodes."""
     stops = ((5, "before_commit", 2), (5, "rollback", 0))
     with running(tmp_path, 3, 2, stops, "alone", REPLICAS="3") as (run, nodes):
@@ -241,12 +243,12 @@ def test_a_node_is_lost_while_another_is_replaced(alone: Oracle, tmp_path: Path)
         run.reach(1)  # in the recovery
         run.kill(run.machine_of(4))
         run.go(1)
-        assert_same(run, alone)
+        assert_same(run, untouched)
         assert run.text().count("takes its place") == 2, run.text()
 
 
 @pytest.mark.combinations
-def test_a_spare_is_lost_while_it_waits_and_one_while_it_takes_over(alone: Oracle, tmp_path: Path) -> None:
+def test_a_spare_is_lost_while_it_waits_and_one_while_it_takes_over(untouched: Oracle, tmp_path: Path) -> None:
     with running(tmp_path, 2, 3, ((5, "forward", 2), (5, "rollback", 0)), "alone") as (run, nodes):
         run.reach(0)
         run.kill(nodes[4])
@@ -256,7 +258,7 @@ def test_a_spare_is_lost_while_it_waits_and_one_while_it_takes_over(alone: Oracl
         first = takes_place(run)
         run.kill(first[0])
         run.go(1)
-        assert_same(run, alone)
+        assert_same(run, untouched)
         assert {each.name for each in takes_place(run)} == {nodes[2].name, nodes[3].name}
 
 
@@ -279,7 +281,7 @@ def test_all_holders_of_a_shard_are_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.combinations
-def test_a_slow_link_that_loses_frames_raises_no_alarm(alone: Oracle, tmp_path: Path) -> None:
+def test_a_slow_link_that_loses_frames_raises_no_alarm(untouched: Oracle, tmp_path: Path) -> None:
     """200 ms there and back, and one frame in twenty is lost each way; then nothing passes for five seconds."""
     stops = ((2, "forward", 2), (4, "forward", 2))
     options = ("--node-timeout", "10")
@@ -293,11 +295,11 @@ def test_a_slow_link_that_loses_frames_raises_no_alarm(alone: Oracle, tmp_path: 
         nodes[1].link("up")
         nodes[1].quality(delay_s=0.0, loss=0.0)
         run.go(1)
-        assert_same(run, alone)
+        assert_same(run, untouched)
         assert "lost" not in run.text()
 
 
-def test_a_stranger_writes_to_the_store(alone: Oracle, tmp_path: Path) -> None:
+def test_a_stranger_writes_to_the_store(untouched: Oracle, tmp_path: Path) -> None:
     """With a secret, whatever it writes under whichever key; and a node is lost meanwhile."""
     with running(tmp_path, 2, 1, ((6, "update", 2),), "alone", LIGHTNING_REPLICA_SECRET="one that only nodes know") as (
         run,
@@ -309,35 +311,35 @@ def test_a_stranger_writes_to_the_store(alone: Oracle, tmp_path: Path) -> None:
         run.until(lambda: log.read_text().count("round") > 5)
         run.kill(nodes[1])
         run.go(0)
-        assert_same(run, alone)
+        assert_same(run, untouched)
         assert "in the store is ignored, as its tag is not valid" in run.text()
 
 
 @pytest.mark.combinations
-def test_clocks_differ(alone: Oracle, tmp_path: Path) -> None:
+def test_clocks_differ(untouched: Oracle, tmp_path: Path) -> None:
     """By months: a node compares only times of its own clock."""
     with running(tmp_path, 2, 0, ((6, "update", 2),), "alone") as (run, nodes):
         run.reach(0)
         machine = lose_node(run, 0, 2)
         run.start(machine, clock_s=10_000_000)
-        assert_same(run, alone)
+        assert_same(run, untouched)
 
 
 @pytest.mark.combinations
-def test_a_rank_that_hangs_is_named_with_its_node(alone: Oracle, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_with_its_node(untouched: Oracle, tmp_path: Path) -> None:
     with running(tmp_path, 2, 0, ((10, "forward", 2),), "alone", HANG_S="2") as (run, _):
         run.reach(0)
         run.process_of(2).suspend()
         run.go(0)
-        assert_same(run, alone)
+        assert_same(run, untouched)
         assert "Rank 2 on node machine1 hangs in forward (no progress for" in run.text()
 
 
 @pytest.mark.combinations
-def test_ranks_of_all_nodes_wait_for_each_other(alone: Oracle, tmp_path: Path) -> None:
+def test_ranks_of_all_nodes_wait_for_each_other(untouched: Oracle, tmp_path: Path) -> None:
     """One has left out a collective that the others have called. All are called back, and try again."""
     with running(tmp_path, 2, 0, (), "alone", HANG_S="2", SKIP="8") as (run, _):
-        assert_same(run, alone)
+        assert_same(run, untouched)
         assert "All ranks on node machine0 wait for others, and nothing has moved for" in run.text()
         assert "All ranks on node machine1 wait for others, and nothing has moved for" in run.text()
         assert "hang: all ranks wait for each other" in run.text()

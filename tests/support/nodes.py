@@ -14,6 +14,7 @@ import psutil
 
 from tests.support.etcd import ETCD
 from tests.support.machines import Machine
+from tests.support.ranks import free_port
 
 SCRIPT = Path(__file__).parents[1] / "nodes" / "script.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -28,11 +29,18 @@ Stop: TypeAlias = tuple[int, str, int]
 """The step, the place and the rank where a run stops until the test lets it go on."""
 
 
-def run_alone(out: Path, ranks: int, steps: int) -> None:
-    """Runs on one machine, from the checkpoint in ``out`` if there is one."""
-    command = [sys.executable, str(SCRIPT), str(out), "1", str(ranks), str(steps), "[]"]
-    done = subprocess.run(command, cwd=out, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def run_untouched(out: Path, nodes: int, local: int, steps: int) -> None:
+    """Runs without a fault, all nodes on this machine, from the checkpoint in ``out`` if there is one."""
+    port = free_port()
+    command = [*COMMAND, "run", "--nnodes", str(nodes), "--nproc-per-node", str(local), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", str(SCRIPT), str(out)]
+    command += [str(nodes), str(nodes * local), str(steps), "[]"]
+    started = [
+        subprocess.Popen(command, cwd=out, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(nodes)
+    ]
+    said = [each.communicate()[0] for each in started]
+    assert [each.returncode for each in started] == [0] * nodes, "\n".join(said)
 
 
 def start_store(store: str, made: list[Machine], out: Path) -> str:

@@ -1,0 +1,144 @@
+"""Reductions and gathers on two levels: the tree of each sum, and what the bits depend on."""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lightning_replica.core.grid import Grid
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.groups.membership import Groups, make_groups
+from lightning_replica.sharding.commit import Request
+from lightning_replica.sharding.layout import plan_layout
+from tests.sharding.test_peers import model
+from tests.support.ranks import open_world, run_ranks
+from tests.support.sharded import apply, make_state, same_bits
+
+LIMIT = timedelta(seconds=60)
+SIZE = 8
+SHAPES = ((33, 5), (7,), (64, 3), (1,))
+
+
+def tree(gradients: Sequence[Tensor], nodes: int) -> Tensor:
+    """The average of all ranks' gradients as [Note: two levels] says, written down once more."""
+    dtype, local = gradients[0].dtype, len(gradients) // nodes
+    narrow = dtype.itemsize == 2
+    sums = []
+    for node in range(nodes):
+        total = gradients[node * local].to(torch.float32 if narrow else dtype)
+        for gradient in gradients[node * local + 1 : (node + 1) * local]:
+            total = total + gradient
+        sums.append((total / local).to(dtype) if narrow else total)
+    total = sums[0].to(torch.float32 if narrow else dtype)
+    for each in sums[1:]:
+        total = total + each
+    return (total / nodes).to(dtype) if narrow else total / len(gradients)
+
+
+def random_gradient(rank: int, step: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def averages(groups: Groups, dtype: torch.dtype, **options: Any) -> None:
+    """Every ``.grad`` has the bits of the tree, whatever R and the transport."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    state = make_state(groups, parameters, torch.optim.SGD(parameters, lr=0.0), whole_gradients=True, **options)
+    for step in range(2):
+        state.begin_window(False)
+        state.before_backward(reduce=True)
+        own = [random_gradient(groups.rank, step, shape, dtype) for shape in SHAPES]
+        sum((p * g).sum().float() for p, g in zip(parameters, own, strict=True)).backward()  # type: ignore[union-attr]
+        state.after_backward(reduce=True)
+        for parameter, shape in zip(parameters, SHAPES, strict=True):
+            everyone = [random_gradient(rank, step, shape, dtype) for rank in range(SIZE)]
+            assert parameter.grad is not None
+            assert same_bits(parameter.grad, tree(everyone, groups.grid.nodes)), (groups.grid, dtype, options, step)
+        apply(state)
+        for parameter in parameters:
+            parameter.grad = None
+    state.release()
+
+
+def train(groups: Groups, dtype: torch.dtype, clip: float | None, **options: Any) -> str:
+    """The weights' hash after some steps."""
+    net = model(dtype)
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    state = make_state(groups, net.parameters(), optimizer, **options)
+    generator = torch.Generator().manual_seed(groups.rank)
+    for _ in range(3):
+        x = torch.randn(8, 33, generator=generator).to(dtype)
+        state.begin_window(False)
+        optimizer.zero_grad()
+        state.before_backward(reduce=True)
+        net(x).square().mean().backward()
+        apply(state, Request(clip_norm=clip))
+    state.release()
+    weights = b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in net.parameters())
+    return hashlib.sha256(weights).hexdigest()
+
+
+CASES = (  # shared memory, partition, dtype, clip
+    (True, "element", torch.float32, None),
+    (False, "element", torch.float32, 0.01),
+    (True, "element", torch.float32, 0.01),
+    (False, "element", torch.bfloat16, None),
+    (True, "parameter", torch.bfloat16, None),
+    (False, "parameter", torch.float32, None),
+)
+
+
+def train_all(rank: int, store: Any) -> list[Any]:
+    open_world(rank, store, SIZE)
+    results = []
+    for nodes, replicas in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+        groups = make_groups(Grid.of(SIZE, replicas, nodes), rank, LIMIT)
+        for shared_memory, partition, dtype, clip in CASES:
+            options = {"shared_memory": shared_memory, "partition": partition}
+            averages(groups, dtype, **options)
+            results.append([nodes, str(dtype), clip, train(groups, dtype, clip, **options)])
+    return results
+
+
+def test_the_bits_depend_on_the_nodes_and_the_gradients_only() -> None:
+    found: dict[tuple[Any, ...], set[str]] = {}
+    for nodes, dtype, clip, weights in (run for rank in run_ranks(SIZE, train_all, timeout_s=300) for run in rank):
+        found.setdefault((nodes, dtype, clip), set()).add(weights)
+    assert len(found) == 4 * 3
+    assert all(len(hashes) == 1 for hashes in found.values()), found
+    for nodes, dtype, clip in found:
+        if nodes == 8:  # one rank on every node: one level, as on one node
+            assert found[8, dtype, clip] == found[1, dtype, clip]
+    assert found[2, "torch.float32", None] != found[1, "torch.float32", None]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_what_a_node_sends_is_contiguous(nodes: int, local: int, data: st.DataObject) -> None:
+    """Blocks are adjacent, and so are the pieces of a block, in order of node."""
+    numels = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=12))
+    partition = data.draw(st.sampled_from(["element", "parameter"]))
+    grid = Grid.of(nodes * local, 1, nodes)
+    for bucket in plan_layout(grid, numels, data.draw(st.integers(1, 500)), partition, 4).buckets:
+        assert [b.start for b in bucket.blocks[1:]] == [b.stop for b in bucket.blocks[:-1]]
+        for position, block in enumerate(bucket.blocks):
+            pieces = bucket.pieces[position::local]
+            assert (pieces[0].start, pieces[-1].stop) == (block.start, block.stop)
+            assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
+
+
+def test_the_picture_in_the_note() -> None:
+    layout = plan_layout(Grid.of(4, 2, 2), [8], 8, align=1)
+    assert [(piece.start, piece.stop) for piece in layout.buckets[0].pieces] == [(0, 2), (4, 6), (2, 4), (6, 8)]
+
+
+def test_nodes_that_do_not_share_the_ranks_evenly() -> None:
+    with pytest.raises(ConfigurationError, match=r"nodes=3 does not divide world_size=4"):
+        Grid.of(4, 2, 3)
