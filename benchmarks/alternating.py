@@ -136,7 +136,8 @@ def strategy_of(contender: str, setting: Setting) -> Any:
     """Return the strategy of a contender."""
     if contender.startswith("replica_zero"):
         bucket = {} if setting.bucket_bytes is None else {"bucket_bytes": setting.bucket_bytes}
-        return ReplicaZeroStrategy(replicas=2, shared_memory=not setting.sockets, **bucket)
+        wire = "bfloat16" if contender.endswith("bf16") else None
+        return ReplicaZeroStrategy(replicas=2, shared_memory=not setting.sockets, reduce_dtype=wire, **bucket)
     if contender == "FSDP2 HSDP":
         return HSDPStrategy()
     if contender == "DDP, bf16 hook":

@@ -51,6 +51,7 @@ def test_the_trainer_refuses(options: dict[str, Any], message: str) -> None:
         ({"hang_max_s": "long"}, "hang_max_s='long' must be a number of seconds"),
         ({"hang_min_s": 90, "hang_max_s": 30.0}, "hang_min_s=90 must not be more than hang_max_s=30.0"),
         ({"partition": "row"}, "partition='row' must be one of 'element', 'parameter'"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16' must be one of None, 'bfloat16', 'float16', 'float32'"),
         ({"whole_gradients": "yes"}, "whole_gradients='yes' must be one of True, False, 'auto'"),
         ({"state_dict_type": "half"}, "state_dict_type='half' must be one of 'full', 'sharded'"),
     ],

@@ -146,6 +146,24 @@ def sent_bytes(ranks: int, replicas: int, parameter_bytes: int, gradient_bytes: 
     return (gradient_bytes * (ranks + replicas - 2) + parameter_bytes * (ranks - replicas)) / ranks
 
 
+def node_traffic(job: Job, nodes: int) -> float | None:
+    """Return the bytes that leave a node in a step: [g(M + R - 2) + p(M - R)] Psi / M on M nodes.
+
+    That is on two levels (see [Note: two levels] in sharding/levels.py). None if replicas do not fill nodes: R must
+    divide M.
+    """
+    if nodes == 1:
+        return 0.0
+    if nodes % job.replicas:
+        return None
+    return job.parameters * sent_bytes(nodes, job.replicas, job.parameter_bytes, job.gradient_bytes)
+
+
+def ddp_node_traffic(job: Job, nodes: int) -> float:
+    """Return the bytes that leave a node in a step under DDP: a ring through all ranks leaves it once."""
+    return ddp_traffic(job) if nodes > 1 else 0.0
+
+
 def traffic(job: Job) -> float:
     """Return the bytes that a rank sends in a step."""
     return job.parameters * sent_bytes(job.ranks, job.replicas, job.parameter_bytes, job.gradient_bytes)

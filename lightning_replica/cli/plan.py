@@ -111,6 +111,12 @@ def plan(job: costs.Job, ranks_per_node: int | None) -> dict[str, Any]:
     if ranks_per_node is not None:
         found["node_losses"] = _losses(losses.by_node(job.ranks, job.replicas, ranks_per_node))
         nodes = [str(rank // ranks_per_node) for rank in range(job.ranks)]
+        count = len(set(nodes))
+        found["leaving_bytes_per_step"] = {
+            "DDP": costs.ddp_node_traffic(job, count),
+            "ZeRO-1": costs.node_traffic(zero1, count),
+            "replica_zero": costs.node_traffic(job, count),
+        }
         found["shards_together"] = len(Grid.of(job.ranks, job.replicas).together(nodes))
     return found
 
@@ -150,8 +156,8 @@ def render(found: dict[str, Any]) -> str:
         " per element",
         "\nMemory per rank",
         table(["", *names], rows),
-        "\nTraffic per rank and step",
-        table(["", *names], [["sent", *(size(sent[name]) for name in names)]]),
+        "\nTraffic per step",
+        table(["", *names], [["sent by a rank", *(size(sent[name]) for name in names)], *_leaving(found, names)]),
         *_render_losses("rank", found["rank_losses"]),
     ]
     if "node_losses" in found:
@@ -163,6 +169,13 @@ def render(found: dict[str, Any]) -> str:
                 " fill whole nodes."
             )
     return "\n".join(lines)
+
+
+def _leaving(found: dict[str, Any], names: list[str]) -> list[list[str]]:
+    leaving = found.get("leaving_bytes_per_step")
+    if leaving is None:
+        return []
+    return [["out of a node", *("-" if leaving[name] is None else size(leaving[name]) for name in names)]]
 
 
 def _render_losses(noun: str, found: dict[str, Any]) -> list[str]:

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import same_bits
-from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Partition, Range, plan_layout
+from lightning_replica.errors import ConfigurationError
+from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Range, plan_layout
+from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.shared import Block
 
 _MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -26,17 +28,17 @@ class Buffers:
         rank: This rank.
         parameters: The parameters to store, of one dtype and device, in registration order.
         order: Position of each parameter among all parameters of the module; decides which is reduced first.
-        bucket_bytes: Size at which a bucket is closed.
-        partition: How buckets are cut.
-        shared: Whether other ranks of this machine must be able to map the memory of ``block``.
+        settings: How the state is sharded.
 
     Attributes:
         params: (world_numel,) in the parameters' dtype. Forward reads these values.
-        grads: (world_numel,) in the parameters' dtype. Backward accumulates here. After a reduction, the pieces of the
-            own shard hold the averaged gradient, and after `Reducer.gather_gradients` all pieces do.
+        grads: (world_numel,) in the parameters' dtype; in 32 bits if `accumulates`. Backward accumulates here. After a
+            reduction, the pieces of the own shard hold the averaged gradient, and after `Reducer.gather_gradients` all
+            pieces do.
         main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
             optimizer updates.
         block: The memory of these tensors, which ranks of the same machine may read.
+        accumulates: Whether gradients of 16 bits are accumulated in 32, apart from the parameters' ``.grad``.
         used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
 
@@ -46,24 +48,30 @@ class Buffers:
         rank: int,
         parameters: Sequence[nn.Parameter],
         order: Sequence[int],
-        bucket_bytes: int,
-        partition: Partition,
-        shared: bool,
+        settings: EngineSettings,
     ) -> None:
-        dtype, device = parameters[0].dtype, parameters[0].device
-        bucket_numel = max(1, bucket_bytes // dtype.itemsize)
+        dtype, device, partition = parameters[0].dtype, parameters[0].device, settings.partition
+        main_dtype = _MAIN_DTYPES.get(dtype, dtype)
+        grad_dtype = dtype if settings.reduce_dtype is None else main_dtype
+        self.accumulates = grad_dtype != dtype
+        if self.accumulates and (settings.whole_gradients or settings.manual):
+            raise ConfigurationError(
+                f"reduce_dtype={settings.reduce_dtype!r} keeps the gradients of {dtype} parameters in 32 bits, apart"
+                " from `.grad`, but hooks or manual optimization look at `.grad`. Use `reduce_dtype=None`, or"
+                " `whole_gradients=False` if they can do without."
+            )
+        bucket_numel = max(1, settings.bucket_bytes // grad_dtype.itemsize)
         align = max(1, _ALIGN_BYTES // dtype.itemsize)
         self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition, align)
         self._place, self.partition = grid.place_of(rank), partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
-        main_dtype = _MAIN_DTYPES.get(dtype, dtype)
-        self.block = Block(
-            self.layout.world_numel, local_numel, dtype, main_dtype, device, shared, grid.replicas_span_nodes
-        )
+        shared, dtypes = settings.shared_memory and grid.size > 1, (grad_dtype, main_dtype, dtype)
+        self.block = Block(self.layout.world_numel, local_numel, dtypes, device, shared, grid.replicas_span_nodes)
         self.grads, self.main, self.params = self.block.grads, self.block.main, self.block.params
         self.pieces = self.layout.pieces(grid.shard_of(rank))
         self.used = [False] * len(self.parameters)
+        self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
         self._grad_views: list[Tensor] = []
         for parameter, where in zip(self.parameters, self.layout.world, strict=True):
             view = _view_like(parameter, self.params, where)
@@ -87,21 +95,26 @@ class Buffers:
         if parameter.grad is None:
             return
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+        if self.accumulates:
+            view.add_(gradient) if self._accumulated[index] else view.copy_(gradient)
+            parameter.grad, self._accumulated[index] = None, True
+        elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
             parameter.grad = view.detach()
 
     def complete(self, bucket: Bucket) -> None:
         """Make all of a bucket's gradients ready to be sent; a missing gradient counts as zero."""
         for index in bucket.parameters:
-            if self.parameters[index].grad is None:
-                self._grad_views[index].zero_()
-            else:
-                self.attach(index)
+            self.attach(index)
+            if not self._is_present(index):
+                _part(self.grads, self.layout.world[index].overlap(bucket.world)).zero_()
 
     def present(self) -> list[bool]:
         """Return for every parameter whether it has a gradient on this rank."""
-        return [parameter.grad is not None for parameter in self.parameters]
+        return [self._is_present(index) for index in range(len(self.parameters))]
+
+    def _is_present(self, index: int) -> bool:
+        return self._accumulated[index] if self.accumulates else self.parameters[index].grad is not None
 
     def show(self, used: Sequence[bool]) -> None:
         """Give every parameter that ``used`` marks its view as gradient, and the others None."""
@@ -112,6 +125,16 @@ class Buffers:
         """Remove the gradient of every parameter."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._accumulated = [False] * len(self.parameters)
+
+    def zero_accumulated(self, set_to_none: bool) -> None:
+        """Do for accumulated gradients what ``zero_grad`` does for those in ``.grad``."""
+        if not self.accumulates:
+            return
+        if set_to_none:
+            self._accumulated = [False] * len(self.parameters)
+        else:
+            self.grads.zero_()
 
     def own_gradients(self) -> list[Tensor]:
         """Return the averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""

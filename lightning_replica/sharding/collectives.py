@@ -21,22 +21,20 @@ from lightning_replica.sharding.layout import Range
 _CHUNK = 2**18  # elements that are added up at a time: they stay in the cache
 
 
-def exchange(flat: Tensor, parts: Sequence[Range], received: Tensor, group: dist.ProcessGroup, on_host: bool) -> Work:
-    """Begin to send every member of ``group`` its part of this rank's ``flat``.
+def exchange(sent: Tensor, numels: Sequence[int], received: Tensor, group: dist.ProcessGroup, on_host: bool) -> Work:
+    """Begin to send every member of ``group`` its part of this rank's values.
 
     Args:
-        flat: (world_numel,) values.
-        parts: Adjacent ranges of ``flat``, one for each member, in their order in the group.
+        sent: The parts for all members, in their order in the group.
+        numels: Number of elements of each part.
         received: (size of the group * numel of the own part,) receives the own part from every member, in their order.
         group: The process group.
         on_host: See `Groups.on_host`.
     """
-    sent = [part.numel for part in parts]
-    values = flat[parts[0].start : parts[-1].stop]
-    if len(set(sent)) == 1:
-        return begun(dist.all_to_all_single(received, values, group=group, async_op=True), on_host)
-    got = [sent[group.rank()]] * len(sent)
-    return begun(dist.all_to_all_single(received, values, got, sent, group=group, async_op=True), on_host)
+    if len(set(numels)) == 1:
+        return begun(dist.all_to_all_single(received, sent, group=group, async_op=True), on_host)
+    got = [numels[group.rank()]] * len(numels)
+    return begun(dist.all_to_all_single(received, sent, got, list(numels), group=group, async_op=True), on_host)
 
 
 def collect(flat: Tensor, parts: Sequence[Range], group: dist.ProcessGroup | None, on_host: bool) -> list[Work]:
@@ -84,18 +82,20 @@ def add_up(rows: Tensor | Sequence[Tensor], out: Tensor, divisor: int) -> None:
 
     Args:
         rows: (n, numel) values, or n tensors of shape (numel,) in the host's memory.
-        out: (numel,) receives the result, in the dtype of the rows.
+        out: (numel,) receives the result, perhaps in another dtype than that of the rows.
         divisor: What the sum is divided by.
     """
-    narrow = out.dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if rows[0].dtype.itemsize == 2 else rows[0].dtype
     if isinstance(rows, Tensor) and not host.on_host(out):
-        total = torch.sum(rows, 0, dtype=torch.float32 if narrow else None)
-        out.copy_(total.div_(divisor))
+        out.copy_(torch.sum(rows, 0, dtype=wide).div_(divisor))
         return
-    total = torch.empty(min(_CHUNK, out.numel()), dtype=torch.float32 if narrow else out.dtype)
+    total = torch.empty(min(_CHUNK, out.numel()), dtype=wide)
     for start in range(0, out.numel(), _CHUNK):
         stop = min(start + _CHUNK, out.numel())
         part = total[: stop - start].copy_(rows[0][start:stop])
         for row in rows[1:]:
             part.add_(row[start:stop])
-        torch.div(part, divisor, out=out[start:stop])
+        if out.dtype == wide:
+            torch.div(part, divisor, out=out[start:stop])
+        else:
+            out[start:stop].copy_(part.div_(divisor))

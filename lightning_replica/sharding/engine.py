@@ -36,17 +36,19 @@ from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.interface import Recoverable
 from lightning_replica.sharding.commit import Commit, Request
 from lightning_replica.sharding.layout import Partition
-from lightning_replica.sharding.settings import EngineSettings
+from lightning_replica.sharding.settings import REDUCE_DTYPES, EngineSettings, ReduceDtype
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.sharding.whole import WholeOptimizer
 
 __all__ = [
+    "REDUCE_DTYPES",
     "Commit",
     "Engine",
     "EngineSettings",
     "HeldPiece",
     "OptimizerShard",
     "Partition",
+    "ReduceDtype",
     "Request",
     "WholeOptimizer",
     "make_engine",

@@ -32,7 +32,7 @@ class Gradients:
     def __init__(self, optimizers: Optimizers, settings: EngineSettings, shared_memory: bool) -> None:
         self._optimizers, self._whole, self._manual = optimizers, settings.whole_gradients, settings.manual
         self._can_map, self._mapped = shared_memory, False
-        self._reducer = Reducer()
+        self._reducer = Reducer(settings.wire)
         self._used: tuple[float, ...] = ()  # which parameters have a gradient, where the commit does not say so
         for buffers in self._all():
             self._reducer.add(buffers)

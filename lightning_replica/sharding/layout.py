@@ -24,9 +24,10 @@ So what ranks send each other is contiguous on both levels (see [Note: two level
 and M only. For one replica index the pieces that are gathered together are adjacent, too.
 
 [Note: partitions]
-"element" cuts a bucket into N equal pieces, wherever the cuts fall. "parameter" gives every parameter whole to one
-rank, balanced by size over all buckets. Within a bucket, parameters then lie in order of their owners, and a piece has
-as many elements as its parameters need, possibly none.
+"element" cuts the flat buffer into equal buckets, and a bucket into N equal pieces, wherever the cuts fall. So a large
+parameter takes no more memory for what is under way than small ones do, and can be sent before all of it is reduced.
+"parameter" gives every parameter whole to one rank, balanced by size over all buckets. Within a bucket, parameters then
+lie in order of their owners, and a piece has as many elements as its parameters need, possibly none.
 
 [Note: alignment]
 A parameter begins at a multiple of 64 bytes, as in memory of its own. Matrix products of BLAS libraries sum in another
@@ -77,7 +78,7 @@ class Bucket:
         pieces: World range of each rank's piece, in order of rank, padding included; together they are the bucket.
         locals: Range of each rank's piece in the local buffer of its shard.
         blocks: World range of each block, in order of the position on a node.
-        parameters: Indices of the parameters inside, in order of their world range.
+        parameters: Indices of the parameters inside, some perhaps in part, in order of their world range.
     """
 
     index: int
@@ -154,12 +155,10 @@ def plan_layout(
 ) -> Layout:
     """Lay out parameters of ``numels`` elements, given in registration order.
 
-    The end of a bucket never cuts a parameter: a bucket closes once it holds ``bucket_numel`` elements or more.
-
     Args:
         grid: The table of ranks.
         numels: Elements of each parameter, in registration order; zero is allowed.
-        bucket_numel: Elements after which a bucket closes.
+        bucket_numel: Elements of a bucket. Where parameters stay whole, a bucket closes once it holds as many or more.
         partition: See [Note: partitions].
         align: Every piece and every parameter starts at a multiple of this many elements. See [Note: alignment].
 
@@ -173,22 +172,17 @@ def plan_layout(
         )
     if bucket_numel < 1 or align < 1:
         raise ConfigurationError(f"{bucket_numel=} and {align=} must be at least 1.")
-    owners = balance(numels, grid.size) if partition == "parameter" else None
     order = [place for local in range(grid.local_size) for place in range(local, grid.size, grid.local_size)]
     world: dict[int, Range] = {}
+    if partition == "element":
+        filled = _fill_evenly(numels, bucket_numel, align, grid.size, world)
+    else:
+        filled = _fill_with_whole(numels, bucket_numel, align, order, world)
     buckets: list[Bucket] = []
     local_ends = [0] * grid.shards
     start = 0
-    for members in _fill(numels, bucket_numel):
-        if owners is None:
-            sizes = _even_sizes(_lay(members, numels, start, align, world), grid.size, align)
-        else:
-            sizes = _owned_sizes(members, numels, owners, grid.size, align)
+    for sizes, members in filled:
         pieces = dict(zip(order, _cut(start, [sizes[place] for place in order]), strict=True))
-        if owners is not None:
-            members = [index for place in order for index in members if owners[index] == place]
-            for place, piece in pieces.items():
-                _lay([index for index in members if owners[index] == place], numels, piece.start, align, world)
         blocks = _cut(start, [sum(sizes[local :: grid.local_size]) for local in range(grid.local_size)])
         locals_ = []
         for place, size in enumerate(sizes):
@@ -219,7 +213,46 @@ def balance(numels: Sequence[int], ranks: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def _fill(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
+_Filled: TypeAlias = tuple[list[int], list[int]]
+"""A bucket: the size of each place's piece, and the parameters inside."""
+
+
+def _fill_evenly(
+    numels: Sequence[int], bucket_numel: int, align: int, ranks: int, world: dict[int, Range]
+) -> list[_Filled]:
+    """Lay all parameters one after the other, last registered first, and cut them into equal buckets."""
+    indices = list(reversed(range(len(numels))))
+    total = _lay(indices, numels, 0, align, world)
+    piece = _round_up(-(-total // (ranks * max(1, -(-total // bucket_numel)))), align) or align
+    filled: list[_Filled] = [([piece] * ranks, []) for _ in range(max(1, -(-total // (piece * ranks))))]
+    for index in indices:
+        first = min(world[index].start // (piece * ranks), len(filled) - 1)
+        last = max(first, (world[index].stop - 1) // (piece * ranks))
+        for _, members in filled[first : last + 1]:
+            members.append(index)
+    return filled
+
+
+def _fill_with_whole(
+    numels: Sequence[int], bucket_numel: int, align: int, order: Sequence[int], world: dict[int, Range]
+) -> list[_Filled]:
+    """Fill each bucket with parameters, last registered first, and sort them by the place that owns them."""
+    owners, position = balance(numels, len(order)), {place: number for number, place in enumerate(order)}
+    filled: list[_Filled] = []
+    start = 0
+    for members in _close_at(numels, bucket_numel):
+        sizes = [0] * len(order)
+        for index in members:
+            sizes[owners[index]] += _round_up(numels[index], align)
+        sizes = sizes if any(sizes) else [align, *sizes[1:]]
+        members.sort(key=lambda index: position[owners[index]])
+        _lay(members, numels, start, align, world)
+        filled.append((sizes, members))
+        start += sum(sizes)
+    return filled
+
+
+def _close_at(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
     """Return the parameters of each bucket: last registered first, closed at ``bucket_numel`` elements."""
     filled: list[list[int]] = [[]]
     size = 0
@@ -244,19 +277,6 @@ def _lay(members: Sequence[int], numels: Sequence[int], start: int, align: int, 
         world[index] = Range(end, end + numels[index])
         end += _round_up(numels[index], align)
     return end - start
-
-
-def _owned_sizes(
-    members: Sequence[int], numels: Sequence[int], owners: Sequence[int], ranks: int, align: int
-) -> list[int]:
-    sizes = [0] * ranks
-    for index in members:
-        sizes[owners[index]] += _round_up(numels[index], align)
-    return sizes if any(sizes) else [align, *sizes[1:]]
-
-
-def _even_sizes(numel: int, ranks: int, align: int) -> list[int]:
-    return [align * max(1, -(-numel // (ranks * align)))] * ranks
 
 
 def _round_up(numel: int, align: int) -> int:

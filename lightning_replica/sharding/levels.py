@@ -18,11 +18,16 @@ or one rank on every node, has one level.
 
 Sums of 16-bit gradients are made in 32 bits, and rounded to 16 after each level. They are then divided by the number of
 rows, so that no sum overflows where the average does not. Sums of wider gradients are divided by N at the end.
+
+With a `reduce_dtype`, wider gradients are rounded to it before they leave a node, and the averages too, so that all
+holders have the same bits. On the node they are added up as they are. So the bits do not depend on shared memory.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,7 +40,7 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Bucket, Range
 from lightning_replica.sharding.shared import SharedMemory
 
-IN_FLIGHT = 64
+IN_FLIGHT = 4
 """Number of buckets that may be in one stage at a time; a level has a receive buffer for each of them."""
 
 
@@ -50,6 +55,7 @@ class Job:
         begun: Whether it has been sent.
         works: The collectives of the stage under way.
         room: What they receive into.
+        sent: What they send, if that has another dtype than the gradients.
     """
 
     buffers: Buffers
@@ -58,13 +64,15 @@ class Job:
     begun: bool = False
     works: list[Work] = field(default_factory=list)
     room: Tensor | None = None
+    sent: Tensor | None = None
 
 
 class Stage(Protocol):
     """One stage, which all buckets go through in the same order on all ranks."""
 
-    pool: list[Tensor]
-    """Receive buffers that are kept, so that steps need not allocate them."""
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Buffers that are kept, so that steps need not allocate them."""
 
     def begin(self, job: Job) -> None:
         """Begin the collectives of a bucket, and put them into ``job.works``."""
@@ -82,7 +90,8 @@ class Level:
         place: This rank's place in it.
         parts: Returns the adjacent ranges of a bucket that the members add up, in their order.
         divisor: What sums are divided by.
-        narrow_divisor: What sums of 16-bit gradients are divided by.
+        narrow_divisor: What sums of gradients are divided by that are sent in 16 bits on any level.
+        wire: The dtype in which gradients are sent; None for their own.
     """
 
     group: dist.ProcessGroup
@@ -90,18 +99,25 @@ class Level:
     parts: Callable[[Bucket], Sequence[Range]]
     divisor: int
     narrow_divisor: int
-
-    def divisor_of(self, dtype: torch.dtype) -> int:
-        """Return what the sum of gradients of this dtype is divided by."""
-        return self.narrow_divisor if dtype.itemsize == 2 else self.divisor
+    wire: torch.dtype | None = None
 
     def own(self, bucket: Bucket) -> Range:
         """Return the range of a bucket that this rank adds up."""
         return self.parts(bucket)[self.place]
 
+    def whole(self, bucket: Bucket) -> Range:
+        """Return the range of a bucket that all members add up together."""
+        parts = self.parts(bucket)
+        return Range(parts[0].start, parts[-1].stop)
 
-def levels_of(groups: Groups) -> list[Level]:
-    """Return the levels on which gradients are added up, in order."""
+
+def levels_of(groups: Groups, wire: torch.dtype | None) -> list[Level]:
+    """Return the levels on which gradients are added up, in order.
+
+    Args:
+        groups: The process groups.
+        wire: The dtype in which gradients leave a node; None for their own.
+    """
     grid, local = groups.grid, groups.grid.local_of(groups.rank)
     levels = []
     if groups.node is not None:
@@ -115,9 +131,37 @@ def levels_of(groups: Groups) -> list[Level]:
                 lambda bucket: bucket.pieces[local :: grid.local_size],
                 grid.size,
                 grid.nodes,
+                wire,
             )
         )
     return levels
+
+
+class Rooms:
+    """Buffers for what other ranks send, or for what is sent in another dtype. They are kept for the next steps.
+
+    Args:
+        needed: Returns how many elements a bucket needs.
+    """
+
+    def __init__(self, needed: Callable[[Bucket], int]) -> None:
+        self.kept: list[Tensor] = []
+        self._needed = needed
+        self._most: WeakKeyDictionary[Buffers, int] = WeakKeyDictionary()
+
+    def take(self, buffers: Buffers, dtype: torch.dtype) -> Tensor:
+        """Return room for any bucket of these buffers, so that `IN_FLIGHT` of them serve all buckets."""
+        most = self._most.get(buffers)
+        if most is None:
+            most = self._most[buffers] = max(map(self._needed, buffers.layout.buckets))
+        for place, free in enumerate(self.kept):
+            if free.dtype == dtype and free.numel() >= most:
+                return self.kept.pop(place)
+        return torch.empty(most, dtype=dtype, device=buffers.grads.device)
+
+    def give_back(self, room: Tensor) -> None:
+        """Keep a buffer that nobody writes into any more."""
+        self.kept = [*self.kept, room][-IN_FLIGHT:]
 
 
 class Exchange:
@@ -125,40 +169,48 @@ class Exchange:
 
     Args:
         level: The level.
+        narrow: Whether any level sends in 16 bits what has more.
         on_host: See `Groups.on_host`.
     """
 
-    def __init__(self, level: Level, on_host: bool) -> None:
-        self._level, self._on_host = level, on_host
-        self.pool: list[Tensor] = []
+    def __init__(self, level: Level, narrow: bool, on_host: bool) -> None:
+        self._level, self._narrow, self._on_host = level, narrow, on_host
+        self._received = Rooms(lambda bucket: level.own(bucket).numel * level.group.size())
+        self._sent = Rooms(lambda bucket: level.whole(bucket).numel)
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        """See `Stage`."""
+        return [*self._received.kept, *self._sent.kept]
 
     def begin(self, job: Job) -> None:
         """Begin to send the other members their parts of the bucket."""
-        level, grads = self._level, job.buffers.grads
-        job.room = self._room(job)
-        received = job.room[: level.own(job.bucket).numel * level.group.size()]
-        parts = level.parts(job.bucket)
-        job.works = [collectives.exchange(grads, parts, received, level.group, self._on_host)]
+        level, grads, whole = self._level, job.buffers.grads, self._level.whole(job.bucket)
+        numels = [part.numel for part in level.parts(job.bucket)]
+        wire = level.wire or grads.dtype
+        job.room = self._received.take(job.buffers, wire)
+        received = job.room[: numels[level.place] * level.group.size()]
+        sent = grads[whole.start : whole.stop]
+        if wire != grads.dtype:
+            job.sent = self._sent.take(job.buffers, wire)
+            sent = job.sent[: whole.numel].copy_(sent)
+        job.works = [collectives.exchange(sent, numels, received, level.group, self._on_host)]
 
     def end(self, job: Job) -> None:
         """Add up the own part."""
-        level, where, room = self._level, self._level.own(job.bucket), job.room
+        level, where, room, grads = self._level, self._level.own(job.bucket), job.room, job.buffers.grads
         if room is None:
             return
         rows = room[: where.numel * level.group.size()].view(level.group.size(), where.numel)
-        grads = job.buffers.grads
-        collectives.add_up(rows, grads[where.start : where.stop], level.divisor_of(grads.dtype))
-        self.pool, job.room = [*self.pool, room][-IN_FLIGHT:], None
-
-    def _room(self, job: Job) -> Tensor:
-        """Return a buffer for any bucket of the job's flat buffer, so that `IN_FLIGHT` of them serve all buckets."""
-        grads = job.buffers.grads
-        largest = max(self._level.own(bucket).numel for bucket in job.buffers.layout.buckets)
-        numel = largest * self._level.group.size()
-        for place, free in enumerate(self.pool):
-            if free.dtype == grads.dtype and free.numel() >= numel:
-                return self.pool.pop(place)
-        return torch.empty(numel, dtype=grads.dtype, device=grads.device)
+        divisor = divisor_of(level, grads, self._narrow)
+        own = grads[where.start : where.stop]
+        collectives.add_up(rows, own, divisor)
+        if level.wire is not None and level.wire != grads.dtype:
+            own.copy_(own.to(level.wire))
+        self._received.give_back(room)
+        if job.sent is not None:
+            self._sent.give_back(job.sent)
+        job.room = job.sent = None
 
 
 class SharedSum:
@@ -167,11 +219,12 @@ class SharedSum:
     Args:
         level: The level of the node.
         memory: The shared memory.
+        narrow: Whether any level sends in 16 bits what has more.
     """
 
-    def __init__(self, level: Level, memory: SharedMemory) -> None:
-        self._level, self._memory = level, memory
-        self.pool: list[Tensor] = []
+    def __init__(self, level: Level, memory: SharedMemory, narrow: bool) -> None:
+        self._level, self._memory, self._narrow = level, memory, narrow
+        self.rooms: list[Tensor] = []
 
     def begin(self, job: Job) -> None:
         """Signal that the other ranks of the node can read this rank's gradients of the bucket."""
@@ -180,7 +233,8 @@ class SharedSum:
     def end(self, job: Job) -> None:
         """Add up the own part, which no other rank reads."""
         block = job.buffers.block
-        self._memory.add_up(block, self._level.own(job.bucket), self._level.divisor_of(block.grads.dtype))
+        divisor = divisor_of(self._level, block.grads, self._narrow)
+        self._memory.add_up(block, self._level.own(job.bucket), divisor)
 
 
 class Share:
@@ -188,33 +242,70 @@ class Share:
 
     Args:
         groups: The process groups.
+        wire: The dtype in which gradients leave a node; None for their own.
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self.pool: list[Tensor] = []
+    def __init__(self, groups: Groups, wire: torch.dtype | None) -> None:
+        self._groups, self._wire = groups, wire
+        self._rooms = Rooms(lambda bucket: sum(part.numel for part in self._parts(bucket)))
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        """See `Stage`."""
+        return self._rooms.kept
 
     def begin(self, job: Job) -> None:
         """Begin to gather the pieces of the shard."""
-        groups = self._groups
-        parts = [job.bucket.pieces[place] for place in groups.grid.places_of(groups.shard)]
-        job.works = collectives.collect(job.buffers.grads, parts, groups.peers, groups.on_host)
+        groups, grads = self._groups, job.buffers.grads
+        parts = self._parts(job.bucket)
+        if self._wire is None or self._wire == grads.dtype or groups.peers.size() == 1:
+            job.works = collectives.collect(grads, parts, groups.peers, groups.on_host)
+            return
+        slots = _slots(parts)
+        job.room = self._rooms.take(job.buffers, self._wire)
+        own = groups.replica_index
+        job.room[slots[own].start : slots[own].stop].copy_(grads[parts[own].start : parts[own].stop])
+        job.works = collectives.collect(job.room, slots, groups.peers, groups.on_host)
 
     def end(self, job: Job) -> None:
-        """Do nothing: the pieces have arrived in place."""
+        """Take what the peers have sent in another dtype."""
+        if job.room is None:
+            return
+        parts = self._parts(job.bucket)
+        for part, slot in zip(parts, _slots(parts), strict=True):
+            job.buffers.grads[part.start : part.stop].copy_(job.room[slot.start : slot.stop])
+        self._rooms.give_back(job.room)
+        job.room = None
+
+    def _parts(self, bucket: Bucket) -> list[Range]:
+        return [bucket.pieces[place] for place in self._groups.grid.places_of(self._groups.shard)]
 
 
-def stages_of(groups: Groups, memory: SharedMemory | None) -> list[Stage]:
+def divisor_of(level: Level, grads: Tensor, narrow: bool) -> int:
+    """Return what a level's sums of these gradients are divided by."""
+    return level.narrow_divisor if narrow or grads.dtype.itemsize == 2 else level.divisor
+
+
+def stages_of(groups: Groups, memory: SharedMemory | None, reduce_dtype: torch.dtype | None = None) -> list[Stage]:
     """Return the stages of a reduction, in order.
 
     Args:
         groups: The process groups.
         memory: The shared memory of the node, if its ranks can read each other's memory.
+        reduce_dtype: The dtype in which gradients leave a node; None for their own.
     """
-    stages: list[Stage] = [
-        SharedSum(level, memory)
-        if memory is not None and level.group is groups.node
-        else Exchange(level, groups.on_host)
-        for level in levels_of(groups)
-    ]
-    return [*stages, Share(groups)]
+    wire = reduce_dtype if groups.grid.nodes > 1 else None
+    narrow = wire is not None and wire.itemsize == 2
+    stages: list[Stage] = []
+    for level in levels_of(groups, wire):
+        if memory is not None and level.group is groups.node:
+            stages.append(SharedSum(level, memory, narrow))
+        else:
+            stages.append(Exchange(level, narrow, groups.on_host))
+    return [*stages, Share(groups, wire)]
+
+
+def _slots(parts: Sequence[Range]) -> list[Range]:
+    """Return adjacent ranges from 0 on, as long as ``parts``."""
+    ends = list(accumulate((part.numel for part in parts), initial=0))
+    return [Range(start, stop) for start, stop in pairwise(ends)]

@@ -14,6 +14,7 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.piece import Piece
+from lightning_replica.sharding.settings import EngineSettings
 
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -96,9 +97,7 @@ class ShardedOptimizer:
         parameters: All parameters of the module, in registration order.
         grid: The table of ranks.
         rank: This rank.
-        bucket_bytes: Size at which a bucket is closed.
-        partition: How buckets are cut.
-        shared_memory: Whether other ranks of this machine must be able to map the buffers.
+        settings: How the state is sharded.
     """
 
     def __init__(
@@ -107,15 +106,13 @@ class ShardedOptimizer:
         parameters: Sequence[nn.Parameter],
         grid: Grid,
         rank: int,
-        bucket_bytes: int,
-        partition: Partition,
-        shared_memory: bool,
+        settings: EngineSettings,
     ) -> None:
-        check_optimizer(optimizer, partition)
+        check_optimizer(optimizer, settings.partition)
         self.optimizer = optimizer
         self._parameters = [(parameter, order) for order, parameter in enumerate(parameters)]
         self._order = {id(parameter): order for parameter, order in self._parameters}
-        self._plan = (grid, rank, bucket_bytes, partition, shared_memory)
+        self._grid, self._rank, self._settings = grid, rank, settings
         self.buffers: list[Buffers] = []
         self.pieces: list[Piece] = []
         self._step_takes: tuple[Any, ...] = (_has_run,) if _asks_for_closure(optimizer) else ()
@@ -178,9 +175,8 @@ class ShardedOptimizer:
                     " Use its real view (`torch.view_as_real`) as parameter, or freeze it."
                 )
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        grid, rank, bucket_bytes, partition, shared = self._plan
         return [
-            Buffers(grid, rank, members, [self._order[id(p)] for p in members], bucket_bytes, partition, shared)
+            Buffers(self._grid, self._rank, members, [self._order[id(p)] for p in members], self._settings)
             for members in kinds.values()
         ]
 
@@ -317,6 +313,8 @@ class ShardedOptimizer:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
+        for buffers in self.buffers:
+            buffers.zero_accumulated(set_to_none)
 
 
 def buffers_of(optimizers: Iterable[ShardedOptimizer]) -> list[Buffers]:
@@ -329,9 +327,7 @@ def shard_optimizers(
     parameters: Sequence[nn.Parameter],
     grid: Grid,
     rank: int,
-    bucket_bytes: int,
-    partition: Partition,
-    shared_memory: bool,
+    settings: EngineSettings,
 ) -> list[ShardedOptimizer]:
     """Shard all optimizers of a fit. The arguments are those of `ShardedOptimizer`.
 
@@ -339,8 +335,7 @@ def shard_optimizers(
         ConfigurationError: If there is nothing to train, or two optimizers hold one parameter.
     """
     check_disjoint(optimizers)
-    plan = (grid, rank, bucket_bytes, partition, shared_memory)
-    sharded = [ShardedOptimizer(optimizer, parameters, *plan) for optimizer in optimizers]
+    sharded = [ShardedOptimizer(optimizer, parameters, grid, rank, settings) for optimizer in optimizers]
     if not any(each.buffers for each in sharded):
         raise ConfigurationError(
             "There is no parameter to train: no optimizer holds one with requires_grad=True."

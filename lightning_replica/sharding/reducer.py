@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_replica.core.points import reach
@@ -27,11 +28,15 @@ class Reducer:
 
     Where all ranks share memory nothing is sent, so nothing can be sent early: everything is done in `finish`.
 
+    Args:
+        reduce_dtype: The dtype in which gradients leave a node; None for their own.
+
     Attributes:
         private: Ids of buffers with gradients that have not been reduced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reduce_dtype: torch.dtype | None = None) -> None:
+        self._reduce_dtype = reduce_dtype
         self._hooks: dict[int, list[Any]] = {}
         self._memory: SharedMemory | None = None
         self._stages: Sequence[Stage] = ()
@@ -47,7 +52,7 @@ class Reducer:
     @property
     def receive_buffers(self) -> list[Tensor]:
         """The buffers for what other ranks send."""
-        return [room for stage in self._stages for room in stage.pool]
+        return [room for stage in self._stages for room in stage.rooms]
 
     def add(self, buffers: Buffers) -> None:
         """Watch the gradients of ``buffers``, also those of parameters that are frozen for now."""
@@ -71,13 +76,13 @@ class Reducer:
 
     def map(self, memory: SharedMemory | None) -> None:
         """Use the shared memory from now on, or none."""
-        self._memory, self._stages = memory, stages_of(self._groups, memory)
+        self._memory, self._stages = memory, stages_of(self._groups, memory, self._reduce_dtype)
         self._reads = memory is not None and self._groups.grid.nodes == 1
         self.reset()
 
     def reset(self) -> None:
         """Forget the step's launches, with the receive buffers that an unfinished exchange may still write into."""
-        self._job_of: dict[tuple[int, int], Job] = {}
+        self._jobs_of: dict[tuple[int, int], list[Job]] = {}
         self._pipeline: Pipeline | None = None
 
     def begin(self, active: Sequence[Buffers]) -> None:
@@ -89,7 +94,8 @@ class Reducer:
         jobs = [Job(buffers, bucket, len(bucket.parameters)) for buffers in active for bucket in buffers.layout.buckets]
         jobs.sort(key=lambda job: -max(job.buffers.order[index] for index in job.bucket.parameters))
         for job in jobs:
-            self._job_of.update(((id(job.buffers), index), job) for index in job.bucket.parameters)
+            for index in job.bucket.parameters:
+                self._jobs_of.setdefault((id(job.buffers), index), []).append(job)
         self._pipeline = Pipeline(jobs, self._stages, self._check)
         return self._pipeline
 
@@ -133,17 +139,18 @@ class Reducer:
 
     def _on_gradient(self, buffers: Buffers, index: int, _: Tensor) -> None:
         """Launch what can be launched, now that a parameter has its complete gradient. Called by autograd."""
-        job = self._job_of.get((id(buffers), index))
+        jobs = self._jobs_of.get((id(buffers), index))
         buffers.attach(index)
-        if job is None:
+        if jobs is None:
             self.private.add(id(buffers))
             return
-        if job.begun:
+        if any(job.begun for job in jobs):
             raise ConfigurationError(
                 "A parameter got a second gradient in one backward pass, after its bucket had been sent. Reentrant"
                 " activation checkpointing does that to shared parameters: use `checkpoint(..., use_reentrant=False)`."
             )
-        job.missing -= 1
+        for job in jobs:
+            job.missing -= 1
         if self._pipeline is not None and not self._reads:
             self._pipeline.advance()
 

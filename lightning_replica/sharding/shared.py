@@ -25,7 +25,7 @@ memory stays mapped in the ranks that read it: they read what it had signalled a
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -48,8 +48,7 @@ class Block:
     Args:
         world_numel: Number of elements of ``grads`` and ``params``.
         local_numel: Number of elements of ``main``.
-        dtype: Dtype of ``grads`` and ``params``.
-        main_dtype: Dtype of ``main``.
+        dtypes: Dtypes of ``grads``, ``main`` and ``params``.
         device: Device of all tensors.
         shared: Whether other processes must be able to map ``grads`` and ``main``, which then lie in the host's memory.
         params_shared: Whether they must be able to map ``params``, too.
@@ -59,14 +58,13 @@ class Block:
         self,
         world_numel: int,
         local_numel: int,
-        dtype: torch.dtype,
-        main_dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         device: torch.device,
         shared: bool,
         params_shared: bool = False,
     ) -> None:
         self._file = -1
-        self._shape = _Shape(world_numel, local_numel, world_numel if params_shared else 0, dtype, main_dtype)
+        self._shape = _Shape((world_numel, local_numel, world_numel if params_shared else 0), dtypes)
         if shared and hasattr(os, "memfd_create"):
             # Unlike /dev/shm, a memfd has no size limit of its own, and a killed process leaves nothing behind.
             self._file = os.memfd_create("lightning_replica")
@@ -74,10 +72,10 @@ class Block:
             views = self._shape.views(self._file)
             self.grads, self.main, self.params = views.grads, views.main, views.params
         else:
-            self.grads = torch.zeros(world_numel, dtype=dtype, device=device)
-            self.main = torch.zeros(local_numel, dtype=main_dtype, device=device)
+            self.grads = torch.zeros(world_numel, dtype=dtypes[0], device=device)
+            self.main = torch.zeros(local_numel, dtype=dtypes[1], device=device)
         if self._file < 0 or not params_shared:
-            self.params = torch.zeros(world_numel, dtype=dtype, device=device)
+            self.params = torch.zeros(world_numel, dtype=dtypes[2], device=device)
 
     def of_another(self, path: str, local_numel: int) -> "Views":
         """Map the block of another rank of this machine.
@@ -91,7 +89,8 @@ class Block:
         """
         file = os.open(path, os.O_RDWR)
         try:
-            return replace(self._shape, local_numel=local_numel).views(file)
+            world_numel, _, params_numel = self._shape.numels
+            return _Shape((world_numel, local_numel, params_numel), self._shape.dtypes).views(file)
         finally:
             os.close(file)  # the mapping stays
 
@@ -122,11 +121,8 @@ class Views:
 class _Shape:
     """How a block's tensors lie in its file."""
 
-    world_numel: int
-    local_numel: int
-    params_numel: int
-    dtype: torch.dtype
-    main_dtype: torch.dtype
+    numels: tuple[int, int, int]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -135,28 +131,18 @@ class _Shape:
 
     @property
     def _ends(self) -> list[int]:
-        sizes = [
-            self.world_numel * self.dtype.itemsize,
-            self.local_numel * self.main_dtype.itemsize,
-            self.params_numel * self.dtype.itemsize,
-        ]
+        sizes = (numel * dtype.itemsize for numel, dtype in zip(self.numels, self.dtypes, strict=True))
         return list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes))
 
     def views(self, file: int) -> Views:
         """Map a file that has this shape."""
         memory = mmap.mmap(file, 0)
-        ends = self._ends
-
-        def view(numel: int, dtype: torch.dtype, offset: int) -> Tensor:
-            if not numel:
-                return torch.zeros(0, dtype=dtype)
-            return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-
-        return Views(
-            view(self.world_numel, self.dtype, 0),
-            view(self.local_numel, self.main_dtype, ends[0]),
-            view(self.params_numel, self.dtype, ends[1]),
-        )
+        starts = [0, *self._ends[:-1]]
+        found = [
+            torch.frombuffer(memory, dtype=dtype, count=numel, offset=start) if numel else torch.zeros(0, dtype=dtype)
+            for numel, dtype, start in zip(self.numels, self.dtypes, starts, strict=True)
+        ]
+        return Views(*found)
 
 
 class SharedMemory:

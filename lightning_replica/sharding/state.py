@@ -62,10 +62,8 @@ class ShardedState:
     ) -> None:
         self.grid, self.rank, self.settings, self._fence = grid, rank, settings, fence
         self._guard = Guard(settings.guard if settings.recoverable else "off", rank, grid.shard_of(rank))
-        shared_memory = settings.shared_memory and grid.size > 1
-        plan = (grid, rank, settings.bucket_bytes, settings.partition, shared_memory)
-        self.optimizers = shard_optimizers(optimizers, parameters, *plan)
-        self.gradients = Gradients(self.optimizers, settings, shared_memory)
+        self.optimizers = shard_optimizers(optimizers, parameters, grid, rank, settings)
+        self.gradients = Gradients(self.optimizers, settings, settings.shared_memory and grid.size > 1)
         self.step, self.phase = 0, StepPhase.IDLE
         self.committed: Commit | None = None
         self._request = Request()
@@ -97,6 +95,8 @@ class ShardedState:
         self.follow_groups()
         self._before_window = None
         self.gradients.map_memory()
+        for buffers in self.buffers:
+            buffers.zero_accumulated(set_to_none=True)  # user code may have set every `.grad` to None by itself
         self._guard.begin_window()
         if weights_may_differ and self._is_written():
             if self.settings.recoverable:

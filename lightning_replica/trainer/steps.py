@@ -24,7 +24,7 @@ from lightning_replica.groups.membership import Groups
 from lightning_replica.launch.rank import enter
 from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, Request, make_engine
+from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, ReduceDtype, Request, make_engine
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.logger_rows import LoggerRows
@@ -51,10 +51,11 @@ class Training:
         session: The session of this process.
         precision: The precision plugin.
         optimizers: The user's optimizers.
-        bucket_bytes: Size at which a gradient bucket is closed.
+        bucket_bytes: Size of a gradient bucket.
         partition: How buckets are cut.
         whole_gradients: Whether every gradient is whole after backward; "auto" decides by the user's hooks.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
+        reduce_dtype: The dtype in which gradients leave a node.
 
     Attributes:
         recoverable: Whether the fit recovers from faults. If not, nothing is kept for recovery.
@@ -71,6 +72,7 @@ class Training:
         partition: Partition,
         whole_gradients: bool | Literal["auto"],
         shared_memory: bool = True,
+        reduce_dtype: ReduceDtype | None = None,
     ) -> None:
         module = trainer.lightning_module
         self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
@@ -83,6 +85,7 @@ class Training:
             whole_gradients=self.whole_gradients,
             manual=self.manual,
             shared_memory=shared_memory and self.device.is_host,
+            reduce_dtype=reduce_dtype,
             guard=session.options.guard,
             recoverable=self.recoverable,
         )

@@ -33,7 +33,7 @@ from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, surroundings
-from lightning_replica.sharding.engine import Engine, Partition
+from lightning_replica.sharding.engine import REDUCE_DTYPES, Engine, Partition, ReduceDtype
 from lightning_replica.state import logger_runs
 from lightning_replica.trainer import fit_loop
 from lightning_replica.trainer.extension import extension
@@ -68,7 +68,11 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             after the steps in between were computed from them. "off": nothing. A rank whose memory changed at rest gets
             its shard from a peer. If an update itself went wrong, the majority of the holders is right; with
             ``replicas=2`` the run ends with an error.
-        bucket_bytes: Size in bytes at which a gradient bucket is closed and sent.
+        bucket_bytes: Size in bytes of the buckets in which gradients are sent.
+        reduce_dtype: The dtype in which gradients leave a node, on several nodes: "bfloat16" halves what is sent, as
+            DDP's ``bf16_compress_hook`` does. Sums are made in 32 bits. With any of them, gradients of 16-bit
+            parameters are accumulated in 32 bits, apart from ``.grad`` (as Megatron's ``main_grad``), which takes as
+            many bytes more. None sends and accumulates gradients as they are.
         recovery: Whether the run recovers from faults. Without it, training is sharded in the same way and gives the
             same bits, but the first fault ends the run.
         max_restarts: Processes that may be replaced in one run.
@@ -106,6 +110,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         shared_memory: bool = True,
         guard: GuardMode = "sampled",
         bucket_bytes: int = 16 * 2**20,
+        reduce_dtype: ReduceDtype | None = None,
         recovery: bool = True,
         max_restarts: int = 3,
         standby: int = 0,
@@ -139,10 +144,11 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
         checks.choice("resume", resume, (None, "auto"))
         checks.choice("shared_memory", shared_memory, (True, False))
+        checks.choice("reduce_dtype", reduce_dtype, (None, *REDUCE_DTYPES))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
         self._partition, self._whole_gradients = partition, whole_gradients
-        self._shared_memory, self._resume = shared_memory, resume
+        self._shared_memory, self._reduce_dtype, self._resume = shared_memory, reduce_dtype, resume
         self._num_nodes = 1
         self._session: Session | None = None
         self._training: Training | None = None
@@ -309,6 +315,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
                 self._partition,
                 self._whole_gradients,
                 self._shared_memory,
+                self._reduce_dtype,
             )
         self.setup_precision_plugin()
 

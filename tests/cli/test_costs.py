@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_replica import ConfigurationError
-from lightning_replica.cli.costs import Job, ddp_memory, ddp_traffic, memory, sent_bytes, traffic, zero1
+from lightning_replica.cli.costs import (
+    Job,
+    ddp_memory,
+    ddp_node_traffic,
+    ddp_traffic,
+    memory,
+    node_traffic,
+    sent_bytes,
+    traffic,
+    zero1,
+)
 
 
 @st.composite
@@ -40,6 +50,18 @@ def test_traffic_is_a_reduction_among_replicas_and_peers_and_a_gather(job: Job, 
     r, s = job.replicas, job.shards
     reduce, gather = (s - 1) / s * g + 2 * (r - 1) / (r * s) * g, (s - 1) / s * p
     assert sent_bytes(job.ranks, r, p, g) == pytest.approx(reduce + gather)
+
+
+@pytest.mark.parametrize(("local", "ddp"), [(2, 1.5), (4, 1.75), (8, 1.875)])
+def test_what_leaves_one_of_two_nodes_does_not_grow_with_its_ranks(local: int, ddp: float) -> None:
+    job = Job(2 * local, 2, 1000)
+    assert (node_traffic(job, 2), node_traffic(zero1(job), 2)) == (4000.0, 4000.0)
+    assert ddp_node_traffic(job, 2) == ddp * 4000.0
+    assert node_traffic(job, 1) == ddp_node_traffic(job, 1) == 0.0
+
+
+def test_replicas_that_do_not_fill_nodes_send_more() -> None:
+    assert node_traffic(Job(6, 2, 1000), 3) is None
 
 
 @given(jobs())

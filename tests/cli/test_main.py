@@ -70,7 +70,8 @@ def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["optimizer state"] == ["52.15 GiB", "834.5 MiB", "1.63 GiB"]
     assert rows["parameters of the shard"] == ["-", "417.2 MiB", "834.5 MiB"]
     assert rows["their gradient"] == ["-", "-", "-"]
-    assert rows["sent"] == ["51.34 GiB"] * 3
+    assert rows["sent by a rank"] == ["51.34 GiB"] * 3
+    assert rows["out of a node"] == ["51.34 GiB", "45.63 GiB", "45.63 GiB"]
     assert rows["2 ranks"] == ["32", "2,016", "1.587%"]
     assert rows["2 nodes"] == ["4", "28", "14.286%"]
     assert "Any one rank of 64 may be lost at a time." in text

@@ -16,6 +16,7 @@ from lightning_replica.errors import CorruptedShardError
 from lightning_replica.sharding.guard import PARTS, Guard, digest, regions
 from lightning_replica.sharding.listing import Listing, Listings, shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.settings import EngineSettings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64)
 
@@ -79,7 +80,7 @@ def test_strides_make_no_difference(shape: tuple[int, ...], dtype: torch.dtype) 
 
 def sharded(make: Any = torch.optim.AdamW) -> ShardedOptimizer:
     parameters = [nn.Parameter(torch.randn(size)) for size in (37, 5, 64)]
-    made = ShardedOptimizer(make(parameters, lr=0.1), parameters, Grid.of(2, 2), 0, 1000, "element", True)
+    made = ShardedOptimizer(make(parameters, lr=0.1), parameters, Grid.of(2, 2), 0, EngineSettings(1000))
     update(made)
     return made
 

@@ -12,21 +12,22 @@ from lightning_replica.sharding.layout import Layout, Partition, balance, plan_l
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Layout, list[int], int, Partition]:
+def layouts(draw: st.DrawFn) -> tuple[Layout, list[int], int, Partition, int]:
     replicas, shards = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     numels = draw(st.lists(st.integers(0, 300), min_size=1, max_size=12))
     align = draw(st.sampled_from([1, 2, 16]))
     partition: Partition = draw(st.sampled_from(["element", "parameter"]))
     grid = Grid.of(replicas * shards, replicas)
-    return plan_layout(grid, numels, draw(st.integers(1, 500)), partition, align), numels, align, partition
+    bucket_numel = draw(st.integers(1, 500))
+    return plan_layout(grid, numels, bucket_numel, partition, align), numels, align, partition, bucket_numel
 
 
-Case = tuple[Layout, list[int], int, Partition]
+Case = tuple[Layout, list[int], int, Partition, int]
 
 
 @given(layouts())
 def test_every_element_has_one_owner_shard(case: Case) -> None:
-    layout, numels, _, partition = case
+    layout, numels, _, partition, _ = case
     owned: Counter[tuple[int, int]] = Counter()
     for shard in range(layout.grid.shards):
         for piece in layout.pieces(shard):
@@ -55,7 +56,7 @@ def test_ranges_invert_each_other(case: Case) -> None:
 
 @given(layouts())
 def test_buckets_tile_the_world_and_are_aligned(case: Case) -> None:
-    layout, numels, align, partition = case
+    layout, numels, align, partition, bucket_numel = case
     end, local_ends = 0, [0] * layout.grid.shards
     for bucket in layout.buckets:
         assert bucket.world.numel > 0
@@ -69,9 +70,14 @@ def test_buckets_tile_the_world_and_are_aligned(case: Case) -> None:
     assert (end, tuple(local_ends)) == (layout.world_numel, layout.local_numels)
     assert sum(layout.local_numels) == layout.world_numel
     members = [index for bucket in layout.buckets for index in bucket.parameters]
-    assert sorted(members) == list(range(len(numels)))
     if partition == "element":
-        assert members == list(reversed(range(len(numels))))
+        assert list(dict.fromkeys(members)) == list(reversed(range(len(numels))))
+        for bucket in layout.buckets:  # a bucket has the parameters that lie in it, in part or whole
+            inside = {i for i, where in enumerate(layout.world) if where.overlap(bucket.world).numel}
+            assert inside == {i for i in bucket.parameters if numels[i]}
+            assert bucket.world.numel < bucket_numel + 2 * align * layout.grid.size
+    else:
+        assert sorted(members) == list(range(len(numels)))
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
@@ -85,7 +91,7 @@ def test_whole_parameters_are_balanced(numels: list[int], ranks: int) -> None:
 
 @given(layouts())
 def test_parameters_do_not_overlap(case: Case) -> None:
-    layout, numels, _, _ = case
+    layout, numels, *_ = case
     ordered = sorted((r for r in layout.world if r.numel), key=lambda r: r.start)
     assert all(a.stop <= b.start for a, b in zip(ordered, ordered[1:], strict=False))
     assert [r.numel for r in layout.world] == numels

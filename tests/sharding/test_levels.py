@@ -1,7 +1,6 @@
 """Reductions and gathers on two levels: the tree of each sum, and what the bits depend on."""
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,9 +26,15 @@ SIZE = 8
 SHAPES = ((33, 5), (7,), (64, 3), (1,))
 
 
-def tree(gradients: Sequence[Tensor], nodes: int) -> Tensor:
+def tree(gradients: Sequence[Tensor], nodes: int, wire: torch.dtype | None) -> Tensor:
     """The average of all ranks' gradients as [Note: two levels] says, written down once more."""
     dtype, local = gradients[0].dtype, len(gradients) // nodes
+    if wire is not None and nodes > 1:
+        means = [tree(gradients[node * local : (node + 1) * local], 1, None) for node in range(nodes)]
+        total = means[0].to(wire).float()
+        for mean in means[1:]:
+            total = total + mean.to(wire).float()
+        return (total / nodes).to(wire).to(dtype)
     narrow = dtype.itemsize == 2
     sums = []
     for node in range(nodes):
@@ -51,6 +56,7 @@ def random_gradient(rank: int, step: int, shape: tuple[int, ...], dtype: torch.d
 def averages(groups: Groups, dtype: torch.dtype, **options: Any) -> None:
     """Every ``.grad`` has the bits of the tree, whatever R and the transport."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    wire = getattr(torch, options["reduce_dtype"]) if "reduce_dtype" in options else None
     state = make_state(groups, parameters, torch.optim.SGD(parameters, lr=0.0), whole_gradients=True, **options)
     for step in range(2):
         state.begin_window(False)
@@ -61,7 +67,12 @@ def averages(groups: Groups, dtype: torch.dtype, **options: Any) -> None:
         for parameter, shape in zip(parameters, SHAPES, strict=True):
             everyone = [random_gradient(rank, step, shape, dtype) for rank in range(SIZE)]
             assert parameter.grad is not None
-            assert same_bits(parameter.grad, tree(everyone, groups.grid.nodes)), (groups.grid, dtype, options, step)
+            assert same_bits(parameter.grad, tree(everyone, groups.grid.nodes, wire)), (
+                groups.grid,
+                dtype,
+                options,
+                step,
+            )
         apply(state)
         for parameter in parameters:
             parameter.grad = None
@@ -86,38 +97,45 @@ def train(groups: Groups, dtype: torch.dtype, clip: float | None, **options: Any
     return hashlib.sha256(weights).hexdigest()
 
 
-CASES = (  # shared memory, partition, dtype, clip
-    (True, "element", torch.float32, None),
-    (False, "element", torch.float32, 0.01),
-    (True, "element", torch.float32, 0.01),
-    (False, "element", torch.bfloat16, None),
-    (True, "parameter", torch.bfloat16, None),
-    (False, "parameter", torch.float32, None),
+GRIDS = ((1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2))  # M, R
+CASES = (  # shared memory, partition, dtype, clip, reduce_dtype
+    (True, "element", torch.float32, None, None),
+    (False, "element", torch.float32, 0.01, None),
+    (True, "element", torch.float32, 0.01, None),
+    (False, "element", torch.bfloat16, None, None),
+    (True, "parameter", torch.bfloat16, None, None),
+    (False, "parameter", torch.float32, None, None),
+    (True, "parameter", torch.float32, None, "bfloat16"),
+    (False, "element", torch.float32, None, "bfloat16"),
+    (True, "element", torch.float32, None, "float16"),
 )
 
 
 def train_all(rank: int, store: Any) -> list[Any]:
     open_world(rank, store, SIZE)
     results = []
-    for nodes, replicas in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+    for nodes, replicas in GRIDS:
         groups = make_groups(Grid.of(SIZE, replicas, nodes), rank, LIMIT)
-        for shared_memory, partition, dtype, clip in CASES:
-            options = {"shared_memory": shared_memory, "partition": partition}
+        for shared_memory, partition, dtype, clip, wire in CASES:
+            options: dict[str, Any] = {"shared_memory": shared_memory, "partition": partition}
+            options |= {} if wire is None else {"reduce_dtype": wire}
             averages(groups, dtype, **options)
-            results.append([nodes, str(dtype), clip, train(groups, dtype, clip, **options)])
+            results.append([nodes, str(dtype), clip, wire, train(groups, dtype, clip, **options)])
     return results
 
 
 def test_the_bits_depend_on_the_nodes_and_the_gradients_only() -> None:
     found: dict[tuple[Any, ...], set[str]] = {}
-    for nodes, dtype, clip, weights in (run for rank in run_ranks(SIZE, train_all, timeout_s=300) for run in rank):
-        found.setdefault((nodes, dtype, clip), set()).add(weights)
-    assert len(found) == 4 * 3
+    for nodes, *settings, weights in (run for rank in run_ranks(SIZE, train_all, timeout_s=300) for run in rank):
+        found.setdefault((nodes, *settings), set()).add(weights)
+    assert len(found) == 4 * 5
     assert all(len(hashes) == 1 for hashes in found.values()), found
-    for nodes, dtype, clip in found:
-        if nodes == 8:  # one rank on every node: one level, as on one node
-            assert found[8, dtype, clip] == found[1, dtype, clip]
-    assert found[2, "torch.float32", None] != found[1, "torch.float32", None]
+    for nodes, dtype, clip, wire in found:
+        if nodes == 8 and wire is None:  # one rank on every node: one level, as on one node
+            assert found[8, dtype, clip, wire] == found[1, dtype, clip, wire]
+    assert found[1, "torch.float32", None, "bfloat16"] == found[1, "torch.float32", None, None]
+    of_two = [found[2, "torch.float32", None, wire] for wire in (None, "bfloat16", "float16")]
+    assert len(set.union(*of_two, found[1, "torch.float32", None, None])) == 4
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())

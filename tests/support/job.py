@@ -7,7 +7,7 @@ import signal
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from lightning_replica.chaos.flip import flip_bit
+from lightning_replica.core.grid import Grid
 from lightning_replica.core.points import listen
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.sharding.state import ShardedState
@@ -137,6 +138,19 @@ class Case:
     grace_s: float = 25.0
     load: str = ""
     accelerator: str = "cpu"  # or one of support.accelerators
+    nodes: int = 1  # of the grid; all ranks run here
+    shared_memory: bool = True
+    reduce_dtype: Literal["bfloat16"] | None = None
+
+
+class OfNodes(ReplicaZeroStrategy):
+    """Reduces and gathers on two levels, although all ranks run on one node."""
+
+    nodes = 1
+
+    @property
+    def grid(self) -> Grid:
+        return replace(super().grid, nodes=self.nodes)
 
 
 def watch_closely(rank: int, limit_s: float) -> None:
@@ -291,10 +305,13 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
     faults = Faults(case, out)
     model = Model(faults)
+    OfNodes.nodes = case.nodes
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(
+        strategy=OfNodes(
             case.replicas,
             bucket_bytes=1024,
+            shared_memory=case.shared_memory,
+            reduce_dtype=case.reduce_dtype,
             max_tries=case.max_tries,
             hang_min_s=case.hang[0],
             hang_max_s=case.hang[1],
