@@ -21,13 +21,14 @@ Part: TypeAlias = tuple[Bucket, Tensor]
 """A bucket, and the (world_numel,) tensor that it is a part of, in which the pieces of the own shard are valid."""
 
 
-def gather(parts: Sequence[Part], groups: Groups, check: Check) -> None:
+def gather(parts: Sequence[Part], groups: Groups, check: Check, is_in_step: bool = False) -> None:
     """Fill buckets from the shards of this replica, in place. Collective.
 
     Args:
         parts: The buckets.
         groups: The process groups.
         check: Raises when waiting has become pointless.
+        is_in_step: Whether this is the parameter gather of a step, which has a point of its own.
     """
     if not groups.grid.replicas_fill_nodes:
         works = [_in_replica(bucket, flat, groups) for bucket, flat in parts]
@@ -39,7 +40,7 @@ def gather(parts: Sequence[Part], groups: Groups, check: Check) -> None:
             works.append(collectives.collect(flat, bucket.blocks, groups.node, groups.on_host))
     for number, each in enumerate(works):
         _wait(each, check)
-        if number == 0:
+        if number == 0 and is_in_step:
             reach("gather")
 
 
@@ -66,7 +67,7 @@ def gather_parameters(active: Sequence[Buffers], groups: Groups, check: Check, m
         buffers.params_from_main()
     parts = [(bucket, buffers.params) for buffers in active for bucket in buffers.layout.buckets]
     if memory is None or not grid.replicas_fill_nodes:
-        gather(parts, groups, check)
+        gather(parts, groups, check, is_in_step=True)
         return
     gather_blocks(parts, groups, check)
     memory.fence()

@@ -60,8 +60,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             ``on_before_optimizer_step``.
         state_dict_type: "full" writes checkpoints that every other strategy loads, gathered on rank 0. "sharded" writes
             directories (PyTorch Distributed Checkpoint), all ranks in parallel. Any number of ranks can load both.
-        shared_memory: Whether ranks that run on one machine's CPU read each other's memory where they can, instead of
-            sending through sockets.
+        shared_memory: Whether ranks on one machine's CPU read each other's memory where they can, instead of sending.
         guard: How much of its shard (values and optimizer state) every rank checks for bits that change by themselves
             and compares with its peers before each update. "full": all of it. "sampled": a different part in each step,
             and all of it within 64 steps. Wrong bits outside of that part are found only when their part is checked,
@@ -69,10 +68,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             its shard from a peer. If an update itself went wrong, the majority of the holders is right; with
             ``replicas=2`` the run ends with an error.
         bucket_bytes: Size in bytes of the buckets in which gradients are sent.
-        reduce_dtype: The dtype in which gradients leave a node, on several nodes: "bfloat16" halves what is sent, as
-            DDP's ``bf16_compress_hook`` does. Sums are made in 32 bits. With any of them, gradients of 16-bit
-            parameters are accumulated in 32 bits, apart from ``.grad`` (as Megatron's ``main_grad``), which takes as
-            many bytes more. None sends and accumulates gradients as they are.
+        reduce_dtype: The dtype in which gradients leave a node: "bfloat16" sends half of 32 bits. Gradients of 16-bit
+            parameters are then accumulated in 32 bits, apart from ``.grad``. None: as they are.
         recovery: Whether the run recovers from faults. Without it, training is sharded in the same way and gives the
             same bits, but the first fault ends the run.
         max_restarts: Processes that may be replaced in one run.
@@ -147,9 +144,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         checks.choice("reduce_dtype", reduce_dtype, (None, *REDUCE_DTYPES))
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
-        self._partition, self._whole_gradients = partition, whole_gradients
-        self._shared_memory, self._reduce_dtype, self._resume = shared_memory, reduce_dtype, resume
-        self._num_nodes = 1
+        self._partition, self._whole_gradients, self._shared_memory = partition, whole_gradients, shared_memory
+        self._reduce_dtype, self._resume, self._num_nodes = reduce_dtype, resume, 1
         self._session: Session | None = None
         self._training: Training | None = None
         self._checkpoints = Checkpoints(state_dict_type)
@@ -166,9 +162,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     @property
     def grid(self) -> Grid:
         """The table of ranks."""
-        if self.world_size == 1:
-            return Grid.of(1, 1)
-        return Grid.of(self.world_size, self._replicas, self._num_nodes)
+        size = self.world_size
+        return Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1)
 
     @property
     def num_nodes(self) -> int:

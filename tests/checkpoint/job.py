@@ -80,12 +80,22 @@ CASES = {
 class Run:
     """One rank of a training."""
 
-    def __init__(self, case: str, rank: int, grid: Grid, partition: str, fresh: bool = False, net: Any = None) -> None:
+    def __init__(
+        self,
+        case: str,
+        rank: int,
+        grid: Grid,
+        partition: str,
+        fresh: bool = False,
+        net: Any = None,
+        bucket_bytes: int = 400,
+    ) -> None:
         self.case, self.rank = CASES[case], rank
         self.net = (net or Net()).to(self.case.dtype)
         self.names = [name for name, _ in self.net.named_parameters()]
         optimizers = self.case.optimizers(self.net)
-        self.state = new_state(grid, rank, self.net.parameters(), optimizers, bucket_bytes=400, partition=partition)
+        options = {"bucket_bytes": bucket_bytes, "partition": partition}
+        self.state = new_state(grid, rank, self.net.parameters(), optimizers, **options)
         if fresh:  # whatever is not loaded shows
             for tensor in [*self.net.parameters(), *self.net.buffers()]:
                 tensor.detach().fill_(7)

@@ -17,7 +17,7 @@ from tests.checkpoint.job import Run
 def _run() -> Run:
     net = nn.Sequential(OrderedDict(first=nn.Linear(20, 7)))
     net.register_buffer("seen", torch.zeros(3))
-    return Run("SGD", 0, Grid.of(1, 1), "element", net=net)
+    return Run("SGD", 0, Grid.of(1, 1), "element", net=net, bucket_bytes=4000)
 
 
 def _state() -> list[dict[str, Tensor]]:
