@@ -54,15 +54,16 @@ def counted(size: int, replicas: int, nodes: int, partition: str = "element") ->
 @pytest.mark.parametrize(
     ("local", "nodes", "replicas", "expected"),
     [
-        # On one node: an exchange; one collective brings peers their pieces; R gathers.
-        (64, 1, 2, {"all_to_all_single": 1, "all_gather": 1, "all_gather_single": 2, "all_reduce": 1}),
-        (1024, 1, 2, {"all_to_all_single": 1, "all_gather": 1, "all_gather_single": 2, "all_reduce": 1}),
+        # On one node: an exchange; R broadcasts bring peers their pieces; R gathers.
+        (64, 1, 2, {"all_to_all_single": 1, "broadcast": 2, "all_gather_single": 2, "all_reduce": 1}),
+        (1024, 1, 2, {"all_to_all_single": 1, "broadcast": 2, "all_gather_single": 2, "all_reduce": 1}),
+        (1024, 1, 8, {"all_to_all_single": 1, "all_gather": 1, "all_gather_single": 8, "all_reduce": 1}),
         # On two nodes: an exchange on each level; the gather does not leave the node.
-        (32, 2, 2, {"all_to_all_single": 2, "all_gather_single": 2, "all_reduce": 1}),
-        (512, 2, 2, {"all_to_all_single": 2, "all_gather_single": 2, "all_reduce": 1}),
+        (32, 2, 2, {"all_to_all_single": 2, "broadcast": 2, "all_gather_single": 1, "all_reduce": 1}),
+        (512, 2, 2, {"all_to_all_single": 2, "broadcast": 2, "all_gather_single": 1, "all_reduce": 1}),
         # On more: R gathers between nodes, and one on the node.
-        (8, 8, 2, {"all_to_all_single": 2, "all_gather": 1, "all_gather_single": 3, "all_reduce": 1}),
-        (8, 128, 2, {"all_to_all_single": 2, "all_gather": 1, "all_gather_single": 3, "all_reduce": 1}),
+        (8, 16, 2, {"all_to_all_single": 2, "broadcast": 2, "all_gather_single": 3, "all_reduce": 1}),
+        (8, 128, 2, {"all_to_all_single": 2, "broadcast": 2, "all_gather_single": 3, "all_reduce": 1}),
         (8, 128, 1, {"all_to_all_single": 2, "all_gather_single": 2, "all_reduce": 1}),
     ],
 )
