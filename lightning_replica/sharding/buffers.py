@@ -33,7 +33,7 @@ class Buffers:
     Attributes:
         params: (world_numel,) in the parameters' dtype. Forward reads these values.
         grads: (world_numel,) in the parameters' dtype; in 32 bits if `accumulates`. Backward accumulates here. After a
-            reduction, the pieces of the own shard hold the averaged gradient, and after `Reducer.gather_gradients` all
+            reduction, the pieces of the own shard hold the averaged gradient, and after `gather_gradients` all
             pieces do.
         main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
             optimizer updates.
@@ -66,7 +66,7 @@ class Buffers:
         self._place, self.partition = grid.place_of(rank), partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
-        shared, dtypes = settings.shared_memory and grid.size > 1, (grad_dtype, main_dtype, dtype)
+        dtypes, shared = (grad_dtype, main_dtype, dtype), settings.shared_memory
         self.block = Block(self.layout.world_numel, local_numel, dtypes, device, shared, grid.replicas_span_nodes)
         self.grads, self.main, self.params = self.block.grads, self.block.main, self.block.params
         self.pieces = self.layout.pieces(grid.shard_of(rank))

@@ -5,7 +5,7 @@ blocks. Where replicas do not fill nodes, there is one level.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -44,12 +44,6 @@ def gather(parts: Sequence[Part], groups: Groups, check: Check, is_in_step: bool
             reach("gather")
 
 
-def gather_blocks(parts: Sequence[Part], groups: Groups, check: Check) -> None:
-    """Do the first half of `gather`: fill the own block of every bucket, where replicas fill nodes. Collective."""
-    for works in [_between_nodes(bucket, flat, groups) for bucket, flat in parts]:
-        _wait(works, check)
-
-
 def gather_parameters(active: Sequence[Buffers], groups: Groups, check: Check, memory: SharedMemory | None) -> None:
     """Fill ``params`` of every buffer from ``main`` of all shards. Collective.
 
@@ -61,32 +55,63 @@ def gather_parameters(active: Sequence[Buffers], groups: Groups, check: Check, m
     """
     grid = groups.grid
     if memory is not None and grid.nodes in (1, grid.replicas):
-        _read(active, memory)
+        _read_shards(active, memory)
         return
     for buffers in active:
         buffers.params_from_main()
-    parts = [(bucket, buffers.params) for buffers in active for bucket in buffers.layout.buckets]
     if memory is None or not grid.replicas_fill_nodes:
-        gather(parts, groups, check, is_in_step=True)
+        gather([(bucket, buffers.params) for buffers, bucket in _buckets(active)], groups, check, is_in_step=True)
         return
-    gather_blocks(parts, groups, check)
-    memory.fence()
-    for number, (buffers, bucket) in enumerate([(b, bucket) for b in active for bucket in b.layout.buckets]):
-        for position, block in enumerate(bucket.blocks):
-            memory.take("params", buffers.block, block, position)
-        if number == 0:
-            reach("gather")
+    _gather_through("params", active, groups, check, memory)
     memory.release()
     memory.reclaim()
 
 
-def _read(active: Sequence[Buffers], memory: SharedMemory) -> None:
+def gather_gradients(active: Sequence[Buffers], groups: Groups, check: Check, memory: SharedMemory | None) -> None:
+    """Make all of ``grads`` the averaged gradient, as under DDP. Called after a reduction. Collective.
+
+    The arguments are those of `gather_parameters`.
+    """
+    grid = groups.grid
+    if memory is not None and grid.nodes == 1:
+        memory.fence()
+        holders = grid.replica_places(groups.rank)
+        for buffers, bucket in _buckets(active):
+            for place, piece in enumerate(bucket.pieces):
+                memory.take("grads", buffers.block, piece, holders[grid.shard_at(place)])
+    elif memory is not None and grid.replicas_fill_nodes:
+        _gather_through("grads", active, groups, check, memory)
+    else:
+        gather([(bucket, buffers.grads) for buffers, bucket in _buckets(active)], groups, check)
+
+
+def _gather_through(
+    kind: Literal["grads", "params"], active: Sequence[Buffers], groups: Groups, check: Check, memory: SharedMemory
+) -> None:
+    """Gather between nodes, then read the blocks of the other ranks of this node. Replicas fill nodes."""
+    buckets = _buckets(active)
+    for works in [_between_nodes(bucket, getattr(buffers, kind), groups) for buffers, bucket in buckets]:
+        _wait(works, check)
     memory.fence()
-    for number, (buffers, bucket) in enumerate([(b, bucket) for b in active for bucket in b.layout.buckets]):
+    for number, (buffers, bucket) in enumerate(buckets):
+        for position, block in enumerate(bucket.blocks):
+            memory.take(kind, buffers.block, block, position)
+        if number == 0 and kind == "params":
+            reach("gather")
+
+
+def _read_shards(active: Sequence[Buffers], memory: SharedMemory) -> None:
+    """Read the shards of this replica, which is all on this node."""
+    memory.fence()
+    for number, (buffers, bucket) in enumerate(_buckets(active)):
         memory.gather(buffers.block, bucket, buffers.params)
         if number == 0:
             reach("gather")
     memory.release()
+
+
+def _buckets(active: Sequence[Buffers]) -> list[tuple[Buffers, Bucket]]:
+    return [(buffers, bucket) for buffers in active for bucket in buffers.layout.buckets]
 
 
 def _in_replica(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:

@@ -12,6 +12,7 @@ from lightning_replica.sharding import shared, voting
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit
+from lightning_replica.sharding.gathering import gather_gradients
 from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of
 from lightning_replica.sharding.reducer import Reducer
 from lightning_replica.sharding.settings import EngineSettings
@@ -26,12 +27,11 @@ class Gradients:
     Args:
         optimizers: All optimizers.
         settings: How the state is sharded.
-        shared_memory: Whether ranks of one machine may read each other's memory.
     """
 
-    def __init__(self, optimizers: Optimizers, settings: EngineSettings, shared_memory: bool) -> None:
+    def __init__(self, optimizers: Optimizers, settings: EngineSettings) -> None:
         self._optimizers, self._whole, self._manual = optimizers, settings.whole_gradients, settings.manual
-        self._can_map, self._mapped = shared_memory, False
+        self._can_map, self._mapped = settings.shared_memory, False
         self._reducer = Reducer(settings.wire)
         self._used: tuple[float, ...] = ()  # which parameters have a gradient, where the commit does not say so
         for buffers in self._all():
@@ -145,7 +145,7 @@ class Gradients:
     def _expose(self, active: Sequence[Buffers]) -> None:
         """Make gradients whole, of those parameters that have one on any rank. Collective."""
         self._reducer.finish(active)
-        self._reducer.gather_gradients(active)
+        gather_gradients(active, self._groups, self._check, self.memory)
         used = voting.add_up(voting.present(active, self._groups), self._groups, self._check)
         for buffers, flags in voting.deal(used, active, self._groups):
             buffers.show(flags)

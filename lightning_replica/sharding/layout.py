@@ -92,11 +92,6 @@ class Bucket:
         """Range in the world buffer, padding included."""
         return Range(self.blocks[0].start, self.blocks[-1].stop)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all pieces have the same number of elements."""
-        return len({piece.numel for piece in self.pieces}) == 1
-
 
 @dataclass(frozen=True)
 class ParameterPiece:

@@ -8,13 +8,13 @@ would grow with the ranks on a node. So gradients are added up on two levels:
    [Note: pieces] in layout.py), the rows in order of position.
 2. The ranks at position l of all nodes exchange the pieces of block l. Each adds up its own piece, in order of node.
 
-Then every rank sends its piece to its peers, which stand on other nodes. The parameter gather goes the other way round:
-between nodes first, then on the node (gathering.py). With p bytes per parameter and g per gradient,
-[g (M + R - 2) + p (M - R)] / M bytes per element leave a node, however many ranks it has.
+Then every rank sends its piece to its peers, which stand on other nodes if replicas fill nodes. The parameter gather
+goes the other way round: between nodes first, then on the node (gathering.py). With p bytes per parameter and g per
+gradient, [g (M + R - 2) + p (M - R)] / M bytes per element leave a node, however many ranks it has.
 
-Every element is still summed in one fixed tree, at one rank. The tree follows from N and M in the grid. So the bits do
-not depend on R, on shared memory, or on the machine where a replacement runs (tests/sharding/test_levels.py). One node,
-or one rank on every node, has one level.
+Every element is summed in one fixed tree, and one rank makes the last of its sums. The tree follows from N and M in the
+grid. So the bits do not depend on R, on shared memory, or on the machine where a replacement runs
+(tests/sharding/test_levels.py). One node, or one rank on every node, has one level.
 
 Sums of 16-bit gradients are made in 32 bits, and rounded to 16 after each level. They are then divided by the number of
 rows, so that no sum overflows where the average does not. Sums of wider gradients are divided by N at the end.

@@ -12,7 +12,6 @@ from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.gathering import gather, gather_blocks
 from lightning_replica.sharding.levels import Job, Stage, stages_of
 from lightning_replica.sharding.pipeline import Pipeline
 from lightning_replica.sharding.shared import SharedMemory
@@ -85,11 +84,8 @@ class Reducer:
         self._jobs_of: dict[tuple[int, int], list[Job]] = {}
         self._pipeline: Pipeline | None = None
 
-    def begin(self, active: Sequence[Buffers]) -> None:
+    def begin(self, active: Sequence[Buffers]) -> Pipeline:
         """Prepare for the last backward pass of a window, which sends the buckets of ``active`` as they fill."""
-        self._begin(active)
-
-    def _begin(self, active: Sequence[Buffers]) -> Pipeline:
         self.reset()
         jobs = [Job(buffers, bucket, len(bucket.parameters)) for buffers in active for bucket in buffers.layout.buckets]
         jobs.sort(key=lambda job: -max(job.buffers.order[index] for index in job.bucket.parameters))
@@ -107,7 +103,7 @@ class Reducer:
         Raises:
             CollectiveError: If a peer is gone.
         """
-        pipeline = self._pipeline or self._begin(active)  # without `begin` before backward: reduce what there is
+        pipeline = self._pipeline or self.begin(active)  # without `begin` before backward: reduce what there is
         if self._reads and self._memory is not None:
             self._read(pipeline.jobs, self._memory)
         else:
@@ -115,27 +111,6 @@ class Reducer:
         for job in pipeline.jobs:
             self.private.discard(id(job.buffers))
         self.reset()
-
-    def gather_gradients(self, active: Sequence[Buffers]) -> None:
-        """Make all of ``grads`` the averaged gradient, as under DDP. Called after `finish`."""
-        groups, memory = self._groups, self._memory
-        grid = groups.grid
-        parts = [(bucket, buffers.grads) for buffers in active for bucket in buffers.layout.buckets]
-        if memory is None or not (self._reads or grid.replicas_fill_nodes):
-            gather(parts, groups, self._check)
-            return
-        if not self._reads:
-            gather_blocks(parts, groups, self._check)
-        memory.fence()
-        for buffers in active:
-            for bucket in buffers.layout.buckets:
-                if self._reads:
-                    holders = grid.replica_places(groups.rank)
-                    for place, piece in enumerate(bucket.pieces):
-                        memory.take("grads", buffers.block, piece, holders[grid.shard_at(place)])
-                else:
-                    for position, block in enumerate(bucket.blocks):
-                        memory.take("grads", buffers.block, block, position)
 
     def _on_gradient(self, buffers: Buffers, index: int, _: Tensor) -> None:
         """Launch what can be launched, now that a parameter has its complete gradient. Called by autograd."""

@@ -16,6 +16,9 @@ enters once it has finished reading:
 | ``main`` | in the parameter gather | `SharedMemory.release`, waited for before the next update |
 | ``params``, the own block | in the gather, where replicas have several nodes | the end of the gather (see below) |
 
+Averages of block l that other ranks send may arrive in ``grads`` without a fence: the sum of this node's rank at
+position l is part of them, so that rank has finished reading block l here.
+
 User code may write to ``params`` at any time, so a gather that reads them ends only when all ranks have read.
 
 After a fault all live ranks meet in REGROUP before any rank writes, and by then each has left its step. A dead rank's

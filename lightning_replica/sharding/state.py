@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,10 +61,12 @@ class ShardedState:
         settings: EngineSettings,
         fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     ) -> None:
+        if grid.size == 1:
+            settings = replace(settings, shared_memory=False)
         self.grid, self.rank, self.settings, self._fence = grid, rank, settings, fence
         self._guard = Guard(settings.guard if settings.recoverable else "off", rank, grid.shard_of(rank))
         self.optimizers = shard_optimizers(optimizers, parameters, grid, rank, settings)
-        self.gradients = Gradients(self.optimizers, settings, settings.shared_memory and grid.size > 1)
+        self.gradients = Gradients(self.optimizers, settings)
         self.step, self.phase = 0, StepPhase.IDLE
         self.committed: Commit | None = None
         self._request = Request()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_replica.cli import run
 from lightning_replica.cli.main import main
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes import endpoint, job
@@ -99,3 +100,9 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_options(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *options, "train.py"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_options_of_the_script_are_not_taken_for_abbreviations() -> None:
+    """`--local` could be short for `--local-addr` and others."""
+    given = run.parser().parse_args(["--nnodes", "2", "train.py", "--local", "4", "--nproc", "3"])
+    assert given.training_script_args == ["--local", "4", "--nproc", "3"]

@@ -1,6 +1,5 @@
 """Reductions and gathers on two levels: the tree of each sum, and what the bits depend on."""
 
-import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,14 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.layout import plan_layout
-from tests.sharding.test_peers import model
+from tests.sharding.test_peers import train
 from tests.support.ranks import open_world, run_ranks
 from tests.support.sharded import apply, make_state, same_bits
 
@@ -79,24 +77,6 @@ def averages(groups: Groups, dtype: torch.dtype, **options: Any) -> None:
     state.release()
 
 
-def train(groups: Groups, dtype: torch.dtype, clip: float | None, **options: Any) -> str:
-    """The weights' hash after some steps."""
-    net = model(dtype)
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    state = make_state(groups, net.parameters(), optimizer, **options)
-    generator = torch.Generator().manual_seed(groups.rank)
-    for _ in range(3):
-        x = torch.randn(8, 33, generator=generator).to(dtype)
-        state.begin_window(False)
-        optimizer.zero_grad()
-        state.before_backward(reduce=True)
-        net(x).square().mean().backward()
-        apply(state, Request(clip_norm=clip))
-    state.release()
-    weights = b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in net.parameters())
-    return hashlib.sha256(weights).hexdigest()
-
-
 GRIDS = ((1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2))  # M, R
 CASES = (  # shared memory, partition, dtype, clip, reduce_dtype
     (True, "element", torch.float32, None, None),
@@ -120,7 +100,8 @@ def train_all(rank: int, store: Any) -> list[Any]:
             options: dict[str, Any] = {"shared_memory": shared_memory, "partition": partition}
             options |= {} if wire is None else {"reduce_dtype": wire}
             averages(groups, dtype, **options)
-            results.append([nodes, str(dtype), clip, wire, train(groups, dtype, clip, **options)])
+            weights, _ = train(groups, dtype, Request(clip_norm=clip), **options)
+            results.append([nodes, str(dtype), clip, wire, weights])
     return results
 
 

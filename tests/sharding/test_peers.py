@@ -22,11 +22,11 @@ def model(dtype: torch.dtype) -> nn.Module:
     return net.to(dtype)
 
 
-def train(groups: Groups, dtype: torch.dtype, partition: str, request: Request) -> tuple[str, list[list[int]]]:
+def train(groups: Groups, dtype: torch.dtype, request: Request, **options: Any) -> tuple[str, list[list[int]]]:
     """The weights' hash, and the digest of every rank after every step."""
     net = model(dtype)
     optimizer = AdamW(net.parameters(), lr=1e-2, amsgrad=True)
-    state = make_state(groups, net.parameters(), optimizer, partition=partition)
+    state = make_state(groups, net.parameters(), optimizer, **options)
     generator = torch.Generator().manual_seed(groups.rank)
     digests = []
     for _ in range(5):
@@ -52,7 +52,7 @@ def train_all(rank: int, store: Any) -> list[Any]:
         for clip in (None, 0.01):
             for partition in ("element", "parameter"):
                 for replicas in (1, 2, 4, 4):  # the last one is the same run twice
-                    weights, digests = train(groups[replicas], dtype, partition, Request(clip_norm=clip))
+                    weights, digests = train(groups[replicas], dtype, Request(clip_norm=clip), partition=partition)
                     results.append([str(dtype), clip, partition, replicas, weights, digests])
     return results
 
