@@ -31,7 +31,6 @@ class Door:
     def __init__(self, address: str) -> None:
         self._listening, self._address = listen(address), address
         self.port: int = self._listening.getsockname()[1]
-        self._listening.listen()
         self._knocked: Callable[[], None] = lambda: None
         self._over = False
         self._thread = threading.Thread(target=self._accept, name="lightning_replica-door", daemon=True)

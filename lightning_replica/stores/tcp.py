@@ -56,17 +56,21 @@ def serve(address: str, port: int = 0) -> dist.TCPStore:
 
 
 def serve_at(listening: socket.socket) -> dist.TCPStore:
-    """Serve a store at a socket that listens or is about to. The store owns the socket's descriptor from now on."""
+    """Serve a store at a socket that listens. The store owns the socket's descriptor from now on."""
     address, bound = listening.getsockname()[:2]
     return dist.TCPStore(address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that is bound to ``address``. See `serve`."""
+    """Return a socket that listens at ``address``. See `serve`.
+
+    It listens from the start: with SO_REUSEADDR, two processes could both bind a port at which neither listens.
+    """
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address, port))
+        listening.listen()
     except OSError:
         listening.close()
         raise

@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.stores.tcp import serve
+import pytest
+
+from lightning_replica.stores.tcp import listen, serve
 from tests.support import job, world
 from tests.support.job import Case
 
@@ -47,3 +49,9 @@ def test_ranks(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"listening{rank}").read_text())
         assert found, "gloo listens"
         assert set(found) <= set(LOOPBACK)
+
+
+def test_two_that_are_about_to_serve_at_one_port() -> None:
+    """The second fails at once, and so knows that the first serves; two that are only bound would both go on."""
+    with listen("127.0.0.1") as first, pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", first.getsockname()[1])
