@@ -32,6 +32,7 @@ from lightning_replica.control.journal import Journal
 from lightning_replica.core.works import all_ended
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError
+from lightning_replica.groups.forks import leave_groups_to_this_process
 from lightning_replica.groups.handles import Handle
 from lightning_replica.groups.names import Held
 from lightning_replica.groups.patient_store import PatientStore
@@ -78,6 +79,7 @@ class ProcessGroups:
         journal: Journal | None = None,
         gathering: Gathering | None = None,
     ) -> None:
+        leave_groups_to_this_process()
         self._store = PatientStore(store, check, timeout_s, gathering)
         self._rank, self._world_size = rank, world_size
         self.device, self._timeout = device, timedelta(seconds=timeout_s)
