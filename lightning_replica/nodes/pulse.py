@@ -26,6 +26,7 @@ from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.tagged import peek
 
 _FENCE_LOOKS: Final = 50  # during the time-out
+_LATE_S: Final = 1.0
 _WATCHERS: Final = 3  # so many may be lost at once before the next one has to find out by itself
 
 
@@ -109,6 +110,15 @@ class Pulse:
     def _watches_all(self, watchers: list[int]) -> bool:
         return self._own.number in watchers or not watchers
 
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next question, in seconds.
+
+        An answer to an old question says little about now: the link may be down again before the next one is due.
+        """
+        is_late = time.monotonic() - self._answered > _LATE_S
+        return 0.0 if is_late else self._life.next_look_s
+
     def others(self) -> list[Member]:
         """Return the other nodes that this one knows, that are alive and whose ranks have not ended."""
         known = frozenset(self._members) - self._gone - self._over - {self._own.number}
@@ -156,7 +166,7 @@ class Pulse:
                     self._listener.store_is_gone()
                 line, self._answered = Line(self._open), time.monotonic()
                 continue
-            asked = self._now.wait(self._life.next_look_s)
+            asked = self._now.wait(self.pause_s)
             self._now.clear()
 
     def _look(self, line: Line, own: Sign, asked: bool) -> None:

@@ -3,6 +3,7 @@
 import queue
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -297,6 +298,17 @@ def test_a_question_is_asked_again_over_a_new_connection() -> None:
     assert second.asked > first.asked
     assert len(opened) == 2
     store.set("never", "")
+
+
+def test_after_a_late_answer_the_next_question_follows_at_once(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that is down for less than the time-out again and again does not end the node."""
+    pulse = make("a").cluster.pulse
+    assert 0 < pulse.pause_s <= pulse._settings.beat_s
+    later = time.monotonic() + 2
+    monkeypatch.setattr("lightning_replica.nodes.pulse.time", SimpleNamespace(monotonic=lambda: later))
+    assert pulse.pause_s == 0
 
 
 def test_a_store_that_has_ended() -> None:

@@ -16,7 +16,7 @@ import pytest
 from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 from tests.support.etcd import NEEDS_ETCD
 from tests.support.machines import NEEDS_ROOT, Machine, machines
-from tests.support.nodes import SERVE, Result, Run, Stop, run_untouched, start_store
+from tests.support.nodes import SERVE, STORE_PORTS, Result, Run, Stop, run_untouched, start_store
 
 pytestmark = NEEDS_ROOT
 STEPS = 18
@@ -122,6 +122,9 @@ def blink(run: Run, number: int, rank: int) -> None:
     run.go(number)
     time.sleep(3)  # the fault, which ends by itself
     machine.link("up")
+    up = time.monotonic()
+    while machine.silent_s(STORE_PORTS) > time.monotonic() - up:  # otherwise, five of 3 s would be one of 15 s
+        time.sleep(0.05)
 
 
 FAULTS: dict[str, Fault] = {
