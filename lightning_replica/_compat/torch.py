@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:  # the import takes a quarter of a second, which only processes that save should spend

@@ -1,8 +1,15 @@
 """One walk over a module and all its parts, shared by all parts of a snapshot that need them."""
 
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, compress
+from typing import Any
 
 from torch import Tensor, nn
+
+_values = operator.methodcaller("values")
 
 
 @dataclass(frozen=True)
@@ -18,10 +25,22 @@ class Tree:
     modules: list[nn.Module]
     parameters: list[nn.Parameter]
     buffers: dict[str, Tensor]
+    _marks: "_Marks" = field(repr=False, compare=False)
+    _of: dict[type, list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Tree":
-        """Walk over ``module`` once; torch's own iterators walk once for each kind, and take several times as long."""
+    def of(cls, module: nn.Module, former: "Tree | None" = None) -> "Tree":
+        """Return the tree of a module.
+
+        One walk finds everything; torch's own iterators walk once for each kind, and take several times as long. To see
+        that a module is as it was takes a tenth of a walk.
+
+        Args:
+            module: The module.
+            former: Its tree at an earlier moment. It is returned if it is still the same.
+        """
+        if former is not None and former.modules[0] is module and former._marks.hold():
+            return former
         modules: dict[int, nn.Module] = {}  # by identity, like parameters and buffers: each is listed once
         parameters: dict[int, nn.Parameter] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
@@ -39,4 +58,52 @@ class Tree:
                     buffers.setdefault(id(buffer), (prefix + name, buffer))
             children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
             ahead += children[::-1]
-        return cls(list(modules.values()), list(parameters.values()), dict(buffers.values()))
+        found = list(modules.values())
+        return cls(found, list(parameters.values()), dict(buffers.values()), _Marks(found))
+
+    def all_of(self, cls: type) -> list[Any]:
+        """Return the modules that are instances of a class."""
+        if cls not in self._of:
+            self._of[cls] = [module for module in self.modules if isinstance(module, cls)]
+        return self._of[cls]
+
+    @cached_property
+    def order(self) -> dict[int, int]:
+        """The position of every parameter, by ``id``."""
+        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    @cached_property
+    def _pre_hooks(self) -> list[dict[int, Any]]:
+        return [module._forward_pre_hooks for module in self.modules]
+
+    def hooked(self) -> list[int]:
+        """Return the numbers of the modules that have hooks before their forward pass now."""
+        return list(compress(range(len(self.modules)), self._pre_hooks))
+
+
+class _Marks:
+    """What shows that modules still have the same parameters, buffers and submodules.
+
+    These are the entries of three dicts of each module, which are the same dicts as long as the module lives.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        books: list[dict[str, Any]] = []
+        for module in modules:
+            books += [module._parameters, module._buffers, module._modules]
+        self._books, self._sizes = books, list(map(len, books))
+        self._filled = [book for book in books if book]
+        self._values = list(chain.from_iterable(map(_values, self._filled)))
+        self._buffers = list(filter(None, books[1::3]))
+        self._names = list(chain.from_iterable(self._buffers))
+
+    def hold(self) -> bool:
+        """Return whether all entries are the same objects as before, and buffers have the same names."""
+        return (
+            list(map(len, self._books)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(map(_values, self._filled)), self._values))
+            and list(chain.from_iterable(self._buffers)) == self._names
+        )

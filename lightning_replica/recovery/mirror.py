@@ -125,12 +125,12 @@ class Mirrors:
     def _find(self, mirror: Mirror) -> bytes | None:
         place = self._peers.index(mirror.rank)
         read = (_read(rows[place], mirror.step) for rows in self._rows[mirror.kind, mirror.step])
-        return next((message[0] for message in read if message is not None), None)
+        return next((bytes(message[0]) for message in read if message is not None), None)
 
     def _launch(self, kind: Kind, step: int, payload: bytes, digest: Digest | None) -> Work:
-        message = torch.zeros(self._capacity, dtype=torch.uint8)
         data = _pack(step, payload, digest)[: self._capacity]
-        message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        message = torch.empty(self._capacity, dtype=torch.uint8)  # what follows the data is not looked at
+        as_bytes(message)[: len(data)] = data
         rows = list(torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8).unbind())
         self._rows.setdefault((kind, step), []).append(rows)
         # `dist.all_gather` is not used: its checks take as long as the call itself.
@@ -142,9 +142,9 @@ def _pack(step: int, payload: bytes, digest: Digest | None) -> bytes:
     return _HEADER.pack(step, len(payload), _crc(payload, found), *found) + payload
 
 
-def _read(row: Tensor, step: int) -> tuple[bytes, Digest | None] | None:
+def _read(row: Tensor, step: int) -> "tuple[memoryview, Digest | None] | None":
     """Return the payload and digest of a message of ``step``, or None if it is not whole."""
-    data = row.numpy().tobytes()
+    data = as_bytes(row)
     sent, length, crc, *found = _HEADER.unpack_from(data)
     payload = data[_HEADER.size : _HEADER.size + length]
     if not length or sent != step or len(payload) != length or _crc(payload, found) != crc:
@@ -152,5 +152,5 @@ def _read(row: Tensor, step: int) -> tuple[bytes, Digest | None] | None:
     return payload, None if tuple(found) == _NO_DIGEST else Digest.of(found)
 
 
-def _crc(payload: bytes, found: Sequence[int]) -> int:
+def _crc(payload: "bytes | memoryview", found: Sequence[int]) -> int:
     return zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", *found)))

@@ -1,7 +1,7 @@
 """State of callbacks and of the DataModule: their ``state_dict``, and what Lightning's callbacks keep beside it."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 
 from lightning_replica._compat.lightning import _LRCallback
+from lightning_replica._compat.torch import _BatchNorm
+from lightning_replica._compat.tree import Tree
 from lightning_replica.state.own_states import States
 
 # Attributes beside the `state_dict` that decide what the callback does next.
@@ -113,7 +115,7 @@ def follow_batch_norm_epoch(trainer: pl.Trainer, momenta: Sequence[float | None]
         trainer: The trainer.
         momenta: The momentum of every BatchNorm layer, as `batch_norm_momenta` returned it.
     """
-    layers = _batch_norms(trainer.lightning_module.modules())
+    layers = [layer for layer in trainer.lightning_module.modules() if isinstance(layer, _BatchNorm)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and not callback.momenta:  # on a replacement
             taken = zip(layers, momenta, strict=True)
@@ -122,14 +124,9 @@ def follow_batch_norm_epoch(trainer: pl.Trainer, momenta: Sequence[float | None]
         layer.momentum = momentum
 
 
-def batch_norm_momenta(modules: Iterable[torch.nn.Module]) -> list[float | None]:
-    """Return the momentum of every BatchNorm layer among ``modules``."""
-    return [layer.momentum for layer in _batch_norms(modules)]
-
-
-def _batch_norms(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    # `vars` comes first: on a module without the attribute, `hasattr` takes ten times as long.
-    return [layer for layer in modules if "momentum" in vars(layer) and hasattr(layer, "running_mean")]
+def batch_norm_momenta(tree: Tree) -> list[float | None]:
+    """Return the momentum of every BatchNorm layer in a tree."""
+    return [layer.momentum for layer in tree.all_of(_BatchNorm)]
 
 
 def _extras(callback: pl.Callback) -> tuple[str, ...]:

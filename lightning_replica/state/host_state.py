@@ -238,7 +238,7 @@ class LightningHostState:
     def _make_own(self, taken: Snapshot) -> None:
         """Turn what a peer has sent into this rank's own copies, which may be sent on to other ranks."""
         module = self._trainer.lightning_module
-        taken.attributes, taken.sent = self._copies.attributes.take(list(module.modules())), ()
+        taken.attributes, taken.sent = self._copies.attributes.take(Tree.of(module)), ()
         self._frozen = FrozenCopies(self._trained)
         taken.frozen = self._frozen.take(list(module.parameters()), window=False)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
+from lightning_replica._compat.tree import Tree
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 _TENSORS_OF_OBJECTS = ("_forward_cache", "_computed")
@@ -36,23 +37,20 @@ def import_results(
     results.batch = results.batch_size = None
 
 
-def copy_states(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
-    """Return copies of the states of all torchmetrics objects among ``modules``."""
+def copy_states(tree: Tree) -> list[dict[str, Any]]:
+    """Return copies of the states of all torchmetrics objects in a tree."""
     names = ("_update_count", "_computed")
     return [
-        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in _metrics(modules)
+        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in tree.all_of(Metric)
     ]
 
 
 def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]]) -> None:
     """Restore the states that `copy_states` returned."""
-    for metric, state in zip(_metrics(modules), states, strict=True):
+    metrics = [module for module in modules if isinstance(module, Metric)]
+    for metric, state in zip(metrics, states, strict=True):
         for name, value in state.items():
             setattr(metric, name, _clone(value, metric.device))
-
-
-def _metrics(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    return [module for module in modules if isinstance(module, Metric)]
 
 
 def _clone(value: Any, device: torch.device | None = None) -> Any:

@@ -63,12 +63,14 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, wait: Callable[[Work, Tensor], None]) -> None:
         self._module, self._wait = module, wait
+        self._tree: Tree | None = None
         self._changes = ChangedBuffers()
 
     @ranged("module_buffers")
     def sync(self, group: dist.ProcessGroup) -> None:
         """Broadcast the buffers that have changed on any rank. Collective over ``group``."""
-        buffers = Tree.of(self._module).buffers
+        self._tree = Tree.of(self._module, self._tree)
+        buffers = self._tree.buffers
         if not buffers:
             return
         changed = self._changes.among(buffers)

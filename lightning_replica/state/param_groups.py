@@ -15,9 +15,8 @@ _SHORT = 120  # characters of a hyperparameter in a message
 
 def take(trainer: pl.Trainer, tree: Tree) -> list[list[dict[str, Any]]]:
     """Return the param groups of all optimizers, with positions in the module in place of parameters."""
-    order = {id(parameter): index for index, parameter in enumerate(tree.parameters)}
     return [
-        [{**group, "params": [order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        [{**group, "params": [tree.order[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers
     ]
 

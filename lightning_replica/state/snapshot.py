@@ -213,6 +213,7 @@ class Copies:
         self.callbacks = CallbackStates()
         self.schedulers = States()
         self.structure: Structure | None = None
+        self.tree: Tree | None = None
         self._logged, self._own = Logged(), Own()
 
     def own(self, replicated: dict[str, Any]) -> bytes:
@@ -262,7 +263,7 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
         "buffers": copies.buffers.take(tree.buffers),
-        "momenta": batch_norm_momenta(tree.modules),
+        "momenta": batch_norm_momenta(tree),
     }
 
 
@@ -326,11 +327,11 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
 
 def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
     """Take a snapshot of the trainer, and of the generators of its device, as they are now."""
-    tree = Tree.of(trainer.lightning_module)
+    tree = copies.tree = Tree.of(trainer.lightning_module, copies.tree)
     replicated = _capture(trainer, tree, copies)
     taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
     taken.own = copies.own(replicated)
-    taken.attributes = copies.attributes.take(tree.modules)
+    taken.attributes = copies.attributes.take(tree)
     taken.data_setups = data_setup.take(trainer)
     taken.structure = copies.structure = Structure.of(tree, copies.structure)
     return taken
@@ -339,7 +340,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
 def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapshot:
     """Complete a snapshot with the state that belongs to this rank, and return it."""
     snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
-    snapshot.metric_states = copy_states(tree.modules)
+    snapshot.metric_states = copy_states(tree)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
     snapshot.loaders, snapshot.fetching = training_fetches(trainer).state(back)

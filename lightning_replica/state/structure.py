@@ -45,7 +45,8 @@ class Structure:
             children = former.children
         else:
             children = [dict(module._modules) for module in tree.modules]
-        return cls(tree.modules, children, tree.parameters, Pruned.among(tree.modules))
+        hooked = [tree.modules[number] for number in tree.hooked()]
+        return cls(tree.modules, children, tree.parameters, Pruned.among(hooked))
 
     def put_back(self, module: nn.Module) -> None:
         """Give this structure back to ``module``, if it has another one by now."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torchmetrics import MeanMetric, MinMaxMetric
 
+from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state import attributes
@@ -50,7 +51,7 @@ class Module(LightningModule):
 
 
 def take(module: Module, copies: Copies | None = None) -> attributes.Taken:
-    return (copies or Copies(module)).take(list(module.modules()))
+    return (copies or Copies(module)).take(Tree.of(module))
 
 
 def train(module: Module) -> None:
@@ -227,7 +228,7 @@ def test_containers_stay_what_they_are(travels: bool) -> None:
     """Hyperparameters are read as attributes, missing keys of a Counter and a defaultdict are made: no plain dicts."""
     module = WithHyperparameters()
     hparams = module.hparams
-    taken = Copies(module).take([module])
+    taken = Copies(module).take(Tree.of(module))
     sent = taken.whole()
     module.hparams.lr = 0.2
     module.counted["c"] += 1
@@ -265,7 +266,7 @@ def test_what_is_registered_is_not_written_over(kind: str) -> None:
     """A plain attribute that has become a parameter of that name since, or was one only on another rank."""
     module: Any = LightningModule()
     module.weight = 3
-    taken = attributes.Copies(module).take([module])
+    taken = attributes.Copies(module).take(Tree.of(module))
     del module.weight
     made: Any = {"parameter": nn.Parameter(torch.ones(1)), "buffer": nn.Buffer(torch.ones(1)), "submodule": nn.ReLU()}
     module.weight = made[kind]
@@ -288,7 +289,7 @@ def test_what_a_metric_keeps_beside_its_states() -> None:
         metric.update(torch.tensor(value))
         metric.compute()
         metric.reset()
-    taken = copies.take(modules)
+    taken = copies.take(Tree.of(module))
     sent = plain.unpack(plain.pack(taken.private()))
     metric.update(torch.tensor(0.0))
     metric.compute()
@@ -335,9 +336,9 @@ class Generators(LightningModule):
 def test_a_replacement_gets_generators_in_containers_and_new_ones() -> None:
     module, other = Generators(), Generators()
     copies, listed = Copies(module), list(other.listed)
-    copies.take(list(module.modules()))
+    copies.take(Tree.of(module))
     module.begin()
-    sent = copies.take(list(module.modules())).private()
+    sent = copies.take(Tree.of(module)).private()
     attributes.put_plain(list(other.modules()), plain.unpack(plain.pack(sent)))
     # The objects stay: whoever else holds one draws from it.
     assert all(now is before for now, before in zip(other.listed, listed, strict=True))

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
+from lightning_replica._compat.tree import Tree
 from lightning_replica.state.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -41,7 +42,7 @@ def test_the_momenta_that_weight_averaging_takes_away(joins: bool) -> None:
 
     trainer = training()
     trainer.callbacks[0].reset_batch_norm_and_save_state(trainer.lightning_module)
-    momenta = batch_norm_momenta(trainer.lightning_module.modules())
+    momenta = batch_norm_momenta(Tree.of(trainer.lightning_module))
     here = training() if joins else trainer
     follow_batch_norm_epoch(here, momenta)
     assert [layer.momentum for layer in here.lightning_module.layers] == [None, None]

@@ -6,6 +6,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_replica._compat.lightning import _ResultCollection
+from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.state import metrics
 
@@ -22,7 +23,7 @@ def test_they_come_back_on_the_modules_device() -> None:
     results.log("training_step", "loss", torch.tensor(2.5), on_step=True, on_epoch=True, batch_size=4)
     module.mean.update(torch.tensor(3.0))
     exported = plain.unpack(plain.pack(metrics.export_results(results)))
-    states = plain.unpack(plain.pack(metrics.copy_states(module.modules())))
+    states = plain.unpack(plain.pack(metrics.copy_states(Tree.of(module))))
 
     module.to("meta")  # a device whose tensors cannot be mistaken for the host's
     restored = _ResultCollection(training=True)
@@ -42,5 +43,5 @@ def test_they_come_back_on_the_modules_device() -> None:
 def test_settings_of_a_metric_are_no_state() -> None:
     """They would come back with a checkpoint, over what the script has chosen since."""
     metric = MulticlassAccuracy(num_classes=3, top_k=2)
-    (state,) = metrics.copy_states(metric.modules())
+    (state,) = metrics.copy_states(Tree.of(metric))
     assert {*state} == {*metric._defaults, "_update_count", "_computed"}

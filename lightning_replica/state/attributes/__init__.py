@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_replica._compat.tree import Tree
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.attributes.plain_form import from_plain, plain_values, to_plain
 from lightning_replica.state.attributes.values import (
@@ -95,18 +96,19 @@ class Copies:
     def __init__(self, module: pl.LightningModule) -> None:
         self._tensors: dict[int, KeptTensor] = {}
         self._first: dict[int, dict[str, Kept]] = {}
-        first = self.take(list(module.modules())).values
+        self._tree: Tree | None = None
+        self._keepers: list[int] = []  # modules of the tree that may have state whatever their hooks are
+        first = self.take(Tree.of(module)).values
         if type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint:
             first.pop(0, None)  # a replacement loads no checkpoint, so all of these are sent to it
         self._first = first
 
-    def take(self, modules: Sequence[nn.Module]) -> Taken:
-        """Return copies of the attributes that ``modules`` have now."""
+    def take(self, tree: Tree) -> Taken:
+        """Return copies of the attributes that the modules of a tree have now."""
         former, self._tensors = self._tensors, {}
         taken = Taken()
-        for number, module in enumerate(modules):
-            if number and _keeps_nothing(module):
-                continue
+        for number in self._numbers(tree):
+            module = tree.modules[number]
             own = _own(module)
             values = {
                 name: self._keep(value, former, not _is_large(value))
@@ -119,6 +121,17 @@ class Copies:
             if changed:
                 taken.changed[number] = changed
         return taken
+
+    def _numbers(self, tree: Tree) -> list[int]:
+        """Return the numbers of the modules that may have state.
+
+        Attributes of torch's own modules are only settings, unless a hook sets weights, as in pruning.
+        """
+        if tree is not self._tree:
+            self._tree = tree
+            self._keepers = [number for number, each in enumerate(tree.modules) if not number or not _is_torchs(each)]
+        hooked = tree.hooked()
+        return sorted({*self._keepers, *hooked}) if hooked else self._keepers
 
     def _keep(self, value: Any, former: dict[int, KeptTensor], copied: bool, depth: int = 0) -> Kept:
         kind = type(value)
@@ -174,9 +187,8 @@ def is_state(value: Any) -> bool:
     return type(value) in ATOMS or isinstance(value, _STATE)
 
 
-def _keeps_nothing(module: nn.Module) -> bool:
-    """Return whether attributes are only settings: those of torch's own, unless a hook sets weights, as in pruning."""
-    return type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 def _own(module: nn.Module) -> AbstractSet[str]:
