@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from lightning_replica.core.points import reach
-from lightning_replica.core.works import Check, Ordered, Work, wait
+from lightning_replica.core.works import Check, Ordered, wait
 from lightning_replica.sharding.levels import IN_FLIGHT, Job, Stage
 
 
@@ -52,12 +54,18 @@ class Pipeline:
         return before != (self._begun[number], self._ended[number])
 
     def _can_begin(self, number: int) -> bool:
-        begun, is_last = self._begun[number], number == len(self._stages) - 1
-        if begun == len(self.jobs) or (begun - self._ended[number] == IN_FLIGHT and not is_last):
-            return False
-        if number == 0:
-            return self._finishes or self.jobs[begun].missing <= 0
-        return begun < self._ended[number - 1]
+        is_last = number == len(self._stages) - 1
+        return (is_last or not self._is_full(number)) and self._is_next_ready(number)
+
+    def _is_full(self, number: int) -> bool:
+        return self._begun[number] - self._ended[number] == IN_FLIGHT
+
+    def _is_next_ready(self, number: int) -> bool:
+        """Return whether there is a next bucket for a stage that could begin if there is room."""
+        begun = self._begun[number]
+        if number > 0:
+            return begun < self._ended[number - 1]
+        return begun < len(self.jobs) and (self._finishes or self.jobs[begun].missing <= 0)
 
     def _can_end(self, number: int) -> bool:
         """Return whether the next bucket can leave a stage. Nothing follows the last stage, so it is left in `finish`.
@@ -67,7 +75,19 @@ class Pipeline:
         ended, is_last = self._ended[number], number == len(self._stages) - 1
         if ended == self._begun[number] or (is_last and not self._finishes):
             return False
-        return all(map(_is_done, self.jobs[ended].works))
+        works = self.jobs[ended].works
+        return all(self._is_due(number) if isinstance(work, Ordered) else _is_done(work) for work in works)
+
+    def _is_due(self, number: int) -> bool:
+        """Return whether a device should wait for the first bucket of a stage.
+
+        It does the rest of backward only afterwards. So a bucket stays until the next one needs its room: by then, most
+        of its collective has run beside backward. When all buckets have been sent, there is nothing left to wait for.
+
+        Time decides nothing here, so collectives of different groups begin in the same order on all ranks. Otherwise,
+        those of NCCL could wait for each other.
+        """
+        return self._begun[0] == len(self.jobs) or (self._is_full(number) and self._is_next_ready(number))
 
     def _begin(self, number: int) -> None:
         job = self.jobs[self._begun[number]]
@@ -87,6 +107,5 @@ class Pipeline:
             reach("reduction")
 
 
-def _is_done(work: Work) -> bool:
-    """Return whether what follows ``work`` can be launched without waiting for it."""
-    return work is None or isinstance(work, Ordered) or work.is_completed()
+def _is_done(work: "dist.Work | None") -> bool:
+    return work is None or work.is_completed()
