@@ -7,9 +7,7 @@ Without PID namespaces, ranks of "two machines" would find each other's processe
 """
 
 import json
-import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -138,13 +136,6 @@ class Machine:
         """Changes its link; see `relay`. A bridge can only be up or down."""
         assert self._network is not None
         self._network.set(self.number, **changes)  # type: ignore[arg-type]
-
-    def silent_s(self, ports: Sequence[int]) -> float:
-        """For how long nothing has come over connections of its processes to other machines' ports, in seconds."""
-        query = " or ".join(f"dport = :{port}" for port in ports)
-        command = ["ip", "netns", "exec", self.namespace, "ss", "-tniH", f"( {query} )"]
-        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return min((int(each) / 1000 for each in re.findall(r"lastrcv:(\d+)", found)), default=math.inf)
 
     def processes(self) -> list[psutil.Process]:
         """Its processes, with the numbers that they have outside."""

@@ -24,7 +24,6 @@ PATIENCE_S = 100.0
 COMMAND = [sys.executable, "-m", "lightning_replica"]
 # How many machines serve the store and nothing else: the first node serves it, a machine of its own, or etcd.
 SERVE = {"first": 0, "alone": 1, "etcd": 3}
-STORE_PORTS = (29500, 2379)  # of c10d and of etcd
 
 Stop: TypeAlias = tuple[int, str, int]
 """The step, the place and the rank where a run stops until the test lets it go on."""
