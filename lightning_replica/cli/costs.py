@@ -111,7 +111,7 @@ class Memory:
 
 
 def receive_bytes(job: Job) -> float:
-    """Return the bytes for pieces that arrive during the reduction: four buckets of 16 MiB, the default."""
+    """Return the bytes for pieces that arrive during the reduction: four buckets of 16 MiB, the most by default."""
     return min(job.parameters * job.gradient_bytes, 4 * 16 * 2.0**20)
 
 

@@ -60,7 +60,7 @@ class Buffers:
                 " from `.grad`, but hooks or manual optimization look at `.grad`. Use `reduce_dtype=None`, or"
                 " `whole_gradients=False` if they can do without."
             )
-        bucket_numel = max(1, settings.bucket_bytes // grad_dtype.itemsize)
+        bucket_numel = max(1, settings.bucket_bytes_on(grid.nodes) // grad_dtype.itemsize)
         align = max(1, _ALIGN_BYTES // dtype.itemsize)
         self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition, align)
         self._place, self.partition = grid.place_of(rank), partition

@@ -10,6 +10,7 @@ from lightning_replica.core.digests import GuardMode
 from lightning_replica.sharding.layout import Partition
 
 ReduceDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
+_BUCKET_BYTES, _BUCKET_BYTES_OF_SEVERAL = 16 * 2**20, 4 * 2**20
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 
 
@@ -18,7 +19,7 @@ class EngineSettings:
     """How one rank's parameters, gradients and optimizers are sharded.
 
     Attributes:
-        bucket_bytes: Size of a bucket, in bytes.
+        bucket_bytes: Size of a bucket, in bytes; None for that of `bucket_bytes_on`.
         partition: How buckets are cut.
         whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
             costs a gather; otherwise only gradients of the own shard are averaged.
@@ -32,7 +33,7 @@ class EngineSettings:
         ConfigurationError: If a value is invalid.
     """
 
-    bucket_bytes: int
+    bucket_bytes: int | None = None
     partition: Partition = "element"
     whole_gradients: bool = False
     manual: bool = False
@@ -42,10 +43,22 @@ class EngineSettings:
     recoverable: bool = True
 
     def __post_init__(self) -> None:
-        checks.whole(1, bucket_bytes=self.bucket_bytes)
+        if self.bucket_bytes is not None:
+            checks.whole(1, bucket_bytes=self.bucket_bytes)
         checks.choice("partition", self.partition, ("element", "parameter"))
         checks.choice("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
         checks.choice("guard", self.guard, ("sampled", "full", "off"))
+
+    def bucket_bytes_on(self, nodes: int) -> int:
+        """Return the size of a bucket on a number of nodes, in bytes.
+
+        Between nodes the link is often the bottleneck: smaller buckets reach it sooner, and the last one leaves it
+        sooner. On one node the cores are, and each bucket costs operations; docs/decisions.md has the figures. The size
+        follows from the grid and not from a measurement, because the last bits of a clipped gradient's norm follow it.
+        """
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        return _BUCKET_BYTES if nodes == 1 else _BUCKET_BYTES_OF_SEVERAL
 
     @property
     def wire(self) -> torch.dtype | None:

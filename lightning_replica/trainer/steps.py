@@ -51,7 +51,7 @@ class Training:
         session: The session of this process.
         precision: The precision plugin.
         optimizers: The user's optimizers.
-        bucket_bytes: Size of a gradient bucket.
+        bucket_bytes: Size of a gradient bucket; None for the default.
         partition: How buckets are cut.
         whole_gradients: Whether every gradient is whole after backward; "auto" decides by the user's hooks.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
@@ -68,7 +68,7 @@ class Training:
         session: Session,
         precision: ShardedStep,
         optimizers: Sequence[Optimizer],
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         partition: Partition,
         whole_gradients: bool | Literal["auto"],
         shared_memory: bool = True,

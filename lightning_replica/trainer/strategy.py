@@ -67,7 +67,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             after the steps in between were computed from them. "off": nothing. A rank whose memory changed at rest gets
             its shard from a peer. If an update itself went wrong, the majority of the holders is right; with
             ``replicas=2`` the run ends with an error.
-        bucket_bytes: Size in bytes of the buckets in which gradients are sent.
+        bucket_bytes: Size of the buckets in which gradients are sent; None is 16 MiB on one node, 4 MiB on several.
         reduce_dtype: The dtype in which gradients leave a node: "bfloat16" sends half of 32 bits. Gradients of 16-bit
             parameters are then accumulated in 32 bits, apart from ``.grad``. None: as they are.
         recovery: Whether the run recovers from faults. Without it, training is sharded in the same way and gives the
@@ -106,7 +106,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         state_dict_type: StateDictType = "full",
         shared_memory: bool = True,
         guard: GuardMode = "sampled",
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int | None = None,
         reduce_dtype: ReduceDtype | None = None,
         recovery: bool = True,
         max_restarts: int = 3,
@@ -125,7 +125,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     ) -> None:
         cluster_environment = cluster_environment or environment_of_rank()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        checks.whole(1, replicas=replicas, bucket_bytes=bucket_bytes)
+        checks.whole(1, replicas=replicas, **{} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})
         checks.seconds(timeout_s=timeout_s)
         self._given_options = RecoveryOptions(
             recovery=recovery,
