@@ -18,6 +18,7 @@ from alternating import Setting, Turn, alternate
 from common import BATCH, LENGTH, Transformer, spread, write
 
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.sharding.settings import EngineSettings
 
 MACHINES, PORT = 2, 29500
 CONTENDERS = ["replica_zero", "DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2 HSDP"]
@@ -64,11 +65,13 @@ def report(setting: Setting, mbit: int, turns: dict[str, Turn]) -> None:
         ratios = [ours / theirs for ours, theirs in zip(turn.seconds, ddp, strict=False)]
         sent = statistics.median(turn.bytes) / (4 * parameters)
         rows.append([name, spread([1e3 * s for s in turn.seconds]), spread(ratios), f"{sent:.3f}"])
+    bucket_mib = EngineSettings(bucket_bytes=setting.bucket_bytes).bucket_bytes_on(setting.nodes) / 2**20
     notes = f"""
 {parameters / 1e6:.1f} M parameters, fp32, fused AdamW, gloo, {MACHINES} machines of {setting.local} ranks, R=2, 1 thread a rank, batch
-{BATCH} x {LENGTH}. The link carries {mbit} Mbit/s in each direction. {len(ddp)} rounds; median and middle half. Ratios
-are those of steps of the same round. Bytes leave the first machine in a step, in units of the parameters' size (4 bytes
-each), with headers; the least for R=2 holders on different machines is 1.
+{BATCH} x {LENGTH}. The link carries {mbit} Mbit/s in each direction. replica_zero has buckets of {bucket_mib:g} MiB, DDP its
+own default (25 MiB). {len(ddp)} rounds; median and middle half. Ratios are those of steps of the same round. Bytes leave the first
+machine in a step, in units of the parameters' size (4 bytes each), with headers; the least for R=2 holders on different
+machines is 1.
 """
     name = f"thin_link_{setting.nodes}x{setting.local}_{mbit}"
     raw = {name: {"seconds": turn.seconds, "bytes": turn.bytes} for name, turn in turns.items()}

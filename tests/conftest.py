@@ -46,6 +46,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[BEFORE] = strewn(ROOT)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, likewise; this process is to outlive it
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.hookimpl(wrapper=True)
