@@ -10,6 +10,7 @@ two nodes that are lost at once are a shard that is lost.
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -136,37 +137,65 @@ def one_run(seed: int, faults: int, store: str, out: Path, oracle: Result) -> tu
         } else f"exit codes {codes}, {'same' if same else 'OTHER'} bits"
 
 
+@dataclass
+class Seen:
+    """What has been seen so far.
+
+    Attributes:
+        seed: The seed of the first run; each further run has the next one.
+        runs: Number of runs.
+        faults: How often each kind of fault has struck.
+        ends: How often the runs have ended in each way.
+        minutes: How long all runs took.
+    """
+
+    seed: int
+    runs: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+    minutes: float = 0.0
+
+    def add(self, faults: Counter[str], end: str, minutes: float) -> None:
+        self.runs, self.minutes = self.runs + 1, self.minutes + minutes
+        self.faults, self.ends = dict(Counter(self.faults) + faults), dict(Counter(self.ends) + Counter([end]))
+
+    def text(self, store: str) -> str:
+        return (
+            f"{sum(self.faults.values())} faults in {self.runs} runs of {NODES} nodes with 2 ranks and {SPARES} spares,"
+            f" R = 2. The store: {store}. Seeds from {self.seed}; {self.minutes:.0f} minutes.\n\n"
+            + "".join(f"- {count} of {self.runs} runs: {end}\n" for end, count in self.ends.items())
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--faults", type=int, default=20, help="in each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", choices=list(SERVE), default="alone")
+    parser.add_argument("--add", action="store_true", help="add to the results that are there, with the next seeds")
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("needs root, for namespaces")
-    began, struck, ends = time.monotonic(), Counter[str](), Counter[str]()
+    name = f"chaos_nodes_{args.store}"
+    seen = Seen(args.seed)
+    if args.add:
+        seen = Seen(**json.loads((Path(__file__).parent / "results" / f"{name}.json").read_text())["facts"])
     with tempfile.TemporaryDirectory() as folder:
         untouched = Path(folder) / "untouched"
         untouched.mkdir()
         run_untouched(untouched, NODES, 2, args.faults * STEPS_A_FAULT)
         oracle = Result.of(untouched, NODES * 2)
-        for number in range(args.runs):
-            out = Path(folder) / f"run{number}"
+        for _ in range(args.runs):
+            began, out = time.monotonic(), Path(folder) / f"run{seen.runs}"
             out.mkdir()
-            faults, end = one_run(args.seed + number, args.faults, args.store, out, oracle)
-            struck, ends = struck + faults, ends + Counter([end])
-            print(number, dict(faults), end, flush=True)
+            faults, end = one_run(seen.seed + seen.runs, args.faults, args.store, out, oracle)
             shutil.rmtree(out)
-    minutes = (time.monotonic() - began) / 60
-    notes = (
-        f"{struck.total()} faults in {args.runs} runs of {NODES} nodes with 2 ranks and {SPARES} spares, R = 2. The store:"
-        f" {args.store}. Seeds from {args.seed}; {minutes:.0f} minutes.\n\n"
-        + "".join(f"- {count} of {args.runs} runs: {end}\n" for end, count in ends.items())
-    )
-    rows = [[name, str(count)] for name, count in sorted(struck.items())]
-    facts = {"faults": dict(struck), "runs": args.runs, "ends": dict(ends), "minutes": minutes, "seed": args.seed}
-    write(f"chaos_nodes_{args.store}", "Faults on several nodes", ["what was lost", "times"], rows, notes, facts)
+            seen.add(faults, end, (time.monotonic() - began) / 60)
+            print(dict(faults), end, flush=True)
+            rows = [[lost, str(count)] for lost, count in sorted(seen.faults.items())]
+            header, notes = ["what was lost", "times"], seen.text(args.store)
+            write(name, "Faults on several nodes", header, rows, notes, {"facts": asdict(seen)})
 
 
 if __name__ == "__main__":
