@@ -131,10 +131,16 @@ def one_run(seed: int, faults: int, store: str, out: Path, oracle: Result) -> tu
             print(seed, struck, flush=True)
         (out / "hurry").touch()
         codes = set(run.codes(1000))
-        same = run.result() == oracle
-        return struck, "identical" if same and codes == {
-            0
-        } else f"exit codes {codes}, {'same' if same else 'OTHER'} bits"
+        found = run.result()
+        what = [name for name in ("ranks", "rows") if getattr(found, name) != getattr(oracle, name)]
+        if codes == {0} and not what:
+            return struck, "identical"
+        kept = Path(tempfile.mkdtemp(prefix="chaos_nodes-"))
+        shutil.copytree(out, kept / "run")
+        for name in ("ranks", "rows"):
+            (kept / f"{name}.txt").write_text(f"{getattr(found, name)}\n---\n{getattr(oracle, name)}\n")
+        print(f"kept in {kept}", flush=True)
+        return struck, f"exit codes {codes}, OTHER {' and '.join(what) or 'codes'}"
 
 
 @dataclass

@@ -58,6 +58,7 @@ class LoggerRows:
             # Without the values of metrics: a repeated batch takes more or less time, for example.
             row = json.dumps([number, given.get("step"), sorted(given["metrics"])])
             if not self._written.is_there(row):
+                self._written.wait_for_store()
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
             self._written.add(row)

@@ -50,6 +50,14 @@ class Written:
         self._back, self._anew = (kind, step), set()
         self._there = Counter(self._since.setdefault((kind, step), []))
 
+    def wait_for_store(self) -> None:
+        """Wait until the store answers.
+
+        A rank whose node is cut off runs on until its next collective, but what it writes until then would be missing
+        in the record, and its replacement would write it again. So it waits here, until it is killed.
+        """
+        self._store.check([self._key])
+
     def is_there(self, thing: str) -> bool:
         """Return whether a thing was written before this rank went back, and has not been written again."""
         return self._there[thing] > 0

@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 
@@ -48,6 +49,21 @@ def test_a_batch_that_is_done_again_and_again() -> None:
     assert logger.lines == EXPECTED
     rows.release()
     assert "log_metrics" not in vars(logger)
+
+
+def test_a_rank_that_is_cut_off_writes_nothing() -> None:
+    """Its replacement would write the row again."""
+
+    class CutOff(dist.HashStore):
+        def check(self, *_: Any) -> bool:
+            raise dist.DistStoreError("no answer")
+
+    logger = Lines()
+    rows = LoggerRows(CutOff(), [logger], newborn=False)
+    with pytest.raises(dist.DistStoreError):
+        window(rows, logger, 0)
+    assert logger.lines == []
+    rows.release()
 
 
 def test_a_replacement_that_goes_back_to_the_tail() -> None:
