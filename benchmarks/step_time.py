@@ -53,10 +53,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--bucket-mib", type=float, help="size of replica_zero's buckets (default: its own choice)")
     parser.add_argument("--sockets", action="store_true", help="run replica_zero with shared_memory=False")
     args = parser.parse_args()
     if RankEnvironment.current() is not None:
-        turns = alternate(CONTENDERS, Setting(args.ranks, 1, args.steps, args.sockets, "lo"))
+        bucket_bytes = int(args.bucket_mib * 2**20) if args.bucket_mib else None
+        turns = alternate(CONTENDERS, Setting(args.ranks, 1, args.steps, args.sockets, "lo", bucket_bytes))
         if os.environ["LOCAL_RANK"] == "0":
             report(args.ranks, args.sockets, turns)
         return 0

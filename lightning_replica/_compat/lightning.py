@@ -148,13 +148,9 @@ def save_loops(loop: _Loop) -> dict[str, Any]:
     return state
 
 
-_COUNTS = frozenset((int, bool))
-
-
 def _counters(progress: _BaseProgress) -> dict[str, Any]:
     return {
-        name: value if type(value) in _COUNTS or not isinstance(value, _BaseProgress) else _counters(value)
-        for name, value in vars(progress).items()
+        name: _counters(value) if isinstance(value, _BaseProgress) else value for name, value in vars(progress).items()
     }
 
 

@@ -271,9 +271,10 @@ def digest(tensor: Tensor, start: int, stop: int) -> int:
         stop: One past the last word.
     """
     if tensor.is_contiguous():
-        if tensor.nbytes % _WORD == 0 and tensor.data_ptr() % _WORD == 0:
-            words = tensor.view(-1).view(torch.int64)
-            return int((words if stop - start == len(words) else words[start:stop]).sum()) & _MASK
+        if (
+            tensor.nbytes % _WORD == 0 and tensor.storage_offset() * tensor.itemsize % _WORD == 0
+        ):  # most are whole words
+            return int(tensor.view(-1).view(torch.int64)[start:stop].sum()) & _MASK
         return _sum(tensor.view(-1), start, stop) & _MASK
     rows = max(_WORD, _CHUNK_WORDS * _WORD * len(tensor) // tensor.nbytes // _WORD * _WORD)  # whole words
     total = 0

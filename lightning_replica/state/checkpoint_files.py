@@ -57,6 +57,7 @@ class CheckpointFiles:
         """
         if self._writes:
             self._written.add(os.fspath(path))
+            self._written.wait_for_store()
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:

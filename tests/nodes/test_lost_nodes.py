@@ -160,6 +160,7 @@ def of_rank(rank: int, *stops: Stop) -> tuple[Stop, ...]:
         ("node", 2, "first", (PLACES[1], SAVE)),
         ("node", 2, "alone", of_rank(0, PLACES[2], PLACES[3])),
         ("link down", 2, "first", (PLACES[0],)),
+        ("link down", 2, "alone", ((7, "logger", 0),)),
     ],
 )
 def test_one_after_the_other(
@@ -181,7 +182,7 @@ def test_everywhere(fault: str, nodes: int, store: str, rank: int, untouched: Or
 def check(fault: str, nodes: int, store: str, stops: tuple[Stop, ...], untouched: Oracle, tmp_path: Path) -> None:
     blinks = fault == "link down for 3 s"
     patience = ("--node-timeout", "10") if blinks else ()
-    slow = {"PAUSE_S": "1"} if blinks else {}  # with steps of some milliseconds, five times would be one of 15 s
+    slow = {"PAUSE_S": "1"} if blinks else {}  # with faster steps, five blips of 3 s are one of 15 s
     with running(tmp_path, nodes, 1, stops, store, "nothing" in fault, patience, **slow) as (run, _):
         strike(run, fault)
         assert_same(run, untouched)

@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 
+from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
 
 
@@ -51,19 +52,28 @@ def test_a_batch_that_is_done_again_and_again() -> None:
     assert "log_metrics" not in vars(logger)
 
 
-def test_a_rank_that_is_cut_off_writes_nothing() -> None:
-    """Its replacement would write the row again."""
+class CutOff(dist.HashStore):
+    """A store that gives no answer."""
 
-    class CutOff(dist.HashStore):
-        def check(self, *_: Any) -> bool:
-            raise dist.DistStoreError("no answer")
+    def check(self, *_: Any) -> bool:
+        raise dist.DistStoreError("no answer")
 
+
+def test_a_rank_that_is_cut_off_logs_nothing() -> None:
+    """Its replacement would log the row again."""
     logger = Lines()
     rows = LoggerRows(CutOff(), [logger], newborn=False)
     with pytest.raises(dist.DistStoreError):
         window(rows, logger, 0)
     assert logger.lines == []
     rows.release()
+
+
+def test_a_rank_that_is_cut_off_writes_no_checkpoint() -> None:
+    """Its replacement would take the file for one of an earlier run."""
+    files = CheckpointFiles(CutOff(), [], newborn=False, writes=True)
+    with pytest.raises(dist.DistStoreError):
+        files.is_written("epoch=0.ckpt")
 
 
 def test_a_replacement_that_goes_back_to_the_tail() -> None:
