@@ -20,6 +20,7 @@ _CONNECT_S: Final = 1.0
 _ANSWER_S: Final = 2.0
 _ELECTION_S: Final = 5.0  # so long may members take to agree on a leader
 _PAUSE_S: Final = 0.05
+_CLOSED: Final = "closed connection without response"
 
 
 class EtcdMembers:
@@ -85,7 +86,10 @@ class EtcdMembers:
 def _text(errors: list[Exception], clients: Collection[Etcd3Client]) -> str:
     """Return what is wrong with each member. etcd3gw's errors have no text but an attribute."""
     texts = [getattr(error, "detail_text", None) or str(error) for error in errors]
-    return "; ".join(f"{each.host}:{each.port}: {text}" for each, text in zip(clients, texts, strict=True))
+    told = [f"{each.host}:{each.port}: {text}" for each, text in zip(clients, texts, strict=True)]
+    if any(each.protocol == "http" and _CLOSED in text for each, text in zip(clients, texts, strict=True)):
+        told.append("a member that takes TLS only closes other connections: give it `ca_cert` in --rdzv-conf")
+    return "; ".join(told)
 
 
 def _raise_if_final(error: Exception) -> None:

@@ -545,7 +545,7 @@ def test_tls(tmp_path: Path) -> None:
         deceived = EtcdStore(EtcdAddress((member.endpoint,), wrong.ca_cert, right.cert, right.key))
         with pytest.raises(dist.DistNetworkError, match="CERTIFICATE_VERIFY_FAILED"):
             deceived.get("a")
-        with pytest.raises(dist.DistNetworkError):
+        with pytest.raises(dist.DistNetworkError, match="give it `ca_cert`"):
             EtcdStore(EtcdAddress((member.endpoint,))).get("a")
 
 
