@@ -2,7 +2,7 @@ import csv
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -90,3 +90,23 @@ def test_other_loggers_than_the_last_time(tmp_path: Path) -> None:
     recorded = logger_runs.record([CSVLogger(tmp_path)])
     with pytest.raises(RecoveryError, match=r"loggers \['Remote'\], but its predecessor had \['CSVLogger'\]"):
         logger_runs.adopt([Remote()], recorded, writes=True)
+
+
+class Touchy:
+    """Like `torch.distributed.reduce_op`, which warns that it is deprecated whatever attribute is read."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        Touchy.asked.append(name)
+        return object.__getattribute__(self, name)
+
+
+def test_no_object_is_asked_for_an_attribute() -> None:
+    touchy = Touchy()
+    assert isinstance(touchy, Touchy)
+    assert not isinstance(touchy, Logger)
+    assert Touchy.asked, "isinstance asks an object that is not of the class for its `__class__`"
+    Touchy.asked.clear()
+    logger_runs.hand_over()
+    assert Touchy.asked == []
