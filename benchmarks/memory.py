@@ -37,9 +37,11 @@ BYTES = {"parameters": 4, "gradients": 4, "main parameters": 4, "AdamW": 8}
 CONTENDERS = [
     "DDP, bucket views",
     "replica_zero R=1",
+    "replica_zero R=1, sockets",
     "replica_zero R=2",
     "replica_zero R=2, sockets",
     "replica_zero R=4",
+    "replica_zero R=4, sockets",
 ]
 
 

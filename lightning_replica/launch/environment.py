@@ -11,6 +11,8 @@
 | LIGHTNING_REPLICA_SPOOL | directory for large results that set-up collectives gave ranks (control/journal.py) |
 | LIGHTNING_REPLICA_BEACONS | where the rank finds the memory that it writes its progress to (beacons.py) |
 
+GLIBC_TUNABLES turns the caches of malloc's threads off, unless the user has set them (see `allocator`).
+
 LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them. On several
 nodes RANK is set too, as torchrun sets it.
 """
@@ -41,6 +43,8 @@ _RANK = "LIGHTNING_REPLICA_RANK"
 _WORLD_SIZE = "LIGHTNING_REPLICA_WORLD_SIZE"
 _DOUBLES_UP = "LIGHTNING_REPLICA_DOUBLES_UP"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_TUNABLES = "GLIBC_TUNABLES"
+_TCACHE = "glibc.malloc.tcache_count"
 
 
 class Surroundings(Protocol):
@@ -161,6 +165,7 @@ class RankEnvironment:
         return {
             **interface(place.interface),
             **inherited,
+            **allocator(inherited),
             _STORE: str(self.store),
             **({} if self.node_store is None else {_NODE_STORE: str(self.node_store)}),
             _SUPERVISOR: str(self.supervisor),
@@ -192,3 +197,17 @@ def rank_here() -> int:
 def interface(name: str) -> dict[str, str]:
     """Return the variable that keeps gloo's sockets on an interface. A value that the user has set takes precedence."""
     return {_GLOO_INTERFACE: name} if name else {}
+
+
+def allocator(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which a process gives the memory of freed gradients back.
+
+    torch asks glibc for aligned memory. What is left over in front of a large gradient is small, goes into the cache of
+    a thread (tcache) and stays there, so the hole that the gradient leaves is too short for the next one of its size.
+    Without tcache the two are joined. glibc reads the variable only when a process starts. docs/decisions.md has
+    figures. Settings of the user's take precedence.
+    """
+    given = inherited.get(_TUNABLES, "")
+    if _TCACHE in given:
+        return {}
+    return {_TUNABLES: ":".join(filter(None, (given, f"{_TCACHE}=0")))}
