@@ -21,7 +21,14 @@ from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.sharding.settings import EngineSettings
 
 MACHINES, PORT = 2, 29500
-CONTENDERS = ["replica_zero", "DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2 HSDP"]
+CONTENDERS = [
+    "replica_zero",
+    "DDP",
+    "DDP + ZeroRedundancyOptimizer",
+    "FSDP2 HSDP",
+    "replica_zero bf16",
+    "DDP, bf16 hook",
+]
 CAP_S = 1800.0
 
 

@@ -15,6 +15,8 @@ Precision = Literal["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", 
 # Lightning's other names for these precisions; Lightning takes the numbers as int, too.
 ALIASES: dict[str, Precision] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
+ReduceDtype = Literal["bfloat16", "float16", "float32"]
+_REDUCE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _PARAMETER_BYTES = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2, "bf16-mixed": 4, "16-mixed": 4}
 
 
@@ -29,6 +31,7 @@ class Job:
         precision: The precision of the Trainer.
         optimizer_bytes: Bytes of optimizer state per element. None means two values of the main parameters' dtype, as
             for Adam.
+        reduce_dtype: The dtype in which gradients leave a node; None for that of the parameters.
 
     Raises:
         ConfigurationError: If a value makes no sense.
@@ -39,6 +42,7 @@ class Job:
     parameters: int
     precision: Precision = "32-true"
     optimizer_bytes: float | None = None
+    reduce_dtype: ReduceDtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "parameters"):
@@ -55,6 +59,8 @@ class Job:
                 f"precision={self.precision!r} is not known. Choose one of {', '.join(get_args(Precision))},"
                 f" or {', '.join(ALIASES)}."
             )
+        if self.reduce_dtype not in (None, *_REDUCE_BYTES):
+            raise ConfigurationError(f"reduce_dtype={self.reduce_dtype!r} is not one of {', '.join(_REDUCE_BYTES)}.")
         if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
             raise ConfigurationError(f"optimizer_bytes={self.optimizer_bytes} must be 0 or more.")
 
@@ -70,8 +76,13 @@ class Job:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per gradient element, g. In torch a gradient has the dtype of its parameter."""
-        return self.parameter_bytes
+        """Bytes per gradient element, g: as its parameter in torch; with `reduce_dtype`, 16 bits are added up in 32."""
+        return self.parameter_bytes if self.reduce_dtype is None else self.main_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes per gradient element that leaves a node."""
+        return self.gradient_bytes if self.reduce_dtype is None else _REDUCE_BYTES[self.reduce_dtype]
 
     @property
     def main_bytes(self) -> int:
@@ -149,14 +160,14 @@ def sent_bytes(ranks: int, replicas: int, parameter_bytes: int, gradient_bytes: 
 def node_traffic(job: Job, nodes: int) -> float | None:
     """Return the bytes that leave a node in a step: [g(M + R - 2) + p(M - R)] Psi / M on M nodes.
 
-    That is on two levels (see [Note: two levels] in sharding/levels.py). None if replicas do not fill nodes: R must
-    divide M.
+    That is on two levels (see [Note: two levels] in sharding/levels.py); g counts the bytes of a gradient that is sent.
+    None if replicas do not fill nodes: R must divide M.
     """
     if nodes == 1:
         return 0.0
     if nodes % job.replicas:
         return None
-    return job.parameters * sent_bytes(nodes, job.replicas, job.parameter_bytes, job.gradient_bytes)
+    return job.parameters * sent_bytes(nodes, job.replicas, job.parameter_bytes, job.wire_bytes)
 
 
 def ddp_node_traffic(job: Job, nodes: int) -> float:
@@ -176,4 +187,4 @@ def zero1(job: Job) -> Job:
 
 def ddp_traffic(job: Job) -> float:
     """Return the bytes that a rank sends in a step under DDP: 2 (N - 1) / N of the gradients."""
-    return traffic(replace(job, replicas=job.ranks))
+    return traffic(replace(job, replicas=job.ranks, reduce_dtype=None))

@@ -47,6 +47,11 @@ def add_parser(commands: Any) -> None:
         metavar="B",
         help="bytes of optimizer state per element; 8 for Adam in 32 bits (default: two values in the updated dtype)",
     )
+    parser.add_argument(
+        "--reduce-dtype",
+        choices=get_args(costs.ReduceDtype),
+        help="dtype in which gradients leave a node (default: that of the parameters)",
+    )
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("--ranks-per-node", type=int, metavar="L", help="also consider losses of whole nodes")
     nodes.add_argument("--nodes", type=int, metavar="M", help="the same, by the number of nodes")
@@ -76,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
         ConfigurationError: If the options are invalid.
     """
     precision = costs.ALIASES.get(options.precision, options.precision)
-    job = costs.Job(options.ranks, options.replicas, options.params, precision, options.optimizer_bytes)
+    job = costs.Job(
+        options.ranks, options.replicas, options.params, precision, options.optimizer_bytes, options.reduce_dtype
+    )
     found = plan(job, options.ranks_per_node if options.nodes is None else _share(options.ranks, options.nodes))
     write(json.dumps(found, indent=2) if options.json else render(found))
     return 0
