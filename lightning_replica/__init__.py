@@ -1,7 +1,7 @@
 """A PyTorch Lightning strategy with which a training job loses no step and no bit when ranks fail.
 
-Importing it registers the strategy ``replica_zero`` and the accelerator ``npu`` by their names, and does nothing
-else; but in a rank, it has the supervisor see it (`launch.rank`).
+Importing it registers the strategies ``replica_zero`` and ``replica_zero_megatron`` and the accelerator ``npu`` by
+their names, and does nothing else; but in a rank, it has the supervisor see it (`launch.rank`).
 """
 
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -20,6 +20,7 @@ from lightning_replica.callbacks import (
 from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.launch.rank import enter as _enter
+from lightning_replica.megatron.strategy import MegatronReplicaStrategy
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 __version__ = "0.1.0.dev0"
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointPublisher",
     "ConfigurationError",
     "DyingGaspCheckpoint",
+    "MegatronReplicaStrategy",
     "NPUAccelerator",
     "PeerRepair",
     "RankReplacement",
@@ -41,5 +43,6 @@ __all__ = [
 ]
 
 ReplicaZeroStrategy.register_strategies(StrategyRegistry)
+MegatronReplicaStrategy.register_strategies(StrategyRegistry)
 NPUAccelerator.register_accelerators(AcceleratorRegistry)
 _enter()

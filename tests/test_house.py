@@ -28,6 +28,7 @@ FOLDERS = [
     "state",
     "accelerators",
     "trainer",
+    "megatron",
     "chaos",
     "callbacks",
     "",  # the public names
@@ -233,6 +234,7 @@ def test_public_names() -> None:
         "CheckpointPublisher",
         "ConfigurationError",
         "DyingGaspCheckpoint",
+        "MegatronReplicaStrategy",
         "NPUAccelerator",
         "PeerRepair",
         "RankReplacement",

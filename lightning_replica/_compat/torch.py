@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 if TYPE_CHECKING:  # the import takes a quarter of a second, which only processes that save should spend
     from torch.distributed.checkpoint.metadata import Metadata
 
+pytree = _pytree
 _HOST = "cpu"
 
 # All names that occur in the pickled `.metadata` of PyTorch Distributed Checkpoint.

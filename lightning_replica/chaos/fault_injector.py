@@ -204,6 +204,6 @@ class _Ledger:
         """
         close = [rank for _, other, rank in struck if abs(step - other) < 2]
         if fault.point in PHASES:
-            peers = set(self._session.world.grid.peers(fault.rank)) - {fault.rank}
+            peers = set(self._session.world.grids.peers(fault.rank)) - {fault.rank}
             return len(close) == 1 and not peers.intersection(close)
         return not close

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.files import Readable, damaged
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
+
+T = TypeVar("T")
 
 CONTENTS = "contents.pt"
 PLAIN = "plain.pt"
@@ -138,6 +140,24 @@ class Contents:
             ],
         )
 
+    def of_part(self, part: str) -> "Contents":
+        """Return only what names that begin with ``part`` and a dot have; all for an empty one."""
+
+        def own(names: Mapping[str, T]) -> dict[str, T]:
+            return {name: value for name, value in names.items() if name.startswith(f"{part}.")}
+
+        if not part:
+            return self
+        optimizers = [
+            OptimizerInfo(
+                each.name,
+                [{**group, "params": [*own(dict.fromkeys(group["params"]))]} for group in each.groups],
+                own(each.state),
+            )
+            for each in self.optimizers
+        ]
+        return Contents(own(self.weights), own(self.aliases), own(self.main), optimizers)
+
     def tensors(self) -> dict[str, tuple[int, str]]:
         """Return number of elements and dtype of every tensor of the checkpoint, by its name in the checkpoint."""
         found = {weight_key(name): (info.numel, info.dtype) for name, info in self.weights.items()}
@@ -149,6 +169,32 @@ class Contents:
                 for key, info in state.whole.items():
                     found[state_key(number, name, key)] = (info.numel, info.dtype)
         return found
+
+
+def merged(parts: Sequence[Contents]) -> Contents:
+    """Merge the contents of the parts of a model, whose names differ.
+
+    Raises:
+        CheckpointError: If the parts do not have the same optimizers and param groups.
+    """
+    if len({tuple((each.name, len(each.groups)) for each in part.optimizers) for part in parts}) > 1:
+        raise CheckpointError(
+            "The ranks of different pipeline stages or tensor ranks have different optimizers, or another number of"
+            " param groups. Make the same ones in `configure_optimizers` on all ranks; a group may be empty."
+        )
+    whole = Contents({}, {}, {}, [])
+    for part in parts:
+        whole.weights.update(part.weights)
+        whole.aliases.update(part.aliases)
+        whole.main.update(part.main)
+    for same in zip(*(part.optimizers for part in parts), strict=True):
+        groups = [
+            {**alike[0], "params": [name for group in alike for name in group["params"]]}
+            for alike in zip(*(each.groups for each in same), strict=True)
+        ]
+        state = {name: info for each in same for name, info in each.state.items()}
+        whole.optimizers.append(OptimizerInfo(same[0].name, groups, state))
+    return whole
 
 
 def read_plain(directory: Readable, name: str) -> dict[str, Any]:

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
 from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata
-from lightning_replica.checkpoint.contents import CONTENTS, PLAIN, Contents, StateInfo, check_model, read_contents
+from lightning_replica.checkpoint.contents import (
+    CONTENTS,
+    PLAIN,
+    Contents,
+    StateInfo,
+    check_model,
+    merged,
+    read_contents,
+)
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.destination import destination
 from lightning_replica.checkpoint.files import Files
@@ -102,6 +110,7 @@ def stage(
     together: Together,
     *,
     aliases: Mapping[str, str] | None = None,
+    part: str = "",
     ranks: Collection[int] | None = None,
     step: int | None = None,
     written_for: str = "periodic",
@@ -112,10 +121,12 @@ def stage(
         path: The directory to write, or its URL.
         state: The sharded state.
         names: Name of every parameter, in registration order.
-        extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks.
+        extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks
+            that have the same part of the model.
         plain: Other tensors and plain data to save. Rank 0 of the group writes them.
         together: The ranks that save.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
+        part: Which part of the model this rank has: what all these names begin with; empty for the whole model.
         ranks: The ranks whose pieces this rank writes; None means its own. If only survivors save, one of them also
             writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
         step: Optimizer steps in the state. Readers use it to find the newer of two checkpoints.
@@ -125,19 +136,29 @@ def stage(
         CheckpointError: On every rank of the group, if the arguments cannot be saved.
     """
     writes = Writes()
+    parts = together.all(lambda: part) if part else [""] * together.size
+    sharers = [rank for rank, each in enumerate(parts) if each == part]
 
     def prepare() -> list[dict[str, StateInfo]]:
         weights_of(state, names, extra_tensors)
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
-        writes.add_extras(extra_tensors, together.rank, together.size)
+        writes.add_extras(extra_tensors, sharers.index(together.rank), len(sharers))
         return writes.state
 
     prepared = together.all(prepare)
 
+    def describe_part() -> Contents | None:
+        if together.rank != sharers[0]:
+            return None
+        own = [prepared[rank] for rank in sharers]
+        return describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, own)
+
+    elsewhere = together.all(describe_part) if part else []
+
     def pack() -> tuple[dict[str, bytes], Contents | None]:
         if together.rank != 0:
             return {}, None
-        contents = describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, prepared)
+        contents = merged([each for each in elsewhere or [describe_part()] if each is not None])
         files = {
             PLAIN: _as_bytes(plain, "the state beside the weights"),
             CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
@@ -194,6 +215,7 @@ def load_sharded(
     extra_tensors: Mapping[str, Tensor],
     *,
     group: dist.ProcessGroup | None = None,
+    part: str = "",
 ) -> None:
     """Read a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
 
@@ -206,6 +228,7 @@ def load_sharded(
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name.
         group: The ranks that load; None means the default group.
+        part: What the names of this rank's part of the model begin with; empty for the whole model.
 
     Raises:
         CheckpointError: On every rank of the group. If the checkpoint is damaged or of another model, nothing has
@@ -218,7 +241,7 @@ def load_sharded(
         manifest = publish.verify(directory, share=(together.rank, together.size))
         contents = read_contents(directory)
         coverage.check(directory, manifest, contents)
-        check_model(contents, weights_of(state, names, extra_tensors), group_names(state, names))
+        check_model(contents.of_part(part), weights_of(state, names, extra_tensors), group_names(state, names))
         return directory, manifest, contents
 
     directory, manifest, contents = together.run(check)

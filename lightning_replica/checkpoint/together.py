@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_replica.checkpoint.contents import StateInfo, TensorInfo
+from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo
 from lightning_replica.checkpoint.manifest import FileInfo
 from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.errors import CheckpointError
 
 T = TypeVar("T")
-_SENT = (FileInfo, StateInfo, TensorInfo)
+_SENT = (Contents, FileInfo, OptimizerInfo, StateInfo, TensorInfo)
 _POLL_S = 0.01
 
 

@@ -3,6 +3,7 @@
 | group | option | what |
 |---|---|---|
 | strategy | replica_zero | the strategy with all its arguments, checked when the configuration is composed |
+| strategy | replica_zero_megatron | the same of ``MegatronReplicaStrategy`` |
 | trainer | default | a Trainer that uses ``strategy``; your own ``trainer/default.yaml`` has precedence |
 | trainer | replica_zero | ``trainer/default`` with ``strategy/replica_zero`` |
 
@@ -10,8 +11,8 @@ Importing this package stores the schemas that the groups are checked against. H
 search path. May import everything but the command line.
 """
 
-from lightning_replica.conf.schema import StrategyConf, register
+from lightning_replica.conf.schema import MegatronStrategyConf, StrategyConf, register
 
-__all__ = ["StrategyConf", "register"]
+__all__ = ["MegatronStrategyConf", "StrategyConf", "register"]
 
 register()

@@ -1,4 +1,4 @@
-"""The structured configuration of the strategy, built from the signature of its constructor."""
+"""The structured configurations of the strategies, built from the signatures of their constructors."""
 
 import dataclasses
 import inspect
@@ -8,6 +8,7 @@ from typing import Any, Literal, Union
 
 from hydra.core.config_store import ConfigStore
 
+from lightning_replica.megatron.strategy import MegatronReplicaStrategy
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 GROUP = "lightning_replica/schema"  # not `strategy`: users do not choose a schema
@@ -37,14 +38,17 @@ def arguments(cls: type) -> dict[str, tuple[Any, Any]]:
     return {p.name: (hints[p.name], p.default) for p in parameters}
 
 
-StrategyConf = dataclasses.make_dataclass(
-    "StrategyConf",
-    [("_target_", str, "lightning_replica.ReplicaZeroStrategy")]
-    + [(name, portable(hint), default) for name, (hint, default) in arguments(ReplicaZeroStrategy).items()],
-)
-StrategyConf.__doc__ = "`ReplicaZeroStrategy`, as Hydra checks it."
+def schema_of(cls: type, name: str) -> type:
+    """Return the structured configuration of a strategy, as Hydra checks it."""
+    fields = [(argument, portable(hint), default) for argument, (hint, default) in arguments(cls).items()]
+    return dataclasses.make_dataclass(name, [("_target_", str, f"lightning_replica.{cls.__name__}"), *fields])
+
+
+StrategyConf = schema_of(ReplicaZeroStrategy, "StrategyConf")
+MegatronStrategyConf = schema_of(MegatronReplicaStrategy, "MegatronStrategyConf")
 
 
 def register() -> None:
     """Store the schemas in Hydra's ConfigStore."""
-    ConfigStore.instance().store(group=GROUP, name="strategy", node=StrategyConf, provider="lightning_replica")
+    for name, conf in (("strategy", StrategyConf), ("megatron_strategy", MegatronStrategyConf)):
+        ConfigStore.instance().store(group=GROUP, name=name, node=conf, provider="lightning_replica")

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_replica.control import keys
 from lightning_replica.control.gathering import Conclude
 from lightning_replica.control.generation import Generations
+from lightning_replica.core.grids import Grids
 from lightning_replica.errors import ConfigurationError
 
 
@@ -70,7 +71,7 @@ def compare(
 
     def conclude(everyone: list[dict[str, Any]]) -> dict[str, Any]:
         for name in sorted({name for each in everyone for name in each if not name.startswith("_")}):
-            said = _difference([json.dumps(each.get(name)) for each in everyone])
+            said = _difference({rank: json.dumps(each.get(name)) for rank, each in enumerate(everyone)})
             if said:
                 raise ConfigurationError(f"Ranks disagree on {name}: {said}. {advice}")
         return {"facts": everyone[0], "also": also(everyone)}
@@ -106,11 +107,11 @@ def compare_models(
     generations: Generations,
     topic: str,
     rank: int,
-    world_size: int,
+    grids: Grids,
     module: nn.Module,
     timeout_s: float,
 ) -> None:
-    """Check that all ranks train the same parameters.
+    """Check that all ranks of a grid train the same parameters.
 
     Raises:
         ConfigurationError: On every rank, if they do not. The message names the first parameter that differs.
@@ -119,30 +120,37 @@ def compare_models(
     advice = "Build the same model on every rank: its shape must not depend on the rank or on random numbers."
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
 
-    def only(everyone: list[dict[str, Any]]) -> str:
-        """Return the digest if it is the same on all ranks; otherwise an empty string."""
-        return digest if all(each["model"] == digest for each in everyone) else ""
+    def only(everyone: list[dict[str, Any]]) -> list[str]:
+        """Return the digest of every grid if it is the same on all ranks of each; otherwise nothing."""
+        found = [{everyone[rank]["model"] for rank in grid.ranks} for grid in grids.grids]
+        return [each for digests in found for each in digests] if all(len(digests) == 1 for digests in found) else []
 
-    agreed = _agree(generations, topic, rank, world_size, {"model": digest}, timeout_s, only)
-    if agreed and agreed != digest:
+    agreed = _agree(generations, topic, rank, grids.size, {"model": digest}, timeout_s, only)
+    if agreed and agreed[grids.number_of(rank)] != digest:
         raise ConfigurationError(f"This replacement of rank {rank} has built another model than all ranks. {advice}")
     if agreed:
         return
 
-    def name_difference(models: list[dict[str, Any]]) -> None:
-        for name in dict.fromkeys(name for model in models for name in model):
-            said = _difference([model.get(name, "missing") for model in models])
-            if said:
-                raise ConfigurationError(f"Ranks disagree on the model's parameter {name!r}: {said}. {advice}")
+    def name_difference(everyone: list[dict[str, Any]]) -> None:
+        for grid in grids.grids:
+            _compare_parameters({rank: everyone[rank] for rank in grid.ranks}, advice)
+
+    _agree(generations, f"{topic}/parameters", rank, grids.size, own, timeout_s, name_difference)
+
+
+def _compare_parameters(models: Mapping[int, Mapping[str, str]], advice: str) -> None:
+    for name in dict.fromkeys(name for model in models.values() for name in model):
+        said = _difference({rank: model.get(name, "missing") for rank, model in models.items()})
+        if said:
+            raise ConfigurationError(f"Ranks disagree on the model's parameter {name!r}: {said}. {advice}")
+    if len({tuple(model) for model in models.values()}) > 1:
         raise ConfigurationError(f"Ranks disagree on the order of the model's parameters. {advice}")
 
-    _agree(generations, f"{topic}/parameters", rank, world_size, own, timeout_s, name_difference)
 
-
-def _difference(values: list[str]) -> str:
+def _difference(values: Mapping[int, str]) -> str:
     """Return which ranks have which value if the values differ; otherwise an empty string."""
     holders: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         holders.setdefault(value, []).append(str(rank))
     if len(holders) == 1:
         return ""

@@ -3,8 +3,34 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from lightning_replica.errors import ConfigurationError
+
+
+class Table(Protocol):
+    """Which rank owns which shard, as planner and dying gasp need it: one `Grid`, or several (`grids.Grids`)."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of holders of each shard, R."""
+
+    def shard_of(self, rank: int) -> int:
+        """Return the shard that ``rank`` owns."""
+
+    def shard_name(self, shard: int) -> str:
+        """Return what ``shard`` is called in messages."""
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Return the R ranks that own the shard of ``rank``, itself included, in order of replica."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +118,10 @@ class Grid:
     def shard_of(self, rank: int) -> int:
         """Return the shard that ``rank`` owns."""
         return self.shard_at(self.place_of(rank))
+
+    def shard_name(self, shard: int) -> str:
+        """Return what ``shard`` is called in messages."""
+        return str(shard)
 
     def shard_at(self, place: int) -> int:
         """Return the shard that the rank at ``place`` owns."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grid import Table
 from lightning_replica.groups.names import Held
 from lightning_replica.recovery.planner import Plan, Report, make_plan
 from lightning_replica.recovery.settings import check_settings
@@ -42,12 +42,12 @@ class Conclusion:
         return cls(Plan.from_plain(plain["plan"]), tuple(plain["replaced"]), plain["tries"], held)
 
 
-def conclude(reports: Sequence[Report], grid: Grid, max_tries: int, advice: str) -> Conclusion:
+def conclude(reports: Sequence[Report], table: Table, max_tries: int, advice: str) -> Conclusion:
     """Draw the conclusion from the reports of all ranks, in order of rank. A pure function.
 
     Args:
         reports: The reports.
-        grid: The table of ranks.
+        table: Which rank owns which shard.
         max_tries: See `make_plan`.
         advice: See `check_settings`.
 
@@ -56,7 +56,7 @@ def conclude(reports: Sequence[Report], grid: Grid, max_tries: int, advice: str)
         ProtocolError: See `make_plan`.
     """
     check_settings(reports, advice)
-    plan = make_plan(reports, grid, max_tries)
+    plan = make_plan(reports, table, max_tries)
     replaced = tuple(report.rank for report in reports if report.newborn)
     held = {report.rank: report.groups for report in reports if report.groups != Held()}
     return Conclusion(plan, replaced, max(report.tries for report in reports), held)

@@ -17,7 +17,7 @@ from lightning_replica.control.faults import Fault
 from lightning_replica.control.gathering import Conclude
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grid import Table
 from lightning_replica.core.points import reach
 from lightning_replica.errors import RecoveryError
 from lightning_replica.groups.world import ProcessGroups
@@ -59,29 +59,29 @@ class GaspPlan(Decision):
         return cls(**{**plain, **tuples, **maps})
 
 
-def make_gasp_plan(reports: Sequence[Report], grid: Grid) -> GaspPlan:
+def make_gasp_plan(reports: Sequence[Report], table: Table) -> GaspPlan:
     """Decide the step, and who writes what. A pure function: the plan is the same on every rank.
 
     Args:
         reports: The reports of the survivors.
-        grid: The table of all ranks.
+        table: Which rank owns which shard.
 
     Raises:
         RecoveryError: If all holders of a shard are lost, or none of them holds the host state.
         ProtocolError: If the reports contradict the commit rule.
     """
     left = {report.rank: report for report in reports}
-    everyone = [left.get(rank, Report.of_nothing(rank)) for rank in range(grid.size)]
-    decision = decide(everyone, grid)
+    everyone = [left.get(rank, Report.of_nothing(rank)) for rank in range(table.size)]
+    decision = decide(everyone, table)
     step, kind = decision.step, decision.kind
     ranks = tuple(report.rank for report in everyone if report.holds(kind, step))
     holders = [rank for rank in ranks if everyone[rank].intact]
-    if not {grid.shard_of(rank) for rank in holders} >= set(range(grid.shards)):
+    if not {table.shard_of(rank) for rank in holders} >= set(range(table.shards)):
         raise RecoveryError(f"Some shard has no holder with the host state of step {step}.")
     pieces: dict[int, list[int]] = {rank: [] for rank in ranks}
     privates: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for rank in range(grid.size):
-        peers = [rank] if rank in holders else [peer for peer in grid.peers(rank) if peer in holders]
+    for rank in range(table.size):
+        peers = [rank] if rank in holders else [peer for peer in table.peers(rank) if peer in holders]
         pieces[min(peers, key=lambda peer: len(pieces[peer]))].append(rank)
         if rank in ranks:
             privates[rank].append(rank)
@@ -97,7 +97,7 @@ class Gasp:
     """One rank's part in a dying gasp.
 
     Args:
-        grid: The table of ranks.
+        table: Which rank owns which shard.
         rank: This rank.
         generations: The log of generations of a run that has been given up.
         groups: This rank's process groups.
@@ -108,7 +108,7 @@ class Gasp:
 
     def __init__(
         self,
-        grid: Grid,
+        table: Table,
         rank: int,
         generations: Generations,
         groups: ProcessGroups,
@@ -116,7 +116,7 @@ class Gasp:
         conclude: Callable[[int, dict[str, Any], Conclude], Any],
         timeout_s: float,
     ) -> None:
-        self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
+        self._table, self._rank, self._generations, self._groups = table, rank, generations, groups
         self._monitor, self._conclude, self._timeout_s = monitor, conclude, timeout_s
         self._began = time.monotonic()
 
@@ -191,7 +191,7 @@ class Gasp:
 
         def draw(parts: list[dict[str, Any]]) -> dict[str, Any]:
             reports = read_reports(parts, self._generations.has_corruption, generation)
-            return make_gasp_plan(reports, self._grid).to_plain()
+            return make_gasp_plan(reports, self._table).to_plain()
 
         return GaspPlan.from_plain(self._conclude(generation, own.to_plain(), draw))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grid import Table
 from lightning_replica.errors import ProtocolError, RecoveryError
 from lightning_replica.groups.names import Held
 from lightning_replica.recovery.interface import Kind
@@ -153,7 +153,7 @@ class Plan(Decision):
         return cls(**{**plain, "commit": tuple(plain["commit"]), "forward": tuple(plain["forward"]), "moves": moves})
 
 
-def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
+def make_plan(reports: Sequence[Report], table: Table, max_tries: int) -> Plan:
     """Decide the step, who rolls forward, who sends what to whom, and where training resumes.
 
     The commit rule (docs/life_of_a_step.md): if any live rank saw a commit succeed, all ranks end behind it, because
@@ -162,7 +162,7 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
 
     Args:
         reports: One report of every rank, in order of rank.
-        grid: The table of ranks.
+        table: Which rank owns which shard.
         max_tries: Recoveries at the same step before the run is given up.
 
     Raises:
@@ -170,8 +170,8 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
             mirrored, every rank raised, or a recovery hook or the same step has failed too often.
         ProtocolError: If the reports contradict the commit rule.
     """
-    _check_hope(reports, grid, max_tries)
-    decision = decide(reports, grid)
+    _check_hope(reports, table, max_tries)
+    decision = decide(reports, table)
     step, kind = decision.step, decision.kind
     stuck = [report.rank for report in reports if not report.is_empty and not report.holds(kind, step)]
     if stuck:
@@ -179,11 +179,11 @@ def make_plan(reports: Sequence[Report], grid: Grid, max_tries: int) -> Plan:
             f"Ranks {stuck} hold no snapshot of the tail of step {step}, and the state of a lost rank at the start of"
             " the next batch was not mirrored yet: a second fault struck before the first was repaired."
         )
-    moves = _moves(reports, grid, kind, step)
+    moves = _moves(reports, table, kind, step)
     return Plan(step, kind, decision.commit, decision.forward, moves, _can_resume(reports, step))
 
 
-def decide(reports: Sequence[Report], grid: Grid) -> Decision:
+def decide(reports: Sequence[Report], table: Table) -> Decision:
     """Apply the commit rule: decide the step, and where in it training resumes. See `make_plan`.
 
     Raises:
@@ -194,12 +194,12 @@ def decide(reports: Sequence[Report], grid: Grid) -> Decision:
     step, forward = newest.committed, []
     for report in reports:
         if not report.intact:
-            _check_holders(reports, grid, report.rank, step)
+            _check_holders(reports, table, report.rank, step)
         elif report.step == step - 1 and report.entered:
             forward.append(report.rank)
         elif report.step != step:
             raise ProtocolError(f"Step {step} is committed, but {report} is neither there nor one step before it.")
-    return Decision(step, _kind(reports, grid, step), newest.commit, tuple(forward))
+    return Decision(step, _kind(reports, table, step), newest.commit, tuple(forward))
 
 
 def _can_resume(reports: Sequence[Report], step: int) -> bool:
@@ -214,14 +214,14 @@ def _can_resume(reports: Sequence[Report], step: int) -> bool:
     )
 
 
-def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
+def _check_hope(reports: Sequence[Report], table: Table, max_tries: int) -> None:
     if all(report.is_empty for report in reports):
         raise RecoveryError("Every rank is lost; no rank holds the state any more.")
     step = max(report.step for report in reports)
     if all(report.raised for report in reports):
-        held = {grid.shard_of(report.rank) for report in reports if report.intact}
-        lost = [shard for shard in range(grid.shards) if shard not in held]
-        shards = f"Shards {', '.join(map(str, lost))} were being updated, and are" if lost else "No shard is"
+        held = {table.shard_of(report.rank) for report in reports if report.intact}
+        lost = [table.shard_name(shard) for shard in range(table.shards) if shard not in held]
+        shards = f"Shards {', '.join(lost)} were being updated, and are" if lost else "No shard is"
         raise RecoveryError(
             "Every rank raised an exception in the same step, so retrying would not help."
             f" {shards} lost at step {step}. Rank 0: {reports[0].raised}"
@@ -243,9 +243,9 @@ def _check_hope(reports: Sequence[Report], grid: Grid, max_tries: int) -> None:
         )
 
 
-def _check_holders(reports: Sequence[Report], grid: Grid, rank: int, step: int) -> None:
+def _check_holders(reports: Sequence[Report], table: Table, rank: int, step: int) -> None:
     """Raise an error if no rank is left that can give ``rank`` its shard."""
-    peers, shard = grid.peers(rank), grid.shard_of(rank)
+    peers, shard = table.peers(rank), table.shard_name(table.shard_of(rank))
     if any(reports[peer].intact for peer in peers):
         return
     names = ", ".join(map(str, peers))
@@ -257,11 +257,11 @@ def _check_holders(reports: Sequence[Report], grid: Grid, rank: int, step: int) 
         )
     raise RecoveryError(
         f"Every holder of shard {shard} is lost (ranks {names}) at step {step}."
-        f" With replicas={grid.replicas}, {grid.replicas - 1} of them may be lost at a time."
+        f" With replicas={table.replicas}, {table.replicas - 1} of them may be lost at a time."
     )
 
 
-def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
+def _kind(reports: Sequence[Report], table: Table, step: int) -> Kind:
     """Return "batch" if every rank can start its window again; otherwise "tail", that of the step before.
 
     A survivor's own snapshot is not enough; its peers must hold its private part too. Otherwise the survivor may be
@@ -270,39 +270,39 @@ def _kind(reports: Sequence[Report], grid: Grid, step: int) -> Kind:
     survivor's own snapshot must suffice. With a corrupted shard, the tail is preferred if it is available: parameters
     made of wrong bits may have entered the batch, and the state of hooks that were called between tail and batch.
     """
-    tail, batch = (_can_start(reports, grid, kind, step) for kind in ("tail", "batch"))
+    tail, batch = (_can_start(reports, table, kind, step) for kind in ("tail", "batch"))
     if tail and any(report.corrupted or report.corruption_seen for report in reports):
         return "tail"
-    if batch and _is_safe(reports, grid, step):
+    if batch and _is_safe(reports, table, step):
         return "batch"
     return "tail" if tail or not batch else "batch"
 
 
-def _can_start(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> bool:
+def _can_start(reports: Sequence[Report], table: Table, kind: Kind, step: int) -> bool:
     """Return whether every survivor has its snapshot, and every replacement has a peer that can send it one."""
     return all(
-        _holds_mirror(reports, grid, report.rank, kind, step) if report.is_empty else report.holds(kind, step)
+        _holds_mirror(reports, table, report.rank, kind, step) if report.is_empty else report.holds(kind, step)
         for report in reports
     )
 
 
-def _is_safe(reports: Sequence[Report], grid: Grid, step: int) -> bool:
+def _is_safe(reports: Sequence[Report], table: Table, step: int) -> bool:
     """Return whether every rank, if it were lost, could be restored at the start of its window."""
-    return grid.replicas == 1 or all(_is_mirrored(reports, grid, report.rank, "batch", step) for report in reports)
+    return table.replicas == 1 or all(_is_mirrored(reports, table, report.rank, "batch", step) for report in reports)
 
 
-def _is_mirrored(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
+def _is_mirrored(reports: Sequence[Report], table: Table, rank: int, kind: Kind, step: int) -> bool:
     """Return whether every peer with an intact shard could restore ``rank``, if that were lost.
 
     One such peer is not enough, because it may be the next to be lost. If all peers of a survivor are lost or corrupted
     themselves, none could restore it in any case, and the result is true.
     """
-    peers = [peer for peer in grid.peers(rank) if peer != rank and reports[peer].intact]
+    peers = [peer for peer in table.peers(rank) if peer != rank and reports[peer].intact]
     return all(can_send(reports[peer], rank, kind, step) for peer in peers) if peers else not reports[rank].is_empty
 
 
-def _holds_mirror(reports: Sequence[Report], grid: Grid, rank: int, kind: Kind, step: int) -> bool:
-    return any(can_send(reports[peer], rank, kind, step) for peer in grid.peers(rank))
+def _holds_mirror(reports: Sequence[Report], table: Table, rank: int, kind: Kind, step: int) -> bool:
+    return any(can_send(reports[peer], rank, kind, step) for peer in table.peers(rank))
 
 
 def can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
@@ -316,13 +316,13 @@ def can_send(source: Report, target: int, kind: Kind, step: int) -> bool:
     return False
 
 
-def _moves(reports: Sequence[Report], grid: Grid, kind: Kind, step: int) -> tuple[Move, ...]:
-    load = dict.fromkeys(range(grid.size), 0)
+def _moves(reports: Sequence[Report], table: Table, kind: Kind, step: int) -> tuple[Move, ...]:
+    load = dict.fromkeys(range(table.size), 0)
     moves = []
     for report in reports:
         if report.intact:
             continue
-        sources = [peer for peer in grid.peers(report.rank) if reports[peer].intact]
+        sources = [peer for peer in table.peers(report.rank) if reports[peer].intact]
         if report.is_empty:
             sources = [peer for peer in sources if can_send(reports[peer], report.rank, kind, step)]
         if not sources:

@@ -12,7 +12,7 @@ from lightning_replica.control import keys
 from lightning_replica.control.faults import Detected, Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grid import Table
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.works import Work
 from lightning_replica.errors import HookError, RecoveryError, TransferError
@@ -52,7 +52,7 @@ class Recovery:
     """Takes one rank through the phases of a recovery, again and again until one attempt succeeds.
 
     Args:
-        grid: The table of ranks.
+        table: Which rank owns which shard.
         rank: This rank.
         generations: The log of generations, on the main thread's store connection.
         groups: This rank's process groups.
@@ -70,7 +70,7 @@ class Recovery:
 
     def __init__(
         self,
-        grid: Grid,
+        table: Table,
         rank: int,
         generations: Generations,
         groups: ProcessGroups,
@@ -81,7 +81,7 @@ class Recovery:
         options: RecoveryOptions,
         hook: Callable[[RecoveryContext], None] | None = None,
     ) -> None:
-        self._grid, self._rank, self._generations, self._groups = grid, rank, generations, groups
+        self._table, self._rank, self._generations, self._groups = table, rank, generations, groups
         self._monitor, self._mirrors, self._connect, self._wait = monitor, mirrors, connect, wait
         self._options, self._hook = options, hook
         self._is_empty = False  # a replacement that has nothing yet
@@ -166,8 +166,8 @@ class Recovery:
         end = self._generations.fault(newest) if newest else None
         ranks = end.ranks if end is not None and end.detected == "end" else ()
         return "".join(
-            f" Rank {rank} held shard {self._grid.shard_of(rank)} at step {state.step}; "
-            f"{_still_hold([peer for peer in self._grid.peers(rank) if peer not in ranks])}."
+            f" Rank {rank} held shard {self._table.shard_name(self._table.shard_of(rank))} at step {state.step}; "
+            f"{_still_hold([peer for peer in self._table.peers(rank) if peer not in ranks])}."
             for rank in ranks
         )
 
@@ -239,7 +239,7 @@ class Recovery:
         context = RecoveryContext(
             phase=phase.value,
             rank=self._rank,
-            world_size=self._grid.size,
+            world_size=self._table.size,
             generation=self.generation,
             newborn=self._newborn,
             faults=tuple(self._generations.fault(k) for k in range(self._left + 1, newest + 1)),
@@ -292,9 +292,9 @@ class Recovery:
 
         def draw(parts: list[dict[str, Any]]) -> dict[str, Any]:
             reports = read_reports(parts, generations.has_corruption, generation)
-            return conclude(reports, self._grid, self._options.max_tries, advice).to_plain()
+            return conclude(reports, self._table, self._options.max_tries, advice).to_plain()
 
-        ranks, timeout_s = range(self._grid.size), self._options.rendezvous_timeout_s
+        ranks, timeout_s = range(self._table.size), self._options.rendezvous_timeout_s
         topic = keys.report(generation)
         return Conclusion.from_plain(
             generations.conclude(topic, self._rank, own.to_plain(), generation, ranks, timeout_s, draw)

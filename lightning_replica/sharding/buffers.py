@@ -1,6 +1,6 @@
 """The flat tensors, and the parameters and gradients as views into them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ class Buffers:
         self.block = Block(self.layout.world_numel, local_numel, dtypes, device, shared, grid.replicas_span_nodes)
         self.grads, self.main, self.params = self.block.grads, self.block.main, self.block.params
         self.pieces = self.layout.pieces(grid.shard_of(rank))
+        self._counted = self._counted_ranges(settings.uncounted)
         self.used = [False] * len(self.parameters)
         self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
         self._grad_views: list[Tensor] = []
@@ -137,8 +138,16 @@ class Buffers:
             self.grads.zero_()
 
     def own_gradients(self) -> list[Tensor]:
-        """Return the averaged gradient of the pieces that this rank has summed; over all ranks, each element once."""
-        return [_part(self.grads, bucket.pieces[self._place]) for bucket in self.layout.buckets]
+        """Return the averaged gradient that this rank counts: over all ranks, each element of the model once."""
+        return [_part(self.grads, where) for where in self._counted]
+
+    def _counted_ranges(self, uncounted: Collection[int]) -> list[Range]:
+        """Return the pieces that this rank has summed, without the parameters that count on another rank."""
+        left_out = sorted(
+            (where for order, where in zip(self.order, self.layout.world, strict=True) if order in uncounted),
+            key=lambda where: where.start,
+        )
+        return [part for bucket in self.layout.buckets for part in _without(bucket.pieces[self._place], left_out)]
 
     # Values
 
@@ -209,6 +218,19 @@ class Buffers:
         grid = self.layout.grid
         places = grid.places_of(grid.shard_at(self._place))
         return [(bucket.pieces[place], bucket.locals[place]) for bucket in self.layout.buckets for place in places]
+
+
+def _without(whole: Range, left_out: Sequence[Range]) -> Iterator[Range]:
+    """Yield what is left of ``whole`` without the ranges ``left_out``, which are in order and do not overlap."""
+    start = whole.start
+    for each in left_out:
+        gap = whole.overlap(each)
+        if gap.numel:
+            if gap.start > start:
+                yield Range(start, gap.start)
+            start = gap.stop
+    if start < whole.stop or start == whole.start:
+        yield Range(start, whole.stop)
 
 
 def _part(flat: Tensor, where: Range) -> Tensor:

@@ -27,6 +27,8 @@ class EngineSettings:
         shared_memory: Whether ranks of one machine read each other's memory instead of sending; host memory only.
         guard: How much of the shard is checked for bits that change by themselves.
         reduce_dtype: The dtype in which gradients leave a node; None for their own.
+        uncounted: Positions of parameters whose gradients the global norm leaves out on this rank: those of which
+            tensor or pipeline parallelism has copies on other ranks that count.
         recoverable: Whether a step may have to be undone. Otherwise nothing is kept or checked for recovery.
 
     Raises:
@@ -40,6 +42,7 @@ class EngineSettings:
     shared_memory: bool = True
     guard: GuardMode = "sampled"
     reduce_dtype: ReduceDtype | None = None
+    uncounted: frozenset[int] = frozenset()
     recoverable: bool = True
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ class ChangedBuffers:
 
 
 class BufferSync:
-    """Gives rank 0's buffers to every rank, once a step, before the snapshot of the step's tail is taken.
+    """Gives the buffers of a group's first rank to all of its ranks, before the snapshot of a step's tail is taken.
 
     DDP does so at the start of the next forward pass. The effect on every forward pass that follows is the same.
     Buffers that no rank has written to are not sent.
@@ -88,7 +88,7 @@ class BufferSync:
 
     def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup) -> None:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        self._wait(dist.broadcast(flat, 0, group=group, async_op=True), flat)
+        self._wait(dist.broadcast(flat, group=group, group_src=0, async_op=True), flat)
         if group.rank() != 0:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view(buffer.shape))

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_replica.control import agreement, keys, planned_save
 from lightning_replica.core import points
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError
@@ -60,7 +60,7 @@ class Session:
 
     def __init__(
         self,
-        grid: Grid,
+        grids: Grids,
         rank: int,
         surroundings: Surroundings,
         device: Device,
@@ -73,11 +73,11 @@ class Session:
         _refuse_shared_devices(surroundings, device)
         self._show_progress(newborn)
         store = surroundings.connect()
-        self.ending = Ending(store, grid.size, surroundings.supervised)
-        self.succession = Succession(store, rank, grid.size, surroundings, options)
+        self.ending = Ending(store, grids.size, surroundings.supervised)
+        self.succession = Succession(store, rank, grids.size, surroundings, options)
         self.exits = Exits(rank, surroundings, options, lambda: self.succession.armed)
         journal, orphaned = self.succession.journal, self.exits.as_orphan
-        self.world = World(grid, rank, surroundings, store, device, timeout_s, options, journal, orphaned)
+        self.world = World(grids, rank, surroundings, store, device, timeout_s, options, journal, orphaned)
         self._compare_worlds()
         self.world.open()
         atexit.register(self._close_at_exit)  # gloo's threads must end before the interpreter does
@@ -101,7 +101,7 @@ class Session:
         """Check that all ranks agree, before any waits in a process group that a deviating rank would never join."""
         world = self.world
         facts = {
-            "replicas": world.grid.replicas,
+            "replicas": world.grids.replicas,
             **agreement.versions(),
             "lightning": lightning.__version__,
             **asdict(self.options),
@@ -110,8 +110,8 @@ class Session:
         advice = "Start every rank from the same script, with the same options, in the same environment."
         timeout_s = self.options.rendezvous_timeout_s
 
-        def together_of(everyone: list[dict[str, Any]]) -> list[int]:
-            return list(world.grid.together([each["_node"] for each in everyone]))
+        def together_of(everyone: list[dict[str, Any]]) -> list[str]:
+            return list(world.grids.together([each["_node"] for each in everyone]))
 
         together = agreement.compare(
             world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s, together_of
@@ -122,13 +122,13 @@ class Session:
             log.warning(
                 "Shards %s are held by several ranks of one node: losing that node loses them. Choose `replicas` so"
                 " that the ranks of a replica, world_size / replicas, fill whole nodes.",
-                ", ".join(map(str, together)),
+                ", ".join(together),
             )
 
     def compare_models(self, module: nn.Module) -> None:
         """Check that all ranks are about to train the same parameters."""
         topic, timeout_s = keys.model(self.fits), self.options.rendezvous_timeout_s
-        agreement.compare_models(self.world.generations, topic, self.rank, self.world.size, module, timeout_s)
+        agreement.compare_models(self.world.generations, topic, self.rank, self.world.grids, module, timeout_s)
 
     def attach(self, state: Engine, hook: Callable[[RecoveryContext], None] | None) -> None:
         """Begin a fit: ``state`` uses this session's groups, now and after every regroup.
@@ -142,7 +142,7 @@ class Session:
         mirrors = Mirrors(self.rank, world.wait)
         self.mirrors = mirrors
         self.recovery = Recovery(
-            world.grid,
+            world.grids,
             self.rank,
             world.generations,
             world.process_groups,
@@ -172,7 +172,7 @@ class Session:
         """Return this rank's part in the dying gasp. Called once the run has been given up."""
         world = self.world
         return Gasp(
-            world.grid,
+            world.grids,
             self.rank,
             world.generations,
             world.process_groups,
@@ -198,7 +198,7 @@ _current: Session | None = None
 
 
 def join(
-    grid: Grid,
+    grids: Grids,
     rank: int,
     enter: Callable[[], Surroundings],
     device: Device,
@@ -212,7 +212,7 @@ def join(
     """
     global _current
     if _current is None:
-        _current = Session(grid, rank, enter(), device, timeout_s, options)
+        _current = Session(grids, rank, enter(), device, timeout_s, options)
     world = _current.world
     verdict = world.generations.verdict()
     if verdict is not None:
@@ -220,9 +220,9 @@ def join(
             f"An earlier fit in this process has failed, and its world of ranks with it: {verdict}"
             " Start the script again: after an error, only a new process can train."
         )
-    if world.grid != grid:
+    if world.grids != grids:
         raise ConfigurationError(
-            f"An earlier trainer of this script ran with {world.grid}, but this one asks for {grid}."
+            f"An earlier trainer of this script ran with {world.grids}, but this one asks for {grids}."
             " Use the same `devices` and `replicas` in one script."
         )
     return _current

@@ -32,6 +32,7 @@ from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
+from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.overrides import may_change_weights, whole_gradients_for
 from lightning_replica.trainer.precision import ShardedStep
 from lightning_replica.trainer.saving.last_save import LastSave
@@ -56,6 +57,7 @@ class Training:
         whole_gradients: Whether every gradient is whole after backward; "auto" decides by the user's hooks.
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
         reduce_dtype: The dtype in which gradients leave a node.
+        part: Which part of the model this rank has.
 
     Attributes:
         recoverable: Whether the fit recovers from faults. If not, nothing is kept for recovery.
@@ -73,10 +75,11 @@ class Training:
         whole_gradients: bool | Literal["auto"],
         shared_memory: bool = True,
         reduce_dtype: ReduceDtype | None = None,
+        part: ModelPart = ModelPart(),  # noqa: B008
     ) -> None:
-        module = trainer.lightning_module
-        self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
-        self.recoverable = session.options.recovery
+        self._trainer, self._session, self._precision = trainer, session, precision
+        self._module = module = trainer.lightning_module
+        self.recoverable, self.part = session.options.recovery, part
         self.manual = not module.automatic_optimization
         self.whole_gradients = whole_gradients_for(trainer, whole_gradients)
         settings = EngineSettings(
@@ -86,6 +89,7 @@ class Training:
             manual=self.manual,
             shared_memory=shared_memory and self.device.is_host,
             reduce_dtype=reduce_dtype,
+            uncounted=part.uncounted,
             guard=session.options.guard,
             recoverable=self.recoverable,
         )
@@ -94,20 +98,18 @@ class Training:
         self.host = LightningHostState(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
-        self._told_to_end = False
         self.last_save = LastSave(session)
         self._planned: PlannedSave | None = None
         self._may_change_weights = may_change_weights(trainer, module)
         self._weights_touched = True  # code before the first step may have changed weights
-        self._accumulating = self._window_is_open = self._released = False
+        self._accumulating = self._window_is_open = self._released = self._told_to_end = False
         self._hooks = Hooks(trainer, self.device)
         self._incidents = Incidents(trainer, session, self._hooks)
         self._shown = ""  # the last exception whose traceback was printed
         writes = self.recoverable and trainer.is_global_zero
-        store = session.world.generations.store
-        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
-        saving = trainer.checkpoint_callbacks if self.recoverable else ()
+        store, saving = session.world.generations.store, trainer.checkpoint_callbacks if self.recoverable else ()
         self.files = CheckpointFiles(store, saving, session.newborn, writes)
+        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
         self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.exits.end_waiting(session.world.generations, lambda: self.asked_to_stop)
@@ -192,7 +194,7 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self._module_buffers.sync(self.groups.world)
+        self._module_buffers.sync(self.groups.members)
         finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)

@@ -17,14 +17,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica._compat.lightning import (
-    _StrategyRegistry,
-    let_config_be_saved_again,
-)
+from lightning_replica._compat.lightning import _StrategyRegistry
 from lightning_replica.control.once import once
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.grids import Grids
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.points import begin
@@ -38,11 +36,13 @@ from lightning_replica.state import logger_runs
 from lightning_replica.trainer import fit_loop
 from lightning_replica.trainer.extension import extension
 from lightning_replica.trainer.hooks import combined
+from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.precision import ShardedStep, fit_to_device, sharded
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
 from lightning_replica.trainer.saving.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
 from lightning_replica.trainer.session import Session, join
+from lightning_replica.trainer.stand_for import stand_for
 from lightning_replica.trainer.steps import Training
 
 
@@ -166,6 +166,11 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         return Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1)
 
     @property
+    def grids(self) -> Grids:
+        """Which rank owns which shard: one grid, as there is no model parallelism."""
+        return Grids.of(self.grid)
+
+    @property
     def num_nodes(self) -> int:
         """Number of nodes; more than one only under a launcher that starts ranks on all of them."""
         return self._num_nodes
@@ -215,9 +220,9 @@ class ReplicaZeroStrategy(LightningCheckpoints):
 
     def _configure_launcher(self) -> None:
         check_devices(self.world_size)
-        grid = self.grid  # raises in the first process, before any rank waits for another
+        size = self.grids.size  # raises in the first process, before any rank waits for another
         fit_to_device(self.precision_plugin, self._device().kind, self.accelerator)
-        if grid.size == 1 and not is_rank(self.cluster_environment):
+        if size == 1 and not is_rank(self.cluster_environment):
             say("one rank has no peers: nothing is protected. Set `Trainer(devices=2)` or more.")
         self._launcher = launcher_for(
             self.cluster_environment,
@@ -260,27 +265,13 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             trainer = self.lightning_module.trainer if self.lightning_module is not None else None
             options = self.options_for(trainer)
             enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
-            self._session = join(self.grid, self.global_rank, enter, self._device(), self._timeout_s, options)
+            self._session = join(self.grids, self.global_rank, enter, self._device(), self._timeout_s, options)
             if trainer is not None:
                 self._session.succession.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
                 if self._session.newborn:
-                    self._stand_for(trainer, self._session)
+                    stand_for(trainer, self._session, self.is_global_zero)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 extension().enter(trainer)
-
-    def _stand_for(self, trainer: pl.Trainer, session: Session) -> None:
-        """Keep a replacement, until it has joined, from repeating what its predecessor has done once."""
-        if trainer.num_sanity_val_steps:
-            session.succession.when_joined(
-                partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps)
-            )
-            trainer.num_sanity_val_steps = 0
-        let_config_be_saved_again(trainer)
-        runs = session.succession.read_note(f"loggers/{session.fits}")
-        if runs is not None:
-            logger_runs.adopt(trainer.loggers, runs, writes=self.is_global_zero)
-        logger_runs.mute(trainer.loggers)
-        session.succession.when_joined(logger_runs.unmute)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model and, for a fit, lay out the parameters and shard the optimizers."""
@@ -311,16 +302,21 @@ class ReplicaZeroStrategy(LightningCheckpoints):
                 self._whole_gradients,
                 self._shared_memory,
                 self._reduce_dtype,
+                self.part(),
             )
         self.setup_precision_plugin()
 
+    def part(self) -> ModelPart:
+        """Return which part of the model this rank has: all of it."""
+        return ModelPart()
+
     def _sync_module(self) -> None:
-        """Give every rank the parameters and buffers of rank 0, as under DDP."""
+        """Give every rank of a grid the parameters and buffers of its first, as under DDP."""
         if self.model is None:
             return
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                work = dist.broadcast(tensor.data, 0, group=self.session.world.groups.world, async_op=True)
+                work = dist.broadcast(tensor.data, group=self.session.world.groups.members, group_src=0, async_op=True)
                 self.session.world.wait(work, tensor)
 
     def model_to_device(self) -> None:

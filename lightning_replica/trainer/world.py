@@ -16,6 +16,7 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.control.journal import Journal
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
 from lightning_replica.core.works import Ordered, Work, finish, wait
@@ -36,7 +37,7 @@ class World:
     """How this process talks to the other ranks, and how it stops talking when the generation ends.
 
     Args:
-        grid: The table of ranks.
+        grids: Which rank owns which shard.
         rank: This rank.
         surroundings: How this process reaches the other ranks.
         store: A connection of ``surroundings``.
@@ -47,7 +48,7 @@ class World:
         orphaned: Called in the monitor's thread when the store is gone.
 
     Attributes:
-        grid: The table of ranks.
+        grids: Which rank owns which shard.
         rank: This rank.
         size: Number of ranks.
         born: The generation that this process was born into.
@@ -60,7 +61,7 @@ class World:
 
     def __init__(
         self,
-        grid: Grid,
+        grids: Grids,
         rank: int,
         surroundings: Surroundings,
         store: dist.Store,
@@ -70,7 +71,7 @@ class World:
         journal: Journal,
         orphaned: Callable[[], None],
     ) -> None:
-        self.grid, self.rank, self.size, self.device = grid, rank, grid.size, device
+        self.grids, self.rank, self.size, self.device = grids, rank, grids.size, device
         self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
         self.born = surroundings.generation
         gathering = Gathering(store, surroundings.local_ranks())
@@ -112,6 +113,11 @@ class World:
         self._follower = connect
         if self._groups is not None:
             connect(self._groups)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of this rank."""
+        return self.grids.grid_of(self.rank)
 
     @property
     def groups(self) -> Groups:

@@ -16,8 +16,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_replica.conf
-from lightning_replica import ConfigurationError, ReplicaZeroStrategy
-from lightning_replica.conf.schema import StrategyConf, arguments, portable
+from lightning_replica import ConfigurationError, MegatronReplicaStrategy, ReplicaZeroStrategy
+from lightning_replica.conf.schema import MegatronStrategyConf, StrategyConf, arguments, portable
 
 CONF = Path(lightning_replica.conf.__file__).parent
 YAML = CONF / "strategy" / "replica_zero.yaml"
@@ -45,16 +45,20 @@ def composed(project: Path, *overrides: str) -> DictConfig:
         return compose("train", [SEARCH_PATH, *overrides])
 
 
-def test_yaml_schema_and_constructor_agree() -> None:
-    """Whoever adds an argument to the constructor adds one line to strategy/replica_zero.yaml; the schema follows."""
-    target = {"_target_": "lightning_replica.ReplicaZeroStrategy"}
-    expected = target | {name: default for name, (_, default) in arguments(ReplicaZeroStrategy).items()}
-    yaml = OmegaConf.to_container(OmegaConf.load(YAML))
+@pytest.mark.parametrize(
+    ("cls", "conf"), [(ReplicaZeroStrategy, StrategyConf), (MegatronReplicaStrategy, MegatronStrategyConf)]
+)
+def test_yaml_schema_and_constructor_agree(cls: Any, conf: Any) -> None:
+    """Whoever adds an argument to a constructor adds one line to the strategy's file; the schema follows."""
+    target = {"_target_": f"lightning_replica.{cls.__name__}"}
+    expected = target | {name: default for name, (_, default) in arguments(cls).items()}
+    file = YAML.with_name(f"{cls.strategy_name}.yaml")
+    yaml = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(yaml, dict)
     del yaml["defaults"]
     assert list(yaml.items()) == list(expected.items())
-    assert {f.name: f.default for f in dataclasses.fields(StrategyConf)} == expected
-    described = re.findall(r"^(\w+): \S+ # \w+", YAML.read_text(), re.M)
+    assert {f.name: f.default for f in dataclasses.fields(conf)} == expected
+    described = re.findall(r"^(\w+): \S+ # \w+", file.read_text(), re.M)
     assert described == list(expected)[1:], "every argument has a comment"
 
 

@@ -42,6 +42,7 @@ def test_its_files(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_replica"}
     assert {name for name in names if name.endswith((".yaml", ".typed"))} == {
         "lightning_replica/conf/strategy/replica_zero.yaml",
+        "lightning_replica/conf/strategy/replica_zero_megatron.yaml",
         "lightning_replica/conf/trainer/default.yaml",
         "lightning_replica/conf/trainer/replica_zero.yaml",
         "lightning_replica/py.typed",

@@ -169,8 +169,7 @@ class Checkpoints:
         """Write this rank's part of a sharded checkpoint, or the parts of the ranks ``pieces``. Collective."""
         from lightning_replica.checkpoint import sharded
 
-        extras, aliases = sharded.beside_trained(module, training.state)
-        names = [name for name, _ in module.named_parameters()]
+        names, extras, aliases = _named(training, module)
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
         plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}
@@ -183,6 +182,7 @@ class Checkpoints:
             plain,
             together,
             aliases=aliases,
+            part=training.part.name,
             ranks=pieces,
             step=checkpoint["global_step"] if step is None else step,
             written_for=written_for,
@@ -279,9 +279,18 @@ def _train_the_same(module: pl.LightningModule, trained: Sequence[bool]) -> None
 def _load_shards(training: Training, module: pl.LightningModule, directory: Location) -> None:
     from lightning_replica.checkpoint import sharded
 
-    extras, _ = sharded.beside_trained(module, training.state)
-    names = [name for name, _ in module.named_parameters()]
-    sharded.load_sharded(directory, training.state, names, extras)
+    names, extras, _ = _named(training, module)
+    sharded.load_sharded(directory, training.state, names, extras, part=training.part.name)
+
+
+def _named(training: Training, module: pl.LightningModule) -> tuple[list[str], dict[str, Tensor], dict[str, str]]:
+    """Return the names of all parameters, what is beside the trained ones, and aliases, as a checkpoint has them."""
+    from lightning_replica.checkpoint import sharded
+
+    part = training.part
+    extras, aliases = sharded.beside_trained(module, training.state)
+    named = {part.named(alias): part.named(name) for alias, name in aliases.items()}
+    return [part.named(name) for name, _ in module.named_parameters()], part.all_named(extras), named
 
 
 def absent(path: Location) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""Every name of megatron-core that the package uses (tests/megatron/test_contract.py)."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_replica.errors import ConfigurationError
+
+
+def check_installed() -> None:
+    """Raise an error if megatron-core cannot be imported.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    try:
+        importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "`MegatronReplicaStrategy` needs megatron-core, which is not installed:"
+            " `pip install lightning-replica[megatron]`."
+        ) from error
+
+
+def initialize(tensor: int, pipeline: int, context: int, timeout_minutes: int) -> None:
+    """Make megatron-core's process groups. Collective."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
+        distributed_timeout_minutes=timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+
+
+def is_initialized() -> bool:
+    """Return whether megatron-core's process groups exist in this process."""
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.model_parallel_is_initialized())
+
+
+def seed(value: int) -> None:
+    """Seed the random generators of tensor parallel regions."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(value)
+
+
+def generator_states() -> dict[str, Tensor]:
+    """Return the state of each generator of tensor parallel regions, by name."""
+    from megatron.core.tensor_parallel import random
+
+    return dict(random.get_cuda_rng_tracker().get_states())
+
+
+def set_generator_states(states: dict[str, Tensor]) -> None:
+    """Restore what `generator_states` has returned."""
+    from megatron.core.tensor_parallel import random
+
+    random.get_cuda_rng_tracker().set_states(states)
+
+
+def chunks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules of megatron-core in ``module``: the model chunks of this rank."""
+    from megatron.core.transformer.module import MegatronModule
+
+    if isinstance(module, MegatronModule):
+        return [module]
+    return [chunk for child in module.children() for chunk in chunks_of(child)]
+
+
+def config_of(chunk: nn.Module) -> Any:
+    """Return the configuration of a model chunk."""
+    return chunk.config
+
+
+def run_schedule(
+    forward_step: Callable[..., Any],
+    batches: Sequence[Iterator[Any]],
+    chunks: Sequence[nn.Module],
+    micro_batches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool,
+) -> list[Any]:
+    """Run the forward (and backward) passes of all micro-batches under megatron-core's own schedule.
+
+    Returns:
+        On the last stage, what the loss function has returned for each micro-batch. Elsewhere an empty list.
+    """
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    several = len(chunks) > 1
+    found = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(batches) if several else batches[0],
+        model=list(chunks),
+        num_microbatches=micro_batches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+    )
+    return list(found)
+
+
+def finalize(chunks: Iterable[nn.Module]) -> None:
+    """Complete the gradients of parameters of which several model parallel ranks have copies. Collective."""
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    finalize_model_grads([_AsUnderDDP(chunk) for chunk in chunks])
+
+
+def last_stage() -> int:
+    """Return the rank that has the last stage, in this rank's pipeline."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_last_rank())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Return the group of the ranks of this rank's pipeline."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    return group
+
+
+def counts_elsewhere(parameter: nn.Parameter, tensor_rank: int) -> bool:
+    """Return whether the norm of gradients counts a parameter on another rank, which has a copy of it.
+
+    That is so for tied embeddings of the last stage, and for what tensor parallel ranks have in common.
+    """
+    shared = getattr(parameter, "shared", False)
+    return bool(shared or (tensor_rank > 0 and not getattr(parameter, "tensor_model_parallel", False)))
+
+
+class _AsUnderDDP:
+    """A chunk as `finalize_model_grads` expects it. The sum over data parallel ranks comes later, in the reduction."""
+
+    ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Do nothing."""

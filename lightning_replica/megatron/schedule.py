@@ -1,0 +1,73 @@
+"""The micro-batches of a step, under megatron-core's schedules."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_replica._compat.torch import pytree
+from lightning_replica.errors import ConfigurationError
+
+
+def split(batch: Any, micro_batch_size: int | None) -> list[Any]:
+    """Cut every tensor of ``batch`` along its first dimension into micro-batches.
+
+    Args:
+        batch: Tensors in any nesting of tuples, lists and dicts, all of the same first size.
+        micro_batch_size: Samples in each; None for one micro-batch.
+
+    Raises:
+        ConfigurationError: If the batch has no tensor, or its size is not a multiple of ``micro_batch_size``.
+    """
+    leaves, structure = pytree.tree_flatten(batch)
+    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1:
+        raise ConfigurationError(
+            f"A batch is cut into micro-batches along the first dimension of its tensors, which is {sorted(sizes)}."
+            " It must be the same for all of them."
+        )
+    size = sizes.pop()
+    each = micro_batch_size or size
+    if size % each:
+        raise ConfigurationError(
+            f"A batch of {size} samples is no multiple of {micro_batch_size=}. Use `drop_last=True`, or another size."
+        )
+    cut = [leaf.split(each) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * (size // each) for leaf in leaves]
+    return [pytree.tree_unflatten(list(parts), structure) for parts in zip(*cut, strict=True)]
+
+
+def size_of(micro_batch: Any) -> tuple[int, int]:
+    """Return the number of samples, and of tokens in each, by the first tensor of a micro-batch that has both."""
+    for leaf in pytree.tree_leaves(micro_batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 1:
+            return leaf.shape[0], leaf.shape[1]
+    raise ConfigurationError("A micro-batch needs a tensor of shape (samples, tokens), such as the tokens.")
+
+
+class Losses:
+    """Notes the loss of every micro-batch on the last stage, as the user's loss function computes it.
+
+    Args:
+        forward_step: The user's function, with megatron-core's signature: ``(data_iterator, model)`` to
+            ``(output, loss_func)``.
+    """
+
+    def __init__(self, forward_step: Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]) -> None:
+        self._forward_step = forward_step
+        self.found: list[Tensor] = []
+
+    def __call__(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        """Run the user's function, and note what its loss function will return."""
+        output, loss_func = self._forward_step(data_iterator, model)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            result = loss_func(*args, **options)
+            self.found.append(result[0].detach())
+            return result
+
+        return output, noted
+
+    def mean(self, device: torch.device) -> Tensor:
+        """Return the mean over micro-batches, in float32, of shape (); 0 on other stages than the last."""
+        return torch.stack(self.found).float().mean() if self.found else torch.zeros((), device=device)

@@ -1,0 +1,294 @@
+"""`MegatronReplicaStrategy`: `ReplicaZeroStrategy` for models that megatron-core divides among ranks."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_replica._compat import megatron
+from lightning_replica.core import checks
+from lightning_replica.core.digests import GuardMode
+from lightning_replica.core.grid import Grid
+from lightning_replica.core.grids import Grids
+from lightning_replica.core.points import begin
+from lightning_replica.devices.interface import Device
+from lightning_replica.errors import ConfigurationError, ReplicaError
+from lightning_replica.launch.choice import is_rank
+from lightning_replica.megatron.generators import with_tracker
+from lightning_replica.megatron.schedule import Losses, size_of, split
+from lightning_replica.megatron.sizes import ParallelSizes
+from lightning_replica.trainer.model_part import ModelPart
+from lightning_replica.trainer.saving.checkpoints import is_absent
+from lightning_replica.trainer.saving.which_checkpoint import Resume
+from lightning_replica.trainer.strategy import ReplicaZeroStrategy
+
+ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
+_DEFAULT_SEED = 1234  # as megatron's `--seed`
+
+
+class MegatronReplicaStrategy(ReplicaZeroStrategy):
+    """Tensor, pipeline and context parallelism by megatron-core, with replicated shards; a lost rank is replaced.
+
+    A LightningModule builds its megatron-core model in ``configure_model``. In ``training_step`` it returns
+    ``self.trainer.strategy.forward_backward(self.forward_step, batch)``, which runs megatron-core's schedule.
+    Checkpoints are sharded: directories that all ranks write in parallel.
+
+    Args:
+        tensor_model_parallel_size: Ranks that share every layer.
+        pipeline_model_parallel_size: Stages that the layers are divided into.
+        context_parallel_size: Ranks that share every sequence.
+        micro_batch_size: Samples in a micro-batch. A batch of the DataLoader is what one data parallel rank trains on
+            in a step. None: a batch is one micro-batch.
+        replicas: As in `ReplicaZeroStrategy`. It must divide the number of ranks that have the same parameters.
+        whole_gradients: As in `ReplicaZeroStrategy`.
+        shared_memory: As in `ReplicaZeroStrategy`.
+        guard: As in `ReplicaZeroStrategy`.
+        bucket_bytes: As in `ReplicaZeroStrategy`.
+        recovery: As in `ReplicaZeroStrategy`.
+        max_restarts: As in `ReplicaZeroStrategy`.
+        standby: As in `ReplicaZeroStrategy`.
+        max_tries: As in `ReplicaZeroStrategy`.
+        timeout_s: As in `ReplicaZeroStrategy`.
+        rendezvous_timeout_s: As in `ReplicaZeroStrategy`.
+        hang_min_s: As in `ReplicaZeroStrategy`.
+        hang_max_s: As in `ReplicaZeroStrategy`.
+        resume: As in `ReplicaZeroStrategy`.
+        accelerator: As in every Lightning strategy.
+        parallel_devices: As in every Lightning strategy.
+        cluster_environment: As in every Lightning strategy.
+        checkpoint_io: As in every Lightning strategy.
+        precision_plugin: As in every Lightning strategy.
+
+    Raises:
+        ConfigurationError: If a value makes no sense, or megatron-core is not installed.
+    """
+
+    strategy_name = "replica_zero_megatron"
+
+    def __init__(
+        self,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        micro_batch_size: int | None = None,
+        replicas: int = 2,
+        whole_gradients: bool | Literal["auto"] = "auto",
+        shared_memory: bool = True,
+        guard: GuardMode = "sampled",
+        bucket_bytes: int | None = None,
+        recovery: bool = True,
+        max_restarts: int = 3,
+        standby: int = 0,
+        max_tries: int = 3,
+        timeout_s: float = 1800.0,
+        rendezvous_timeout_s: float = 600.0,
+        hang_min_s: float = 60.0,
+        hang_max_s: float = 1800.0,
+        resume: Resume = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            replicas=replicas,
+            whole_gradients=whole_gradients,
+            state_dict_type="sharded",  # no rank has all of the model
+            shared_memory=shared_memory,
+            guard=guard,
+            bucket_bytes=bucket_bytes,
+            recovery=recovery,
+            max_restarts=max_restarts,
+            standby=standby,
+            max_tries=max_tries,
+            timeout_s=timeout_s,
+            rendezvous_timeout_s=rendezvous_timeout_s,
+            hang_min_s=hang_min_s,
+            hang_max_s=hang_max_s,
+            resume=resume,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if micro_batch_size is not None:
+            checks.whole(1, micro_batch_size=micro_batch_size)
+        megatron.check_installed()
+        self._sizes = ParallelSizes(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+        self._micro_batch_size = micro_batch_size
+        self._begins_window = True  # whether the next batch is the first whose gradients go into a step
+        self._schedule_has_run = False  # whether the gradients of this batch exist already
+
+    # Ranks
+
+    @property
+    def grids(self) -> Grids:
+        """Which rank owns which shard: one grid for each tensor rank of each stage."""
+        return self._sizes.grids(self.world_size, self._replicas, self.num_nodes)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of this rank."""
+        return self.grids.grid_of(self.global_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of the sampler: ranks that hold parts of one copy of the model read the same data."""
+        return {
+            "num_replicas": self._sizes.data_parallel_size(self.world_size),
+            "rank": self._sizes.data_parallel_rank(self.global_rank, self.world_size),
+        }
+
+    # Setting up
+
+    def setup_environment(self) -> None:
+        """Join the world, and make megatron-core's process groups."""
+        super().setup_environment()
+        if is_rank(self.cluster_environment) and not megatron.is_initialized():
+            sizes = self._sizes
+            megatron.initialize(
+                sizes.tensor_model_parallel_size,
+                sizes.pipeline_model_parallel_size,
+                sizes.context_parallel_size,
+                max(1, int(self._timeout_s / 60)),
+            )
+            megatron.seed(int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)))
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, whose ``zero_grad`` keeps what a schedule has just computed."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = self._unless_run(optimizer.zero_grad)  # type: ignore[method-assign]
+
+    def _unless_run(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        """Return ``zero_grad`` without an effect between a schedule and the end of its batch.
+
+        Lightning calls it between ``training_step`` and ``backward``, when the schedule has run backward already.
+        """
+
+        def unless_run(set_to_none: bool = True) -> None:
+            if not self._schedule_has_run:
+                zero_grad(set_to_none)
+
+        return unless_run
+
+    def part(self) -> ModelPart:
+        """Return which part of the model this rank has."""
+        tensor_rank = self._sizes.tensor_rank(self.global_rank)
+        parameters = self.lightning_module.parameters() if self.lightning_module is not None else ()
+        elsewhere = (order for order, each in enumerate(parameters) if megatron.counts_elsewhere(each, tensor_rank))
+        return ModelPart(self._sizes.part_name(self.global_rank, self.world_size), frozenset(elsewhere))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; outside of a fit, only the weights of this rank's part of the model.
+
+        Raises:
+            CheckpointError: If it is damaged.
+        """
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._is_fitting or is_absent(checkpoint):
+            return checkpoint
+        return {**checkpoint, "state_dict": self.part().own(checkpoint["state_dict"])}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a sharded checkpoint.
+
+        Raises:
+            ConfigurationError: Outside of a fit, where there are no shards and no rank has all of the model.
+        """
+        if self._training is None and self.part().name:
+            raise ConfigurationError(
+                f"{filepath} cannot be written outside of a fit: no rank has all of the model. Save it while fitting."
+            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _device(self) -> Device:
+        return with_tracker(super()._device())
+
+    # A step
+
+    def forward_backward(
+        self, forward_step: ForwardStep, batch: Any, forward_only: bool = False, seq_length: int | None = None
+    ) -> Tensor:
+        """Run forward and backward passes of all micro-batches under megatron-core's schedule.
+
+        Args:
+            forward_step: Called with an iterator over micro-batches and the model (a chunk of it), as by megatron-core.
+                It returns the output, and a function that turns the last stage's output into ``(loss, logged)``.
+            batch: What this data parallel rank trains on: tensors in any nesting, with samples in the first dimension.
+            forward_only: Whether to run no backward pass, as in validation.
+            seq_length: Tokens of a sample that stages send each other; None for the second dimension of the batch's
+                first tensor that has two.
+
+        Returns:
+            The mean loss over micro-batches, of shape (), the same on all stages, without gradient.
+
+        Raises:
+            ConfigurationError: If the batch cannot be cut into micro-batches, or the module has no model of
+                megatron-core.
+        """
+        module = self.lightning_module
+        if module is None:
+            raise ReplicaError("There is no LightningModule: `forward_backward` is called in its steps.")
+        chunks = megatron.chunks_of(module)
+        if not chunks:
+            raise ConfigurationError(
+                f"{type(module).__name__} has no model of megatron-core. Build it in `configure_model`, and keep it as"
+                " an attribute."
+            )
+        micro_batches = split(batch, self._micro_batch_size)
+        samples, tokens = size_of(micro_batches[0])
+        tokens = tokens if seq_length is None else seq_length
+        losses = Losses(forward_step)
+        if not forward_only:
+            self._before_schedule()
+        iterators = [iter(micro_batches) for _ in chunks]
+        megatron.run_schedule(losses, iterators, chunks, len(micro_batches), tokens, samples, forward_only)
+        if not forward_only:
+            begin("backward")
+            megatron.finalize(chunks)
+            self._schedule_has_run = True
+        return self._from_last_stage(losses.mean(self.root_device))
+
+    def _before_schedule(self) -> None:
+        if self._begins_window:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        self._begins_window = False
+        self.training.before_backward(accumulating=True)
+
+    def _from_last_stage(self, loss: Tensor) -> Tensor:
+        if self._sizes.pipeline_model_parallel_size > 1:
+            work = dist.broadcast(loss, megatron.last_stage(), group=megatron.pipeline_group(), async_op=True)
+            self.session.world.wait(work, loss)
+        return loss
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Complete what the schedule has computed. The schedule has run the backward passes.
+
+        Raises:
+            ConfigurationError: If the training step has not run a schedule.
+        """
+        if not self._schedule_has_run:
+            raise ConfigurationError(
+                "The training step has run no schedule: return"
+                " `self.trainer.strategy.forward_backward(self.forward_step, batch)` in `training_step`."
+            )
+        self._schedule_has_run = False
+        self.training.before_backward(self._accumulating)
+        self.training.after_backward()
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Make one step. See `ReplicaZeroStrategy.optimizer_step`."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._begins_window = True
+        return result

@@ -1,0 +1,150 @@
+"""The training of a small GPT of megatron-core, with everything that model parallelism adds and can go out of step."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_replica.callbacks import DyingGaspCheckpoint
+from lightning_replica.megatron.strategy import MegatronReplicaStrategy
+from tests.support import job
+
+LENGTH, WORDS = 8, 32
+
+
+@dataclass
+class Case(job.Case):
+    """What to train and what goes wrong."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+
+class GPT(L.LightningModule):
+    """Tied embeddings, and dropout inside and outside of tensor parallel regions."""
+
+    def __init__(self, case: Case, faults: job.Faults) -> None:
+        super().__init__()
+        self._case, self._faults = case, [faults]  # in a list: not a child
+
+    def configure_model(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        if hasattr(self, "model"):
+            return
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=16,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            pipeline_dtype=torch.float32,
+            tensor_model_parallel_size=self._case.tensor,
+            pipeline_model_parallel_size=self._case.pipeline,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+        )
+        self.model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=WORDS,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=True,
+        )
+
+    def forward_step(self, batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        (tokens,) = next(batches)
+        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+        output = model(tokens, torch.arange(LENGTH).repeat(len(tokens), 1), mask, labels=tokens.roll(-1, 1))
+        step = self.trainer.global_step
+        self._faults[0].reach("forward", step)
+        if output.requires_grad:
+            output.register_hook(lambda _: self._faults[0].reach("backward", step))
+        return output, lambda losses: (losses.mean(), {})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.trainer.strategy.forward_backward(self.forward_step, batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.trainer.strategy.forward_backward(self.forward_step, batch, forward_only=True))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
+
+
+def run(case: Case, out: Path, **options: Any) -> None:
+    """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
+    warnings.simplefilter("ignore")  # of megatron-core, which knows that its generators are the CPU's here
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import megatron_cpu
+
+    megatron_cpu.install()
+    torch.set_num_threads(1)
+    L.seed_everything(7, verbose=False)
+    tokens = torch.randint(0, WORDS, (32, LENGTH))
+    faults = job.Faults(case, out)
+    model = GPT(case, faults)
+    trainer = L.Trainer(
+        strategy=MegatronReplicaStrategy(
+            case.tensor,
+            case.pipeline,
+            micro_batch_size=2,
+            replicas=case.replicas,
+            bucket_bytes=1024,
+            shared_memory=case.shared_memory,
+            max_tries=case.max_tries,
+            hang_min_s=case.hang[0],
+            hang_max_s=case.hang[1],
+            guard=case.guard,
+            **options,
+        ),
+        accelerator="cpu",
+        devices=case.devices,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulate,
+        val_check_interval=2,
+        limit_val_batches=1,
+        gradient_clip_val=case.clip,
+        callbacks=[
+            faults,
+            ModelCheckpoint(out / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1),
+            *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = DataLoader(TensorDataset(tokens), 4, shuffle=True), DataLoader(TensorDataset(tokens[:4]), 4)
+    trainer.fit(model, *loaders, ckpt_path=case.load or None)
+    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
+
+
+def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    state = trainer.strategy.state
+    trackers = get_cuda_rng_tracker().get_states()
+    return {
+        "weights": job._digest(*model.parameters(), *model.buffers()),
+        "main": job._digest(*[buffers.main for buffers in state.buffers]),
+        "optimizer": job._digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "random": job._digest(torch.get_rng_state(), *[trackers[name] for name in sorted(trackers)]),
+        "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.total_batch_idx],
+    }
