@@ -132,6 +132,14 @@ class HSDPStrategy(DDPStrategy):
         fully_shard(module.model, mesh=mesh, reshard_after_forward=False)
 
 
+class DDPWithHook(DDPStrategy):
+    """DDP that sends gradients in bf16; Lightning registers a hook of the user's on CUDA only."""
+
+    def _register_ddp_hooks(self) -> None:
+        module: Any = self.model
+        module.register_comm_hook(None, bf16_compress_hook)
+
+
 def strategy_of(contender: str, setting: Setting) -> Any:
     """Return the strategy of a contender."""
     if contender.startswith("replica_zero"):
@@ -141,7 +149,7 @@ def strategy_of(contender: str, setting: Setting) -> Any:
     if contender == "FSDP2 HSDP":
         return HSDPStrategy()
     if contender == "DDP, bf16 hook":
-        return DDPStrategy(ddp_comm_hook=bf16_compress_hook)
+        return DDPWithHook()
     return DDPStrategy(gradient_as_bucket_view=contender == "DDP, bucket views")
 
 
