@@ -40,6 +40,7 @@ class Setting:
         sockets: Whether replica_zero uses no shared memory.
         interface: The network interface whose bytes are counted.
         bucket_bytes: Size of the buckets of replica_zero; None for its own choice.
+        accelerator: Name of the accelerator, for the Trainer.
     """
 
     local: int
@@ -48,6 +49,7 @@ class Setting:
     sockets: bool
     interface: str
     bucket_bytes: int | None = None
+    accelerator: str = "cpu"
 
     @property
     def ranks(self) -> int:
@@ -91,6 +93,7 @@ class Turn:
         self.bytes: list[float] = []
 
     def step(self, trainer: L.Trainer) -> None:
+        wait_for_device(trainer.strategy.root_device)
         dist.barrier()
         if trainer.global_step > WARM_UP:
             self.seconds.append(time.perf_counter() - self.began)
@@ -99,6 +102,12 @@ class Turn:
         self.baton.take(self.number)
         dist.barrier()
         self.began, self.sent = time.perf_counter(), sent_bytes(self.interface)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was told."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Module(L.LightningModule):
@@ -126,7 +135,7 @@ class HSDPStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         world = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.root_device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
         for block in module.model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
         fully_shard(module.model, mesh=mesh, reshard_after_forward=False)
@@ -145,7 +154,9 @@ def strategy_of(contender: str, setting: Setting) -> Any:
     if contender.startswith("replica_zero"):
         bucket = {} if setting.bucket_bytes is None else {"bucket_bytes": setting.bucket_bytes}
         wire = "bfloat16" if contender.endswith("bf16") else None
-        return ReplicaZeroStrategy(replicas=2, shared_memory=not setting.sockets, reduce_dtype=wire, **bucket)
+        return ReplicaZeroStrategy(
+            replicas=min(2, setting.ranks), shared_memory=not setting.sockets, reduce_dtype=wire, **bucket
+        )
     if contender == "FSDP2 HSDP":
         return HSDPStrategy()
     if contender == "DDP, bf16 hook":
@@ -168,7 +179,7 @@ def fit(contender: str, turn: Turn, setting: Setting) -> None:
     tokens = torch.randint(0, VOCABULARY, (BATCH * setting.ranks * (setting.steps + WARM_UP + 2), LENGTH))
     trainer = L.Trainer(
         strategy=strategy_of(contender, setting),
-        accelerator="cpu",
+        accelerator=setting.accelerator,
         devices=setting.local,
         num_nodes=setting.nodes,
         max_steps=setting.steps + WARM_UP + 1,

@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py --ranks 4 --steps 40
     python benchmarks/step_time.py --ranks 4 --steps 40 --sockets    # replica_zero without shared memory
+    python benchmarks/step_time.py --ranks 1 --accelerator cuda      # has not run on a GPU yet
 
 The contenders make their steps in turns; see `alternating`. Bytes are those that the loopback interface counts, divided
 by the number of ranks.
@@ -28,25 +29,33 @@ SOCKETS = "replica_zero sends through sockets as the others do (shared_memory=Fa
 CONTENDERS = ["replica_zero", "DDP", "DDP, bucket views", "DDP + ZeroRedundancyOptimizer", "FSDP2 HSDP"]
 
 
-def report(ranks: int, sockets: bool, turns: dict[str, Turn]) -> None:
+def report(ranks: int, sockets: bool, accelerator: str, turns: dict[str, Turn]) -> None:
     parameters = sum(p.numel() for p in Transformer().parameters())
     ddp = turns["DDP"].seconds
     rows = []
-    for name in [*CONTENDERS[1:], CONTENDERS[0]]:
+    for name in [*list(turns)[1:], CONTENDERS[0]]:
         turn = turns[name]
         ratios = [ours / theirs for ours, theirs in zip(turn.seconds, ddp, strict=False)]
         sent = statistics.median(turn.bytes) / (4 * parameters * ranks)
         rows.append([name, spread([1e3 * s for s in turn.seconds]), spread(ratios), f"{sent:.3f}"])
-    bound = (ranks + ranks - 2) / ranks
+    replicas = min(2, ranks)
+    bound = (2 * ranks - 2) / ranks
+    where = "gloo" if accelerator == "cpu" else f"on {accelerator}"
     notes = f"""
-{parameters / 1e6:.1f} M parameters, fp32, fused AdamW, gloo, {ranks} ranks, R=2, 1 thread a rank, batch {BATCH} x {LENGTH}.
+{parameters / 1e6:.1f} M parameters, fp32, fused AdamW, {where}, {ranks} ranks, R={replicas}, 1 thread a rank, batch {BATCH} x {LENGTH}.
 {len(ddp)} rounds; median and middle half. Ratios are those of steps of the same round. Bytes are sent per rank and
-step through sockets, in units of the parameters' size (4 bytes each); the bound for R=2 holders of every shard is
-[g(N+R-2) + p(N-R)] / N = {bound:.3f}. {SOCKETS if sockets else SHARED}
+step through sockets, in units of the parameters' size (4 bytes each); the bound for R={replicas} holders of every shard is
+[g(N+R-2) + p(N-R)] / N = {bound:.3f}. {notes_on(sockets, accelerator)}
 """
-    name = f"step_time_{ranks}{'_sockets' if sockets else ''}"
+    name = f"step_time_{ranks}{'_sockets' if sockets else ''}{'' if accelerator == 'cpu' else f'_{accelerator}'}"
     raw = {name: {"seconds": turn.seconds, "bytes": turn.bytes} for name, turn in turns.items()}
     write(name, f"Step time, {ranks} ranks", ["", "ms", "of DDP", "bytes"], rows, notes, raw)
+
+
+def notes_on(sockets: bool, accelerator: str) -> str:
+    if accelerator != "cpu":
+        return "Bytes between devices are not counted."
+    return SOCKETS if sockets else SHARED
 
 
 def main() -> int:
@@ -55,12 +64,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--bucket-mib", type=float, help="size of replica_zero's buckets (default: its own choice)")
     parser.add_argument("--sockets", action="store_true", help="run replica_zero with shared_memory=False")
+    parser.add_argument("--accelerator", default="cpu", help="cpu, cuda, npu")
     args = parser.parse_args()
     if RankEnvironment.current() is not None:
         bucket_bytes = int(args.bucket_mib * 2**20) if args.bucket_mib else None
-        turns = alternate(CONTENDERS, Setting(args.ranks, 1, args.steps, args.sockets, "lo", bucket_bytes))
+        setting = Setting(args.ranks, 1, args.steps, args.sockets, "lo", bucket_bytes, args.accelerator)
+        turns = alternate(CONTENDERS if args.ranks > 1 else CONTENDERS[:-1], setting)
         if os.environ["LOCAL_RANK"] == "0":
-            report(args.ranks, args.sockets, turns)
+            report(args.ranks, args.sockets, args.accelerator, turns)
         return 0
     command = [sys.executable, *sys.argv]
     return Supervisor(start_script(lambda _: (command, None)), args.ranks, RecoveryOptions(recovery=False), print).run()
