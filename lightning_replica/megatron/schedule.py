@@ -63,7 +63,7 @@ class Losses:
 
         def noted(*args: Any, **options: Any) -> Any:
             result = loss_func(*args, **options)
-            self.found.append(result[0].detach())
+            self.found.append(result[0].detach().clone())  # the schedule divides it by the number of micro-batches
             return result
 
         return output, noted

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
@@ -162,10 +163,10 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
             )
             megatron.seed(int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)))
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, whose ``zero_grad`` keeps what a schedule has just computed."""
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the model and, for a fit, the optimizers, whose ``zero_grad`` keeps what a schedule has computed."""
+        super().setup(trainer)
+        for optimizer in self.optimizers:  # the engine has replaced the method, and puts the user's back at the end
             optimizer.zero_grad = self._unless_run(optimizer.zero_grad)  # type: ignore[method-assign]
 
     def _unless_run(self, zero_grad: Callable[..., None]) -> Callable[..., None]:

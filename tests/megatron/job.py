@@ -27,6 +27,7 @@ class Case(job.Case):
 
     tensor: int = 1
     pipeline: int = 1
+    plain: bool = False  # no dropout, scheduler, validation; the values of weights are told
 
 
 class GPT(L.LightningModule):
@@ -44,6 +45,7 @@ class GPT(L.LightningModule):
 
         if hasattr(self, "model"):
             return
+        dropout = 0.0 if self._case.plain else 0.1
         config = TransformerConfig(
             num_layers=2,
             hidden_size=16,
@@ -52,8 +54,8 @@ class GPT(L.LightningModule):
             pipeline_dtype=torch.float32,
             tensor_model_parallel_size=self._case.tensor,
             pipeline_model_parallel_size=self._case.pipeline,
-            hidden_dropout=0.1,
-            attention_dropout=0.1,
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
         )
         self.model = GPTModel(
             config,
@@ -69,7 +71,7 @@ class GPT(L.LightningModule):
         (tokens,) = next(batches)
         mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
         output = model(tokens, torch.arange(LENGTH).repeat(len(tokens), 1), mask, labels=tokens.roll(-1, 1))
-        step = self.trainer.global_step
+        step = self.trainer.global_step if self._trainer is not None else 0
         self._faults[0].reach("forward", step)
         if output.requires_grad:
             output.register_hook(lambda _: self._faults[0].reach("backward", step))
@@ -85,6 +87,8 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self._case.plain:
+            return optimizer
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
 
 
@@ -119,7 +123,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
         max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulate,
         val_check_interval=2,
-        limit_val_batches=1,
+        limit_val_batches=0 if case.plain else 1,
         gradient_clip_val=case.clip,
         callbacks=[
             faults,
@@ -140,7 +144,9 @@ def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:
 
     state = trainer.strategy.state
     trackers = get_cuda_rng_tracker().get_states()
+    values = [p.detach().flatten().tolist() for p in model.parameters()] if model._case.plain else []
     return {
+        "values": values,
         "weights": job._digest(*model.parameters(), *model.buffers()),
         "main": job._digest(*[buffers.main for buffers in state.buffers]),
         "optimizer": job._digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),
