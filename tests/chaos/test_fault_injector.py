@@ -26,6 +26,7 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.control.keys import PHASE
 from lightning_replica.core import points
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.grids import Grids
 from lightning_replica.core.points import PHASES
 from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients
 from tests.support import job, world
@@ -139,7 +140,7 @@ def store() -> Any:
 
 def test_who_may_strike_when(store: Any) -> None:
     """Ranks 0 and 2 are peers, 1 and 3."""
-    session: Any = SimpleNamespace(world=SimpleNamespace(generations=Generations(store), grid=Grid.of(4, 2)))
+    session: Any = SimpleNamespace(world=SimpleNamespace(generations=Generations(store), grids=Grids.of(Grid.of(4, 2))))
     ledger = _Ledger(session, "x")
 
     def enter(number: int, rank: int, point: Any, step: int, spaced: bool = True) -> bool:
