@@ -1,6 +1,6 @@
 """Every name of megatron-core that the package uses (tests/megatron/test_contract.py)."""
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +12,16 @@ from lightning_replica.errors import ConfigurationError
 
 
 def check_installed() -> None:
-    """Raise an error if megatron-core cannot be imported.
+    """Raise an error if megatron-core is not installed. The supervisor calls it too, which need not import it.
 
     Raises:
-        ConfigurationError: If it cannot.
+        ConfigurationError: If it is not.
     """
-    try:
-        importlib.import_module("megatron.core")
-    except ModuleNotFoundError as error:
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ConfigurationError(
             "`MegatronReplicaStrategy` needs megatron-core, which is not installed:"
             " `pip install lightning-replica[megatron]`."
-        ) from error
+        )
 
 
 def initialize(tensor: int, pipeline: int, context: int, timeout_minutes: int) -> None:
@@ -76,11 +74,6 @@ def chunks_of(module: nn.Module) -> list[nn.Module]:
     return [chunk for child in module.children() for chunk in chunks_of(child)]
 
 
-def config_of(chunk: nn.Module) -> Any:
-    """Return the configuration of a model chunk."""
-    return chunk.config
-
-
 def run_schedule(
     forward_step: Callable[..., Any],
     batches: Sequence[Iterator[Any]],
@@ -89,16 +82,12 @@ def run_schedule(
     seq_length: int,
     micro_batch_size: int,
     forward_only: bool,
-) -> list[Any]:
-    """Run the forward (and backward) passes of all micro-batches under megatron-core's own schedule.
-
-    Returns:
-        On the last stage, what the loss function has returned for each micro-batch. Elsewhere an empty list.
-    """
+) -> None:
+    """Run the forward (and backward) passes of all micro-batches under megatron-core's own schedule."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     several = len(chunks) > 1
-    found = get_forward_backward_func()(
+    get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=list(batches) if several else batches[0],
         model=list(chunks),
@@ -107,7 +96,6 @@ def run_schedule(
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
     )
-    return list(found)
 
 
 def finalize(chunks: Iterable[nn.Module]) -> None:

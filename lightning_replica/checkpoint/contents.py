@@ -141,22 +141,16 @@ class Contents:
         )
 
     def of_part(self, part: str) -> "Contents":
-        """Return only what names that begin with ``part`` and a dot have; all for an empty one."""
-
-        def own(names: Mapping[str, T]) -> dict[str, T]:
-            return {name: value for name, value in names.items() if name.startswith(f"{part}.")}
-
-        if not part:
-            return self
+        """Return only what belongs to ``part`` of the model, by `of_part`."""
         optimizers = [
             OptimizerInfo(
                 each.name,
-                [{**group, "params": [*own(dict.fromkeys(group["params"]))]} for group in each.groups],
-                own(each.state),
+                [{**group, "params": [*of_part(dict.fromkeys(group["params"]), part)]} for group in each.groups],
+                of_part(each.state, part),
             )
             for each in self.optimizers
         ]
-        return Contents(own(self.weights), own(self.aliases), own(self.main), optimizers)
+        return Contents(of_part(self.weights, part), of_part(self.aliases, part), of_part(self.main, part), optimizers)
 
     def tensors(self) -> dict[str, tuple[int, str]]:
         """Return number of elements and dtype of every tensor of the checkpoint, by its name in the checkpoint."""
@@ -169,6 +163,16 @@ class Contents:
                 for key, info in state.whole.items():
                     found[state_key(number, name, key)] = (info.numel, info.dtype)
         return found
+
+
+def in_part(name: str, part: str) -> str:
+    """Return the name in a checkpoint of what is called ``name`` in a part of the model; empty for the whole model."""
+    return f"{part}.{name}" if part else name
+
+
+def of_part(entries: Mapping[str, T], part: str) -> dict[str, T]:
+    """Return the entries whose names `in_part` has made for ``part``; all of them for an empty one."""
+    return {name: value for name, value in entries.items() if name.startswith(in_part("", part))}
 
 
 def merged(parts: Sequence[Contents]) -> Contents:

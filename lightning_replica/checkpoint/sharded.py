@@ -136,29 +136,31 @@ def stage(
         CheckpointError: On every rank of the group, if the arguments cannot be saved.
     """
     writes = Writes()
-    parts = together.all(lambda: part) if part else [""] * together.size
-    sharers = [rank for rank, each in enumerate(parts) if each == part]
 
-    def prepare() -> list[dict[str, StateInfo]]:
+    def prepare() -> tuple[str, int, list[dict[str, StateInfo]]]:
         weights_of(state, names, extra_tensors)
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
-        writes.add_extras(extra_tensors, sharers.index(together.rank), len(sharers))
-        return writes.state
+        return part, state.grid.size, writes.state
 
     prepared = together.all(prepare)
+    sharers = [rank for rank, (each, *_) in enumerate(prepared) if each == part]
+    sizes = {each: size for each, size, _ in prepared}  # of the grid of each part
 
     def describe_part() -> Contents | None:
+        """Describe this rank's part of the model, on one of the ranks that have it."""
         if together.rank != sharers[0]:
             return None
-        own = [prepared[rank] for rank in sharers]
+        own = [prepared[rank][2] for rank in sharers]
         return describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, own)
 
-    elsewhere = together.all(describe_part) if part else []
+    of_parts = together.all(describe_part) if part else None  # the whole model is described where it is written
 
     def pack() -> tuple[dict[str, bytes], Contents | None]:
+        writes.add_extras(extra_tensors, sharers.index(together.rank), len(sharers))
         if together.rank != 0:
             return {}, None
-        contents = merged([each for each in elsewhere or [describe_part()] if each is not None])
+        described = [describe_part()] if of_parts is None else of_parts
+        contents = merged([each for each in described if each is not None])
         files = {
             PLAIN: _as_bytes(plain, "the state beside the weights"),
             CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
@@ -167,7 +169,7 @@ def stage(
 
     files, found = together.run(pack)
     grid, partition = state.grid, state.settings.partition
-    described = Manifest({}, grid.size, grid.replicas, partition, step, written_for, {})
+    described = Manifest({}, sum(sizes.values()), grid.replicas, partition, step, written_for, {})
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 

@@ -8,15 +8,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from lightning_replica.core import checks
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.sharding.engine import REDUCE_DTYPES, EngineSettings, ReduceDtype
 
 Precision = Literal["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 
 # Lightning's other names for these precisions; Lightning takes the numbers as int, too.
 ALIASES: dict[str, Precision] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
-ReduceDtype = Literal["bfloat16", "float16", "float32"]
-_REDUCE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _PARAMETER_BYTES = {"32-true": 4, "64-true": 8, "bf16-true": 2, "16-true": 2, "bf16-mixed": 4, "16-mixed": 4}
 
 
@@ -59,8 +59,7 @@ class Job:
                 f"precision={self.precision!r} is not known. Choose one of {', '.join(get_args(Precision))},"
                 f" or {', '.join(ALIASES)}."
             )
-        if self.reduce_dtype not in (None, *_REDUCE_BYTES):
-            raise ConfigurationError(f"reduce_dtype={self.reduce_dtype!r} is not one of {', '.join(_REDUCE_BYTES)}.")
+        checks.choice("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
         if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
             raise ConfigurationError(f"optimizer_bytes={self.optimizer_bytes} must be 0 or more.")
 
@@ -82,7 +81,8 @@ class Job:
     @property
     def wire_bytes(self) -> int:
         """Bytes per gradient element that leaves a node."""
-        return self.gradient_bytes if self.reduce_dtype is None else _REDUCE_BYTES[self.reduce_dtype]
+        wire = EngineSettings(reduce_dtype=self.reduce_dtype).wire
+        return self.gradient_bytes if wire is None else wire.itemsize
 
     @property
     def main_bytes(self) -> int:

@@ -13,6 +13,7 @@ from lightning_replica.core import checks
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.output import size, table, write
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.sharding.engine import REDUCE_DTYPES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?) ?([kmbt]?)", re.IGNORECASE)
@@ -49,7 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--reduce-dtype",
-        choices=get_args(costs.ReduceDtype),
+        choices=REDUCE_DTYPES,
         help="dtype in which gradients leave a node (default: that of the parameters)",
     )
     nodes = parser.add_mutually_exclusive_group()

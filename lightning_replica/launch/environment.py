@@ -200,7 +200,7 @@ def interface(name: str) -> dict[str, str]:
 
 
 def allocator(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with which a process gives the memory of freed gradients back.
+    """Return the variable with which a process can use the memory of freed gradients again.
 
     torch asks glibc for aligned memory. What is left over in front of a large gradient is small, goes into the cache of
     a thread (tcache) and stays there, so the hole that the gradient leaves is too short for the next one of its size.

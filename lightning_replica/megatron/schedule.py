@@ -1,13 +1,16 @@
 """The micro-batches of a step, under megatron-core's schedules."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_replica._compat.torch import pytree
 from lightning_replica.errors import ConfigurationError
+
+ForwardStep: TypeAlias = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
+"""The user's function, with megatron-core's signature: ``(data_iterator, model)`` to ``(output, loss_func)``."""
 
 
 def split(batch: Any, micro_batch_size: int | None) -> list[Any]:
@@ -49,11 +52,10 @@ class Losses:
     """Notes the loss of every micro-batch on the last stage, as the user's loss function computes it.
 
     Args:
-        forward_step: The user's function, with megatron-core's signature: ``(data_iterator, model)`` to
-            ``(output, loss_func)``.
+        forward_step: The user's function.
     """
 
-    def __init__(self, forward_step: Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]) -> None:
+    def __init__(self, forward_step: ForwardStep) -> None:
         self._forward_step = forward_step
         self.found: list[Tensor] = []
 

@@ -1,7 +1,7 @@
 """`MegatronReplicaStrategy`: `ReplicaZeroStrategy` for models that megatron-core divides among ranks."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,14 +22,13 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import is_rank
 from lightning_replica.megatron.generators import with_tracker
-from lightning_replica.megatron.schedule import Losses, size_of, split
+from lightning_replica.megatron.schedule import ForwardStep, Losses, size_of, split
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving.checkpoints import is_absent
 from lightning_replica.trainer.saving.which_checkpoint import Resume
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
-ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 _DEFAULT_SEED = 1234  # as megatron's `--seed`
 
 

@@ -271,9 +271,8 @@ def digest(tensor: Tensor, start: int, stop: int) -> int:
         stop: One past the last word.
     """
     if tensor.is_contiguous():
-        if (
-            tensor.nbytes % _WORD == 0 and tensor.storage_offset() * tensor.itemsize % _WORD == 0
-        ):  # most are whole words
+        # Most are whole words.
+        if tensor.nbytes % _WORD == 0 and tensor.storage_offset() * tensor.itemsize % _WORD == 0:
             return int(tensor.view(-1).view(torch.int64)[start:stop].sum()) & _MASK
         return _sum(tensor.view(-1), start, stop) & _MASK
     rows = max(_WORD, _CHUNK_WORDS * _WORD * len(tensor) // tensor.nbytes // _WORD * _WORD)  # whole words

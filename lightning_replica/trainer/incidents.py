@@ -6,6 +6,7 @@ import time
 import lightning.pytorch as pl
 
 from lightning_replica.core.messages import say
+from lightning_replica.launch.rank import enter
 from lightning_replica.recovery.account import Account
 from lightning_replica.recovery.incident import Incident, describe
 from lightning_replica.recovery.recovery import Outcome
@@ -28,6 +29,7 @@ class Incidents:
         self._trainer, self._session, self._hooks = trainer, session, hooks
         self._account = Account(session.world.generations, session.rank, session.world.size, session.world.born)
         self._untold: list[Incident] = []
+        self._shown = ""  # the last exception whose traceback was printed
         self._batches, self._since = 0, time.monotonic()  # batches begun since the last step, and when the first began
 
     def batch(self, first_of_window: bool) -> None:
@@ -40,6 +42,7 @@ class Incidents:
         """Record that this rank has done a step."""
         self._account.good_step()
         self._nothing_begun()
+        self._shown = ""
 
     def born(self) -> None:
         """Record the fault because of which this replacement was started."""
@@ -49,6 +52,15 @@ class Incidents:
         """Record that a fault has stopped this rank, with ``step`` updates applied."""
         seconds = time.monotonic() - self._since
         self._account.fault(self._session.world.generations.current, step, self._batches, seconds)
+
+    def show(self, raised: str, error: Exception) -> None:
+        """Print the traceback before anything else, and only once, whichever rank meets the error and however often."""
+        rank = enter()
+        if rank is not None:
+            rank.show(error)
+            return
+        log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
+        self._shown = raised
 
     def went_on(self, outcome: Outcome) -> None:
         """Record that a recovery has succeeded."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lightning_replica.checkpoint.contents import in_part, of_part
+
 T = TypeVar("T")
 
 
@@ -21,14 +23,12 @@ class ModelPart:
 
     def named(self, name: str) -> str:
         """Return the name in a checkpoint of the tensor ``name`` of the module."""
-        return f"{self.name}.{name}" if self.name else name
+        return in_part(name, self.name)
 
     def own(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Return this part's tensors of those of a checkpoint, by the module's names."""
-        if not self.name:
-            return dict(tensors)
-        prefix = f"{self.name}."
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        prefix = self.named("")
+        return {name.removeprefix(prefix): tensor for name, tensor in of_part(tensors, self.name).items()}
 
     def all_named(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Return ``tensors`` by their names in a checkpoint."""

@@ -39,7 +39,7 @@ class Session:
     """What one process has from its start to its end, whatever number of trainers and fits it runs.
 
     Args:
-        grid: The table of ranks.
+        grids: Which rank owns which shard.
         rank: This rank.
         surroundings: How this process reaches the other ranks.
         device: The device that this rank trains on.

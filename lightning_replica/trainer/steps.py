@@ -21,7 +21,6 @@ from lightning_replica.core.works import finish
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
-from lightning_replica.launch.rank import enter
 from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, ReduceDtype, Request, make_engine
@@ -61,6 +60,7 @@ class Training:
 
     Attributes:
         recoverable: Whether the fit recovers from faults. If not, nothing is kept for recovery.
+        part: See above.
         last_save: Writes the last checkpoint of a run that cannot continue.
     """
 
@@ -77,9 +77,10 @@ class Training:
         reduce_dtype: ReduceDtype | None = None,
         part: ModelPart = ModelPart(),  # noqa: B008
     ) -> None:
-        self._trainer, self._session, self._precision = trainer, session, precision
-        self._module = module = trainer.lightning_module
-        self.recoverable, self.part = session.options.recovery, part
+        module = trainer.lightning_module
+        self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
+        self.recoverable = session.options.recovery
+        self.part = part
         self.manual = not module.automatic_optimization
         self.whole_gradients = whole_gradients_for(trainer, whole_gradients)
         settings = EngineSettings(
@@ -98,16 +99,17 @@ class Training:
         self.host = LightningHostState(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
+        self._told_to_end = False
         self.last_save = LastSave(session)
         self._planned: PlannedSave | None = None
         self._may_change_weights = may_change_weights(trainer, module)
         self._weights_touched = True  # code before the first step may have changed weights
-        self._accumulating = self._window_is_open = self._released = self._told_to_end = False
+        self._accumulating = self._window_is_open = self._released = False
         self._hooks = Hooks(trainer, self.device)
         self._incidents = Incidents(trainer, session, self._hooks)
-        self._shown = ""  # the last exception whose traceback was printed
         writes = self.recoverable and trainer.is_global_zero
-        store, saving = session.world.generations.store, trainer.checkpoint_callbacks if self.recoverable else ()
+        store = session.world.generations.store
+        saving = trainer.checkpoint_callbacks if self.recoverable else ()
         self.files = CheckpointFiles(store, saving, session.newborn, writes)
         rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
         self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
@@ -189,7 +191,6 @@ class Training:
 
     def _step_is_done(self) -> None:
         self._incidents.good_step()
-        self._shown = ""
         reach("batch_end")
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
@@ -298,7 +299,7 @@ class Training:
         if device_said:
             log.warning("rank %d: %s", self._session.rank, device_said)
         if raised:
-            self._show(raised, error)
+            self._incidents.show(raised, error)
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
         if fault is not None and fault.level == "lost":
             self._session.exits.without_device(device_said)
@@ -308,15 +309,6 @@ class Training:
             if raised:
                 raise error from final
             raise
-
-    def _show(self, raised: str, error: Exception) -> None:
-        """Print the traceback before anything else, and only once, whichever rank meets the error and however often."""
-        rank = enter()
-        if rank is not None:
-            rank.show(error)
-            return
-        log.warning("rank %d: %s", self._session.rank, raised, exc_info=None if raised == self._shown else error)
-        self._shown = raised
 
     def _recover(self, raised: str, device_said: str = "", because: Detected = "device error") -> Snapshot | None:
         session = self._session

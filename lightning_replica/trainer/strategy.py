@@ -42,7 +42,6 @@ from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictT
 from lightning_replica.trainer.saving.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
 from lightning_replica.trainer.session import Session, join
-from lightning_replica.trainer.stand_for import stand_for
 from lightning_replica.trainer.steps import Training
 
 
@@ -269,7 +268,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             if trainer is not None:
                 self._session.succession.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
                 if self._session.newborn:
-                    stand_for(trainer, self._session, self.is_global_zero)
+                    self._session.succession.leave_out(trainer, self._session.fits, self.is_global_zero)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 extension().enter(trainer)
 

@@ -8,16 +8,20 @@ earlier training loops (state/loop_results.py), and decisions (`Succession.remem
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import nn
 
+from lightning_replica._compat.lightning import let_config_be_saved_again
 from lightning_replica.control import keys
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Journal
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.environment import Surroundings
 from lightning_replica.launch.standby import call, imported
+from lightning_replica.state import logger_runs
 from lightning_replica.state.loop_results import LoopResults
 from lightning_replica.stores.interface import Store
 
@@ -148,6 +152,24 @@ class Succession:
         """Enter the loop in which this replacement joins the other ranks."""
         self.journal.close()
         self.loop += 1
+
+    def leave_out(self, trainer: pl.Trainer, fits: int, writes: bool) -> None:
+        """Keep this replacement, until it has joined, from repeating what its predecessor has done once.
+
+        Args:
+            trainer: The trainer.
+            fits: Number of fits that have begun.
+            writes: Whether this rank's loggers write.
+        """
+        if trainer.num_sanity_val_steps:
+            self.when_joined(partial(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps))
+            trainer.num_sanity_val_steps = 0
+        let_config_be_saved_again(trainer)
+        runs = self.read_note(f"loggers/{fits}")
+        if runs is not None:
+            logger_runs.adopt(trainer.loggers, runs, writes=writes)
+        logger_runs.mute(trainer.loggers)
+        self.when_joined(logger_runs.unmute)
 
     def when_joined(self, do: Callable[[], None]) -> None:
         """Call ``do`` once this replacement has joined the other ranks."""

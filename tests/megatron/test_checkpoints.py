@@ -1,5 +1,6 @@
 """Checkpoints of models that are divided among ranks."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def test_a_run_that_resumes_ends_with_the_bits_of_the_untouched_run(tmp_path: Pa
     untouched = world.run(case, tmp_path / "untouched", target=job.run)
     assert untouched.code == 0, untouched.logs
     saved = tmp_path / "untouched" / "checkpoints" / "step=2.ckpt"
-    assert (saved / "manifest.json").exists()
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert (manifest["world_size"], manifest["replicas"]) == (4, 2)
     resumed = world.run(replace(case, load=str(saved)), tmp_path / "resumed", target=job.run)
     assert resumed.code == 0, resumed.logs
     assert resumed.ranks == untouched.ranks
