@@ -99,7 +99,7 @@ def test_a_stopped_worker_that_nobody_waits_for(tmp_path: Path) -> None:
     """It has loaded ahead, and training ends before: ranks end too."""
     plan = Plan(limits={"limit_train_batches": 3, "limit_val_batches": 0})
     expected = world.run(plan, tmp_path / "untouched", target=traps.train)
-    trap = Trap("hang", "train", 1, 5)  # its worker has handed over the batch before, which is needed
+    trap = Trap("hang", "train", 1, 5, after=2)  # the last that is needed
     outcome = world.run(replace(plan, traps=(trap,)), tmp_path / "stopped", target=traps.train)
     outcome.assert_same(expected)
     assert outcome.said == []

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +28,18 @@ _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "bus": signal.SIGBUS
 
 @dataclass(frozen=True)
 class Trap:
-    """Fails once where ``rank`` loads the first sample of a batch: "kill", "segv", "bus", "hang" or "exception"."""
+    """Fails once where ``rank`` loads the first sample of a batch: "kill", "segv", "bus", "hang" or "exception".
+
+    With ``after``, it first waits until the rank has begun that batch of the same epoch. A batch that is in the
+    queue is not handed over yet: the rank still asks the worker for its memory.
+    """
 
     kind: str
     stage: str
     epoch: int
     batch: int
     rank: int = 1
+    after: int | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.stage} {self.epoch} {self.batch}"
@@ -78,9 +84,15 @@ class Springs:
             here = (self.rank, self.stage, epoch(self.plan.out, self.rank, self.stage), position)
             if here == (trap.rank, trap.stage, trap.epoch, self.starts(trap.batch)) and not marker.exists():
                 marker.write_text(str(os.getpid()))
+                while trap.after is not None and not self.has_begun(trap.epoch, trap.after):
+                    time.sleep(0.01)
                 if trap.kind == "exception":
                     raise Injected("a sample cannot be read")
                 os.kill(os.getpid(), _SIGNALS[trap.kind])
+
+    def has_begun(self, epoch: int, batch: int) -> bool:
+        batches = self.plan.out / f"batches{self.rank}"
+        return batches.exists() and f"{self.stage}/{epoch} {batch} " in batches.read_text()
 
     def starts(self, batch: int) -> int:
         return batch * BATCH
