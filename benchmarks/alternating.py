@@ -5,8 +5,10 @@ step while the others sleep. So all of them see the same noise of the machine, a
 compared. Bytes are those that a network interface counts while a contender holds the baton, with headers.
 """
 
+import os
 import threading
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,11 +144,16 @@ class HSDPStrategy(DDPStrategy):
 
 
 class DDPWithHook(DDPStrategy):
-    """DDP that sends gradients in bf16; Lightning registers a hook of the user's on CUDA only."""
+    """DDP that sends gradients in bf16. Lightning registers a user's hook on CUDA only, and torch checks its name."""
 
     def _register_ddp_hooks(self) -> None:
         module: Any = self.model
-        module.register_comm_hook(None, bf16_compress_hook)
+        module.register_comm_hook(None, _in_bf16)
+
+
+def _in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Call torch's hook, which `register_comm_hook` takes by its own name only where there is NCCL."""
+    return bf16_compress_hook(state, bucket)
 
 
 def strategy_of(contender: str, setting: Setting) -> Any:
@@ -170,6 +177,15 @@ def sent_bytes(interface: str) -> int:
         if line.strip().startswith(f"{interface}:"):
             return int(line.split()[9])
     return 0
+
+
+def enter(contender: str, turn: Turn, setting: Setting) -> None:
+    """Train one contender in a thread; an exception ends the process, in which the others would wait for their turn."""
+    try:
+        fit(contender, turn, setting)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def fit(contender: str, turn: Turn, setting: Setting) -> None:
@@ -203,7 +219,7 @@ def alternate(contenders: list[str], setting: Setting) -> dict[str, Turn]:
     torch.set_num_threads(1)
     baton = Baton(len(contenders))
     turns = {name: Turn(number, baton, setting.interface) for number, name in enumerate(contenders)}
-    threads = [threading.Thread(target=fit, args=(name, turn, setting)) for name, turn in turns.items()]
+    threads = [threading.Thread(target=enter, args=(name, turn, setting)) for name, turn in turns.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
