@@ -49,6 +49,8 @@ LONG = (
     "tests/state/data",
     "tests/state/test_logger_runs.py",
     "tests/stores/test_etcd.py",
+    "tests/stores/test_etcd_members.py",
+    "tests/stores/test_etcd_requests.py",
     "tests/test_bad_input.py",
     "tests/trainer",
     "tests/wild",
