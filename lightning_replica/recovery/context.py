@@ -24,7 +24,8 @@ class RecoveryContext:
         newborn: Whether this process is a replacement that joins in this recovery.
         faults: The faults that ended the generations which this recovery leaves behind, oldest first, as far as they
             are known.
-        step: Updates that are applied when training resumes; None before "repair".
+        step: Updates of this fit that are applied when training resumes; None before "repair". After a resume from a
+            checkpoint, ``trainer.global_step`` counts those before it, too.
         kind: Whether training resumes at the start of a batch window or in the tail of a step; None before "repair".
         replaced: Ranks that are new processes; empty before "regroup".
         forward: Ranks that make a committed update which they have missed; empty before "repair".
