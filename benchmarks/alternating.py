@@ -10,7 +10,9 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +181,10 @@ def sent_bytes(interface: str) -> int:
     return 0
 
 
-def enter(contender: str, turn: Turn, setting: Setting) -> None:
+def enter(train: Callable[[], None]) -> None:
     """Train one contender in a thread; an exception ends the process, in which the others would wait for their turn."""
     try:
-        fit(contender, turn, setting)
+        train()
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -219,7 +221,9 @@ def alternate(contenders: list[str], setting: Setting) -> dict[str, Turn]:
     torch.set_num_threads(1)
     baton = Baton(len(contenders))
     turns = {name: Turn(number, baton, setting.interface) for number, name in enumerate(contenders)}
-    threads = [threading.Thread(target=enter, args=(name, turn, setting)) for name, turn in turns.items()]
+    threads = [
+        threading.Thread(target=enter, args=(partial(fit, name, turn, setting),)) for name, turn in turns.items()
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -42,12 +42,33 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core, about what is not installed
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import torch_norm
         from megatron.core.transformer.moe import moe_utils
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # its generator and the CPU's are the same
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
+    torch_norm.WrappedTorchNorm.__new__ = _norm
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> torch.nn.Module:
+    """Make the norm that Apex or TransformerEngine would: it marks what sequence parallelism has to add up."""
+    kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
+    norm = kind(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+def pass_for_cuda() -> None:
+    """Let megatron-core's distributed optimizer take the CPU's tensors for those of a GPU, the only ones it knows."""
+    real = torch.Tensor.type
+
+    def type_of(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return real(self, *args, **options) if args or options else real(self).replace("torch.", "torch.cuda.")
+
+    torch.Tensor.type = type_of  # type: ignore[method-assign, assignment]
 
 
 def _on_cpu(real: Any) -> Any:

@@ -42,10 +42,6 @@ LENGTH, WORDS = 16, 64
 class GPT(L.LightningModule):
     """Two layers with tied embeddings and dropout."""
 
-    def __init__(self, tensor: int, stages: int) -> None:
-        super().__init__()
-        self.tensor, self.stages = tensor, stages
-
     def configure_model(self) -> None:
         config = TransformerConfig(
             num_layers=2,
@@ -53,8 +49,7 @@ class GPT(L.LightningModule):
             num_attention_heads=4,
             use_cpu_initialization=True,
             pipeline_dtype=torch.float32,
-            tensor_model_parallel_size=self.tensor,
-            pipeline_model_parallel_size=self.stages,
+            **self.trainer.strategy.model_parallel_config,
         )
         self.model = GPTModel(
             config,
@@ -129,7 +124,7 @@ def main() -> None:
     )
     if trainer.is_global_zero:
         print("megatron-core runs on CPUs here, with stand-ins for what it asks of CUDA (megatron_cpu.py)", flush=True)
-    model = GPT(options.tensor, options.stages)
+    model = GPT()
     trainer.fit(model, DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=8, shuffle=True))
     if options.result:
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

@@ -1,7 +1,9 @@
 """Every name of megatron-core that the package uses (tests/megatron/test_contract.py)."""
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 
 from lightning_replica.errors import ConfigurationError
 
+_KNOWN = "0.16."
+
 
 def check_installed() -> None:
-    """Raise an error if megatron-core is not installed. The supervisor calls it too, which need not import it.
+    """Raise an error if no release of megatron-core is installed that is known here. The supervisor calls it, too.
 
     Raises:
         ConfigurationError: If it is not.
@@ -22,18 +26,20 @@ def check_installed() -> None:
             "`MegatronReplicaStrategy` needs megatron-core, which is not installed:"
             " `pip install lightning-replica[megatron]`."
         )
+    found = version("megatron-core")
+    if not found.startswith(_KNOWN):
+        raise ConfigurationError(
+            f"megatron-core {found} is installed, but `MegatronReplicaStrategy` uses inner names of {_KNOWN}x. Install"
+            " that: `pip install lightning-replica[megatron]`."
+        )
 
 
-def initialize(tensor: int, pipeline: int, context: int, timeout_minutes: int) -> None:
-    """Make megatron-core's process groups. Collective."""
+def initialize(sizes: Mapping[str, int | None], timeout_minutes: int) -> None:
+    """Make megatron-core's process groups, with the sizes that it names. Collective."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        context_parallel_size=context,
-        distributed_timeout_minutes=timeout_minutes,
-        create_gloo_process_groups=False,
+        **sizes, distributed_timeout_minutes=timeout_minutes, create_gloo_process_groups=False
     )
 
 
@@ -72,6 +78,32 @@ def chunks_of(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, MegatronModule):
         return [module]
     return [chunk for child in module.children() for chunk in chunks_of(child)]
+
+
+def config_of(chunk: nn.Module) -> Mapping[str, Any]:
+    """Return the configuration of a model chunk, by the names of ``TransformerConfig``."""
+    found: Mapping[str, Any] = vars(chunk.config)
+    return found
+
+
+def is_wrapped(chunk: nn.Module) -> bool:
+    """Return whether a chunk is a wrapper of megatron-core that averages gradients by itself."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    return isinstance(chunk, _BaseDataParallel)
+
+
+@contextmanager
+def scaled_losses(chunks: Sequence[nn.Module], scale: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """Let schedules multiply losses before the backward pass, with ``scale``; None to leave them as they are."""
+    configs: list[Any] = [chunk.config for chunk in chunks]
+    for config in configs:
+        config.grad_scale_func = scale
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.grad_scale_func = None
 
 
 def run_schedule(
@@ -118,6 +150,11 @@ def pipeline_group() -> dist.ProcessGroup:
 
     group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     return group
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is an expert's, so that other ranks have other experts in its place."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def counts_elsewhere(parameter: nn.Parameter, tensor_rank: int) -> bool:

@@ -145,13 +145,27 @@ def forget_failed_opening() -> None:
 
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     """Do what ``GradScaler.update`` does after a step, with ``found_inf`` as given, not collected from optimizers."""
-    device = scaler._device
+    device = torch.device(scaler._device)
     if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(torch.device(device))
-    scale, growth = scaler._check_scale_growth_tracker("update")
-    found = torch.full((), float(found_inf), dtype=torch.float32, device=scale.device)
-    factors = (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
-    torch._amp_update_scale_(scale, growth, found, *factors)
+        scaler._lazy_init_scale_growth_tracker(device)
+    found = torch.full((), float(found_inf), dtype=torch.float32, device=device)
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = {device: found}
+    scaler.update()  # perhaps a subclass's, with rules of its own
+
+
+def found_inf(scaler: torch.amp.GradScaler) -> bool:
+    """Return whether a gradient was infinite or NaN since the last update, for a subclass's ``update``; forget it."""
+    states = scaler._per_optimizer_states
+    found = any(bool(each) for state in states.values() for each in state["found_inf_per_device"].values())
+    states.clear()
+    return found
+
+
+def set_scale(scaler: torch.amp.GradScaler, scale: float) -> None:
+    """Set the loss scale."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    scaler._check_scale_growth_tracker("update")[0].fill_(scale)
 
 
 def device_of_scaler(scaler: torch.amp.GradScaler) -> str:

@@ -140,17 +140,21 @@ class Contents:
             ],
         )
 
-    def of_part(self, part: str) -> "Contents":
-        """Return only what belongs to ``part`` of the model, by `of_part`."""
+    def of_parts(self, *parts: str) -> "Contents":
+        """Return only what belongs to these parts of the model, by `of_part`."""
+
+        def only(entries: Mapping[str, T]) -> dict[str, T]:
+            return {name: value for part in parts for name, value in of_part(entries, part).items()}
+
         optimizers = [
             OptimizerInfo(
                 each.name,
-                [{**group, "params": [*of_part(dict.fromkeys(group["params"]), part)]} for group in each.groups],
-                of_part(each.state, part),
+                [{**group, "params": [*only(dict.fromkeys(group["params"]))]} for group in each.groups],
+                only(each.state),
             )
             for each in self.optimizers
         ]
-        return Contents(of_part(self.weights, part), of_part(self.aliases, part), of_part(self.main, part), optimizers)
+        return Contents(only(self.weights), only(self.aliases), only(self.main), optimizers)
 
     def tensors(self) -> dict[str, tuple[int, str]]:
         """Return number of elements and dtype of every tensor of the checkpoint, by its name in the checkpoint."""

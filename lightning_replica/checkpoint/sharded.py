@@ -31,6 +31,7 @@ from lightning_replica.checkpoint.contents import (
     StateInfo,
     check_model,
     merged,
+    of_part,
     read_contents,
 )
 from lightning_replica.checkpoint.coverage import METADATA
@@ -110,7 +111,7 @@ def stage(
     together: Together,
     *,
     aliases: Mapping[str, str] | None = None,
-    part: str = "",
+    parts: Sequence[str] = ("",),
     ranks: Collection[int] | None = None,
     step: int | None = None,
     written_for: str = "periodic",
@@ -126,7 +127,7 @@ def stage(
         plain: Other tensors and plain data to save. Rank 0 of the group writes them.
         together: The ranks that save.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
-        part: Which part of the model this rank has: what all these names begin with; empty for the whole model.
+        parts: Which parts of the model this rank has: what these names begin with; empty for the whole model.
         ranks: The ranks whose pieces this rank writes; None means its own. If only survivors save, one of them also
             writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
         step: Optimizer steps in the state. Readers use it to find the newer of two checkpoints.
@@ -137,30 +138,34 @@ def stage(
     """
     writes = Writes()
 
-    def prepare() -> tuple[str, int, list[dict[str, StateInfo]]]:
+    def prepare() -> tuple[Sequence[str], int, list[dict[str, StateInfo]]]:
         weights_of(state, names, extra_tensors)
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
-        return part, state.grid.size, writes.state
+        return parts, state.grid.size, writes.state
 
     prepared = together.all(prepare)
-    sharers = [rank for rank, (each, *_) in enumerate(prepared) if each == part]
-    sizes = {each: size for each, size, _ in prepared}  # of the grid of each part
+    sharers = {part: [rank for rank, (each, *_) in enumerate(prepared) if part in each] for part in parts}
+    sizes = {each[0]: size for each, size, _ in prepared}  # of the grids that together have all ranks
 
-    def describe_part() -> Contents | None:
-        """Describe this rank's part of the model, on one of the ranks that have it."""
-        if together.rank != sharers[0]:
-            return None
-        own = [prepared[rank][2] for rank in sharers]
-        return describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, own)
+    def describe_parts() -> list[Contents]:
+        """Describe the parts of the model of which this rank is the first that has them."""
+        described = []
+        for part in parts:
+            if together.rank == sharers[part][0]:
+                own = [prepared[rank][2] for rank in sharers[part]]
+                all_of_it = describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, own)
+                described.append(all_of_it.of_parts(part))
+        return described
 
-    of_parts = together.all(describe_part) if part else None  # the whole model is described where it is written
+    of_parts = together.all(describe_parts) if parts[0] else None  # the whole model is described where it is written
 
     def pack() -> tuple[dict[str, bytes], Contents | None]:
-        writes.add_extras(extra_tensors, sharers.index(together.rank), len(sharers))
+        for part in parts:
+            writes.add_extras(of_part(extra_tensors, part), sharers[part].index(together.rank), len(sharers[part]))
         if together.rank != 0:
             return {}, None
-        described = [describe_part()] if of_parts is None else of_parts
-        contents = merged([each for each in described if each is not None])
+        described = [describe_parts()] if of_parts is None else of_parts
+        contents = merged([part for each in described for part in each])
         files = {
             PLAIN: _as_bytes(plain, "the state beside the weights"),
             CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
@@ -217,7 +222,7 @@ def load_sharded(
     extra_tensors: Mapping[str, Tensor],
     *,
     group: dist.ProcessGroup | None = None,
-    part: str = "",
+    parts: Sequence[str] = ("",),
 ) -> None:
     """Read a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
 
@@ -230,7 +235,7 @@ def load_sharded(
         names: Name of every parameter, in registration order.
         extra_tensors: What the module's state dict has beside the trained parameters, by name.
         group: The ranks that load; None means the default group.
-        part: What the names of this rank's part of the model begin with; empty for the whole model.
+        parts: What the names of this rank's parts of the model begin with; empty for the whole model.
 
     Raises:
         CheckpointError: On every rank of the group. If the checkpoint is damaged or of another model, nothing has
@@ -243,7 +248,7 @@ def load_sharded(
         manifest = publish.verify(directory, share=(together.rank, together.size))
         contents = read_contents(directory)
         coverage.check(directory, manifest, contents)
-        check_model(contents.of_part(part), weights_of(state, names, extra_tensors), group_names(state, names))
+        check_model(contents.of_parts(*parts), weights_of(state, names, extra_tensors), group_names(state, names))
         return directory, manifest, contents
 
     directory, manifest, contents = together.run(check)

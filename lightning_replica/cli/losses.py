@@ -68,13 +68,22 @@ class Holders:
         return range(first, min(first + (rows if self.even else 1), self.total + 1))
 
 
-def by_rank(ranks: int, replicas: int) -> Holders:
-    """Return the ranks that hold each shard in the grid: the holders of shard s are the ranks s, s + S, s + 2S ..."""
-    shards = ranks // replicas
-    return Holders(ranks, frozenset(frozenset(range(shard, ranks, shards)) for shard in range(shards)))
+def by_rank(ranks: int, replicas: int, stages: int = 1) -> Holders:
+    """Return the ranks that hold each shard: in each pipeline stage, the ranks s, s + S, s + 2S ..., counted in it.
+
+    Tensor and expert parallelism change nothing: they divide the ranks that lie between two holders.
+    """
+    in_stage = ranks // stages
+    apart = in_stage // replicas
+    groups = (
+        frozenset(range(first + shard, first + in_stage, apart))
+        for first in range(0, ranks, in_stage)
+        for shard in range(apart)
+    )
+    return Holders(ranks, frozenset(groups))
 
 
-def by_node(ranks: int, replicas: int, ranks_per_node: int) -> Holders:
+def by_node(ranks: int, replicas: int, ranks_per_node: int, stages: int = 1) -> Holders:
     """Return the nodes that hold each shard, if ranks are numbered one node after the other.
 
     Raises:
@@ -84,7 +93,7 @@ def by_node(ranks: int, replicas: int, ranks_per_node: int) -> Holders:
         raise ConfigurationError(
             f"ranks_per_node={ranks_per_node} does not divide ranks={ranks}: nodes must hold the same number of ranks."
         )
-    groups = by_rank(ranks, replicas).groups
+    groups = by_rank(ranks, replicas, stages).groups
     return Holders(ranks // ranks_per_node, frozenset(_nodes(group, ranks_per_node) for group in groups))
 
 

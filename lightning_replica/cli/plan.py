@@ -9,10 +9,11 @@ from decimal import Decimal
 from typing import Any, get_args
 
 from lightning_replica.cli import costs, losses
+from lightning_replica.cli.divided import Division, memory, of_stage, parts
 from lightning_replica.core import checks
-from lightning_replica.core.grid import Grid
 from lightning_replica.core.output import size, table, write
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.sharding.engine import REDUCE_DTYPES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -56,8 +57,24 @@ def add_parser(commands: Any) -> None:
     nodes = parser.add_mutually_exclusive_group()
     nodes.add_argument("--ranks-per-node", type=int, metavar="L", help="also consider losses of whole nodes")
     nodes.add_argument("--nodes", type=int, metavar="M", help="the same, by the number of nodes")
+    _add_division(parser)
     parser.add_argument("--json", action="store_true", help="write JSON, in bytes")
     parser.set_defaults(run=run)
+
+
+def _add_division(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which a model is divided among ranks; their names are megatron-core's."""
+    division = parser.add_argument_group("models that are divided among ranks (docs/megatron.md)")
+    for name, what in (
+        ("tensor-model", "ranks that share every layer"),
+        ("pipeline-model", "stages that the layers are divided into"),
+        ("context", "ranks that share every sequence"),
+        ("expert-model", "ranks that divide the experts among themselves"),
+    ):
+        division.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help=what)
+    division.add_argument(
+        "--expert-params", type=_count, default=0, metavar="PSI", help="how many of the trained elements are experts'"
+    )
 
 
 def _count(text: str) -> int:
@@ -85,7 +102,14 @@ def run(options: argparse.Namespace) -> int:
     job = costs.Job(
         options.ranks, options.replicas, options.params, precision, options.optimizer_bytes, options.reduce_dtype
     )
-    found = plan(job, options.ranks_per_node if options.nodes is None else _share(options.ranks, options.nodes))
+    sizes = ParallelSizes(
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.context_parallel_size,
+        options.expert_model_parallel_size,
+    )
+    per_node = options.ranks_per_node if options.nodes is None else _share(options.ranks, options.nodes)
+    found = plan(job, per_node, Division(sizes, options.expert_params))
     write(json.dumps(found, indent=2) if options.json else render(found))
     return 0
 
@@ -102,30 +126,50 @@ def _share(ranks: int, nodes: int) -> int:
     return ranks // nodes
 
 
-def plan(job: costs.Job, ranks_per_node: int | None) -> dict[str, Any]:
+def plan(
+    job: costs.Job,
+    ranks_per_node: int | None,
+    division: Division = Division(ParallelSizes()),  # noqa: B008
+) -> dict[str, Any]:
     """Return costs and survived losses of a job, as plain data with sizes in bytes."""
-    zero1 = costs.zero1(job)
+    own = parts(job, division)
+    stages = division.sizes.pipeline_model_parallel_size
     contenders = {
-        "DDP": (costs.ddp_memory(job), costs.ddp_traffic(job)),
-        "ZeRO-1": (costs.memory(zero1), costs.traffic(zero1)),
-        "replica_zero": (costs.memory(job), costs.traffic(job)),
+        "DDP": (memory([costs.ddp_memory(each) for each in own]), sum(map(costs.ddp_traffic, own))),
+        "ZeRO-1": (
+            memory([costs.memory(costs.zero1(each)) for each in own]),
+            sum(costs.traffic(costs.zero1(each)) for each in own),
+        ),
+        "replica_zero": (memory([costs.memory(each) for each in own]), sum(map(costs.traffic, own))),
     }
     found: dict[str, Any] = {
         "job": {**asdict(job), "shards": job.shards, "optimizer_bytes": job.state_bytes},
         "memory_bytes": {name: {**asdict(held), "total": held.total} for name, (held, _) in contenders.items()},
         "sent_bytes_per_step": {name: sent for name, (_, sent) in contenders.items()},
-        "rank_losses": _losses(losses.by_rank(job.ranks, job.replicas)),
+        "rank_losses": _losses(losses.by_rank(job.ranks, job.replicas, stages)),
     }
+    if not division.is_none:
+        found["division"] = {**asdict(division.sizes), "parameters_of_a_rank": sum(each.parameters for each in own)}
     if ranks_per_node is not None:
-        found["node_losses"] = _losses(losses.by_node(job.ranks, job.replicas, ranks_per_node))
-        nodes = [str(rank // ranks_per_node) for rank in range(job.ranks)]
-        count = len(set(nodes))
+        found |= _of_nodes(job, ranks_per_node, division)
+    return found
+
+
+def _of_nodes(job: costs.Job, ranks_per_node: int, division: Division) -> dict[str, Any]:
+    """Return what depends on which ranks share a node."""
+    stages = division.sizes.pipeline_model_parallel_size
+    held = losses.by_node(job.ranks, job.replicas, ranks_per_node, stages)
+    nodes = [str(rank // ranks_per_node) for rank in range(job.ranks)]
+    grids = division.sizes.grids(job.ranks, job.replicas, len(set(nodes)))
+    found: dict[str, Any] = {"node_losses": _losses(held), "shards_together": len(grids.together(nodes))}
+    count = len(set(nodes)) // stages  # of a stage
+    if not division.expert_parameters and count * stages == len(set(nodes)):
+        stage = of_stage(job, division)
         found["leaving_bytes_per_step"] = {
-            "DDP": costs.ddp_node_traffic(job, count),
-            "ZeRO-1": costs.node_traffic(zero1, count),
-            "replica_zero": costs.node_traffic(job, count),
+            "DDP": costs.ddp_node_traffic(stage, count),
+            "ZeRO-1": costs.node_traffic(costs.zero1(stage), count),
+            "replica_zero": costs.node_traffic(stage, count),
         }
-        found["shards_together"] = len(Grid.of(job.ranks, job.replicas).together(nodes))
     return found
 
 
@@ -162,6 +206,7 @@ def render(found: dict[str, Any]) -> str:
         f"{job['ranks']} ranks, {job['replicas']} replicas of {job['shards']} shards,"
         f" {job['parameters']:,} parameters, {job['precision']}, {job['optimizer_bytes']:g} bytes of optimizer state"
         " per element",
+        *_render_division(found),
         "\nMemory per rank",
         table(["", *names], rows),
         "\nTraffic per step",
@@ -177,6 +222,17 @@ def render(found: dict[str, Any]) -> str:
                 " fill whole nodes."
             )
     return "\n".join(lines)
+
+
+def _render_division(found: dict[str, Any]) -> list[str]:
+    division = found.get("division")
+    if division is None:
+        return []
+    sizes = [f"{name}={size}" for name, size in division.items() if name.endswith("_size") and size not in (None, 1)]
+    return [
+        f"Every rank has {division['parameters_of_a_rank']:,} of them: {', '.join(sizes)}. What tensor ranks and stages"
+        " send each other is not counted."
+    ]
 
 
 def _leaving(found: dict[str, Any], names: list[str]) -> list[list[str]]:

@@ -52,6 +52,8 @@ class Grid:
         ranks: The ranks, by place.
         replicas: Complete copies of the optimizer state, R. Divides N.
         nodes: Number of nodes, M. Divides N.
+        averaged_over: Number of ranks whose data are in a sum of N gradients; None for N. An expert gets tokens from
+            ranks that do not have it.
 
     Raises:
         ConfigurationError: If R or M does not divide N.
@@ -60,6 +62,7 @@ class Grid:
     ranks: tuple[int, ...]
     replicas: int
     nodes: int = 1
+    averaged_over: int | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.size % self.replicas:
@@ -86,6 +89,11 @@ class Grid:
     def size(self) -> int:
         """Number of ranks, N."""
         return len(self.ranks)
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of all ranks' gradients is divided by."""
+        return self.size if self.averaged_over is None else self.averaged_over
 
     @property
     def shards(self) -> int:

@@ -16,16 +16,22 @@ class Grids:
     pipeline rank): its ranks have the same part of the model. Shards are numbered through all grids, so planner and
     dying gasp need not know how many there are.
 
+    Under expert parallelism, a rank shards its experts among other ranks than the rest: it is in a second grid. In both
+    it has the same peers. So who holds its shard, and who can send it, is asked of the first.
+
     Attributes:
         grids: The grids. Together they have the ranks from 0 to the world's size, each once.
         names: What each grid is called in messages; empty if there is only one.
+        experts: The grids of experts, or none. Together they have all ranks as well.
 
     Raises:
-        ConfigurationError: If a rank is in no grid or in several, or if R differs.
+        ConfigurationError: If a rank is in no grid or in several, if R differs, or if a rank's peers in its grid of
+            experts are not those in the other.
     """
 
     grids: tuple[Grid, ...]
     names: tuple[str, ...] = ("",)
+    experts: tuple[Grid, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -38,6 +44,14 @@ class Grids:
             raise ConfigurationError(f"grids={self.grids}: every rank must be in one grid, and every grid have a name.")
         if len({grid.replicas for grid in self.grids}) != 1:
             raise ConfigurationError(f"grids={self.grids}: every grid must have the same number of replicas.")
+        if not self.experts:
+            return
+        if sorted(rank for grid in self.experts for rank in grid.ranks) != ranks:
+            raise ConfigurationError(f"experts={self.experts}: every rank must be in one grid of experts.")
+        if any(grid.peers(rank) != self.peers(rank) for grid in self.experts for rank in grid.ranks):
+            raise ConfigurationError(
+                f"experts={self.experts}: the peers of every rank must be the same as in grids={self.grids}."
+            )
 
     @classmethod
     def of(cls, grid: Grid) -> "Grids":
@@ -69,6 +83,10 @@ class Grids:
     def grid_of(self, rank: int) -> Grid:
         """Return the grid that ``rank`` is in."""
         return self.grids[self.number_of(rank)]
+
+    def grids_of(self, rank: int) -> tuple[Grid, ...]:
+        """Return the grid that ``rank`` is in, and that of its experts, if there are any."""
+        return (self.grid_of(rank), *(grid for grid in self.experts if rank in grid.ranks))
 
     def shard_of(self, rank: int) -> int:
         """Return the number of the shard of ``rank``, counted through all grids."""

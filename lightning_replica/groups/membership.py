@@ -4,9 +4,11 @@
 There is one commit for the world; everything else belongs to a grid. Where one grid has all ranks, as under
 `replica_zero`, the group of its members is the world's group. The commit then also carries what the members tell each
 other. Where a world has several grids, the members of each tell each other before the commit. So the commit is the same
-on all grids, and a rank can roll forward with the commit of any other rank (tests/sharding/test_grids.py).
+on all grids, and a rank can roll forward with the commit of any other rank (tests/sharding/test_grids.py). A rank that
+is in two grids has groups of both.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -38,6 +40,7 @@ class Groups:
         peers: The R holders of this rank's shard; carries reduced pieces and mirrors.
         on_host: Whether gradients and parameters lie in the host's memory. If not, collectives on them are put in
             order on the device (`works.Ordered`). The rank waits for collectives on the host's tensors in both cases.
+        others: The groups of the further grids that the rank is in.
     """
 
     grid: Grid
@@ -50,6 +53,12 @@ class Groups:
     counterparts: dist.ProcessGroup | None = None
     replica_counterparts: dist.ProcessGroup | None = None
     on_host: bool = True
+    others: tuple["Groups", ...] = ()
+
+    @property
+    def of_grids(self) -> tuple["Groups", ...]:
+        """The groups of each grid that the rank is in, these first."""
+        return (self, *self.others)
 
     @property
     def place(self) -> int:
@@ -75,10 +84,11 @@ class Groups:
         """Return every group once."""
         optional = (self.node, self.counterparts, self.replica_counterparts)
         named = (self.world, self.members, self.replica, self.peers, *optional)
-        return tuple(dict.fromkeys(group for group in named if group is not None))
+        further = (group for other in self.others for group in other.all())
+        return tuple(dict.fromkeys(group for group in (*named, *further) if group is not None))
 
 
-def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True) -> Groups:
+def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True, others: Sequence[Grid] = ()) -> Groups:
     """Make this rank's groups inside the initialised default group. Collective: every rank calls it.
 
     Args:
@@ -86,7 +96,15 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True)
         rank: This rank.
         timeout: Time after which a collective fails by itself.
         on_host: Whether gradients and parameters lie in the host's memory.
+        others: The further grids that this rank is in. Its peers are the same in all of them.
     """
+    world = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
+    # A group of peers for each grid, too: what one grid sends must not fall between two buckets of another.
+    first, *further = [_of_grid(each, rank, timeout, on_host, world) for each in (grid, *others)]
+    return replace(first, others=tuple(further))
+
+
+def _of_grid(grid: Grid, rank: int, timeout: timedelta, on_host: bool, world: dist.ProcessGroup) -> Groups:
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
@@ -95,12 +113,9 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True)
         found: dist.ProcessGroup = group
         return found
 
-    everyone = tuple(range(dist.get_world_size()))
-    world = dist.new_group(list(everyone), timeout=timeout)
-    members = world if grid.ranks == everyone else new(grid.ranks)
-    groups = Groups(
-        grid, rank, world, members, new(grid.replica_ranks(rank)), new(grid.peers(rank)), members, on_host=on_host
-    )
+    members = world if grid.ranks == tuple(range(dist.get_world_size())) else new(grid.ranks)
+    replica, peers = new(grid.replica_ranks(rank)), new(grid.peers(rank))
+    groups = Groups(grid, rank, world, members, replica, peers, members, on_host=on_host)
     if grid.nodes == 1:
         return groups
     node = new(grid.node_ranks(rank)) if grid.local_size > 1 else None

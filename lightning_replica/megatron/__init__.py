@@ -5,3 +5,7 @@ A world is coordinates (tensor and pipeline rank) times data parallelism (`sizes
 
 May import everything but the user's callbacks, `chaos` and the command line.
 """
+
+from lightning_replica.megatron.grad_scaler import DynamicGradScaler
+
+__all__ = ["DynamicGradScaler"]

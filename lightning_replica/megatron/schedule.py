@@ -13,15 +13,19 @@ ForwardStep: TypeAlias = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[.
 """The user's function, with megatron-core's signature: ``(data_iterator, model)`` to ``(output, loss_func)``."""
 
 
-def split(batch: Any, micro_batch_size: int | None) -> list[Any]:
+def split(batch: Any, micro_batch_size: int | None, is_training: bool = True, stages: int = 1) -> list[Any]:
     """Cut every tensor of ``batch`` along its first dimension into micro-batches.
 
     Args:
         batch: Tensors in any nesting of tuples, lists and dicts, all of the same first size.
         micro_batch_size: Samples in each; None for one micro-batch.
+        is_training: Whether the sizes must fit. Otherwise, micro-batches (as of the last batch of validation data) are
+            smaller if necessary.
+        stages: What their number must be a multiple of.
 
     Raises:
-        ConfigurationError: If the batch has no tensor, or its size is not a multiple of ``micro_batch_size``.
+        ConfigurationError: If the batch has no tensor, if its size is not a multiple of ``micro_batch_size``, or if the
+            number of micro-batches is not one of ``stages``.
     """
     leaves, structure = pytree.tree_flatten(batch)
     sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
@@ -32,9 +36,17 @@ def split(batch: Any, micro_batch_size: int | None) -> list[Any]:
         )
     size = sizes.pop()
     each = micro_batch_size or size
+    if not is_training:
+        fitting = (m for m in range(min(each, size), 0, -1) if size % m == 0 and size // m % stages == 0)
+        each = next(fitting, each)
     if size % each:
         raise ConfigurationError(
             f"A batch of {size} samples is no multiple of {micro_batch_size=}. Use `drop_last=True`, or another size."
+        )
+    if size // each % stages:
+        raise ConfigurationError(
+            f"A batch of {size} samples makes {size // each} micro-batches, but interleaved stages need a multiple of"
+            f" pipeline_model_parallel_size={stages}. Choose the batch size and micro_batch_size accordingly."
         )
     cut = [leaf.split(each) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * (size // each) for leaf in leaves]
     return [pytree.tree_unflatten(list(parts), structure) for parts in zip(*cut, strict=True)]

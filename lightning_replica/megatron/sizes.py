@@ -1,6 +1,7 @@
 """How a world is divided into model parallel and data parallel ranks: pure functions of integers."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_replica.core import checks
 from lightning_replica.core.grid import Grid
@@ -20,6 +21,11 @@ class ParallelSizes:
         pipeline_model_parallel_size: Stages that the layers are divided into, PP.
         context_parallel_size: Ranks that share every sequence, CP. They have the same parameters, so they count as data
             parallel ranks where these are sharded.
+        expert_model_parallel_size: Ranks that divide the experts of a layer among themselves, EP. They are data
+            parallel ranks for the rest of the model.
+        expert_tensor_parallel_size: Ranks that share every expert; None for TP.
+        virtual_pipeline_model_parallel_size: Chunks of the model that each stage has; None for one.
+        sequence_parallel: Whether tensor ranks divide the sequence among themselves between tensor parallel regions.
 
     Raises:
         ConfigurationError: If a size is not positive.
@@ -28,6 +34,10 @@ class ParallelSizes:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -40,7 +50,55 @@ class ParallelSizes:
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
             context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.experts_tensor_size,
         )
+        if self.virtual_pipeline_model_parallel_size is not None:
+            checks.whole(2, virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size)
+            if self.pipeline_model_parallel_size == 1:
+                raise ConfigurationError(
+                    f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} divides the"
+                    " stages of a pipeline, but pipeline_model_parallel_size is 1."
+                )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigurationError(
+                "sequence_parallel=True divides the sequence among tensor parallel ranks, but"
+                " tensor_model_parallel_size is 1."
+            )
+        if self.expert_model_parallel_size == 1 and self.experts_tensor_size != self.tensor_model_parallel_size:
+            raise ConfigurationError(
+                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} differs from"
+                f" tensor_model_parallel_size={self.tensor_model_parallel_size}, which megatron-core supports only with"
+                " expert_model_parallel_size of at least 2."
+            )
+
+    @property
+    def for_groups(self) -> dict[str, int | None]:
+        """The sizes that ``initialize_model_parallel`` takes, by its names."""
+        sizes = asdict(self)
+        del sizes["sequence_parallel"]
+        return sizes
+
+    @property
+    def for_model(self) -> dict[str, Any]:
+        """The sizes that ``TransformerConfig`` takes, by its names."""
+        return {**asdict(self), "expert_tensor_parallel_size": self.experts_tensor_size}
+
+    @property
+    def interleaved_stages(self) -> int:
+        """What the number of micro-batches must be a multiple of: megatron-core's interleaved schedule needs that."""
+        return 1 if self.virtual_pipeline_model_parallel_size is None else self.pipeline_model_parallel_size
+
+    @property
+    def experts_tensor_size(self) -> int:
+        """Number of ranks that share every expert."""
+        own = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if own is None else own
+
+    @property
+    def experts_size(self) -> int:
+        """Number of ranks of a stage that together have all experts."""
+        return self.experts_tensor_size * self.expert_model_parallel_size
 
     @property
     def model_size(self) -> int:
@@ -61,9 +119,15 @@ class ParallelSizes:
         return world_size // self.model_size
 
     def __str__(self) -> str:
-        return (
+        sizes = (
             f"tensor_model_parallel_size={self.tensor_model_parallel_size}, pipeline_model_parallel_size="
             f"{self.pipeline_model_parallel_size}, context_parallel_size={self.context_parallel_size}"
+        )
+        if self.experts_size == self.tensor_model_parallel_size:
+            return sizes
+        return (
+            f"{sizes}, expert_model_parallel_size={self.expert_model_parallel_size}, expert_tensor_parallel_size="
+            f"{self.experts_tensor_size}"
         )
 
     def data_parallel_rank(self, rank: int, world_size: int) -> int:
@@ -74,12 +138,25 @@ class ParallelSizes:
         """Return the tensor parallel rank of ``rank``."""
         return rank % self.tensor_model_parallel_size
 
+    def experts_tensor_rank(self, rank: int) -> int:
+        """Return the tensor parallel rank of ``rank`` in its experts."""
+        return rank % self.experts_tensor_size
+
     def part_name(self, rank: int, world_size: int) -> str:
         """Return what the names of a rank's tensors begin with in a checkpoint; empty if it has the whole model."""
-        if self.tensor_model_parallel_size == self.pipeline_model_parallel_size == 1:
+        if self.tensor_model_parallel_size == self.pipeline_model_parallel_size == self.experts_size == 1:
             return ""
-        stage = rank // (world_size // self.pipeline_model_parallel_size)
-        return f"stage_{stage}.tensor_{self.tensor_rank(rank)}"
+        return f"stage_{self.stage(rank, world_size)}.tensor_{self.tensor_rank(rank)}"
+
+    def experts_name(self, rank: int, world_size: int) -> str:
+        """Return what the names of the tensors of a rank's experts begin with in a checkpoint."""
+        experts = self._in_stage(rank, world_size) % self.experts_size
+        group, tensor = divmod(experts, self.experts_tensor_size)
+        return f"stage_{self.stage(rank, world_size)}.experts_{group}.tensor_{tensor}"
+
+    def stage(self, rank: int, world_size: int) -> int:
+        """Return the pipeline stage of ``rank``."""
+        return rank // (world_size // self.pipeline_model_parallel_size)
 
     def grids(self, world_size: int, replicas: int, nodes: int) -> Grids:
         """Return the grids: one for each tensor rank of each stage, of the ranks that have the same parameters.
@@ -93,15 +170,40 @@ class ParallelSizes:
                 f"{replicas=} does not divide the {size} ranks that have the same parameters (data parallel ranks times"
                 f" context parallel ranks), with {self} and world_size={world_size}."
             )
-        grids, names = [], []
-        per_stage, per_node = world_size // self.pipeline_model_parallel_size, world_size // nodes
-        for stage in range(self.pipeline_model_parallel_size):
-            for tensor in range(self.tensor_model_parallel_size):
-                first = stage * per_stage + tensor
-                ranks = tuple(range(first, (stage + 1) * per_stage, self.tensor_model_parallel_size))
-                grids.append(Grid(ranks, replicas, _nodes_of(ranks, per_node)))
-                names.append(f"tensor rank {tensor} of stage {stage}")
-        return Grids(tuple(grids), tuple(names) if len(grids) > 1 else ("",))
+        tensor = self.tensor_model_parallel_size
+        grids = self._every(tensor, replicas, world_size, nodes)
+        names = [f"tensor rank {n % tensor} of stage {n // tensor}" for n in range(len(grids))]
+        experts = self._experts(size, replicas, world_size, nodes)
+        return Grids(grids, tuple(names) if len(grids) > 1 else ("",), () if experts == grids else experts)
+
+    def _experts(self, averaged_over: int, replicas: int, world_size: int, nodes: int) -> tuple[Grid, ...]:
+        """Return the grids of the experts: one for each of the parts of a stage's experts."""
+        in_stage = world_size // self.pipeline_model_parallel_size
+        if in_stage % self.experts_size:
+            raise ConfigurationError(
+                f"{self}: all experts of a stage take {self.experts_size} ranks, which does not divide the {in_stage}"
+                f" ranks of a stage, with world_size={world_size}."
+            )
+        size = in_stage // self.experts_size
+        if size % replicas:
+            raise ConfigurationError(
+                f"{replicas=} does not divide the {size} ranks that have the same experts, with {self} and"
+                f" world_size={world_size}."
+            )
+        return self._every(self.experts_size, replicas, world_size, nodes, averaged_over)
+
+    def _every(
+        self, apart: int, replicas: int, world_size: int, nodes: int, averaged_over: int | None = None
+    ) -> tuple[Grid, ...]:
+        """Return the grids of every ``apart``-th rank of each stage."""
+        in_stage, per_node = world_size // self.pipeline_model_parallel_size, world_size // nodes
+        found = []
+        for stage in range(0, world_size, in_stage):
+            for first in range(stage, stage + apart):
+                ranks = tuple(range(first, stage + in_stage, apart))
+                divisor = None if averaged_over == len(ranks) else averaged_over
+                found.append(Grid(ranks, replicas, _nodes_of(ranks, per_node), divisor))
+        return tuple(found)
 
     def _in_stage(self, rank: int, world_size: int) -> int:
         return rank % (world_size // self.pipeline_model_parallel_size)

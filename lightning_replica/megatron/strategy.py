@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -9,21 +10,22 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica._compat import megatron
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
-from lightning_replica.core.grid import Grid
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.points import begin
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import is_rank
+from lightning_replica.megatron.division import check_chunks, part_of
 from lightning_replica.megatron.generators import with_tracker
 from lightning_replica.megatron.schedule import ForwardStep, Losses, size_of, split
 from lightning_replica.megatron.sizes import ParallelSizes
+from lightning_replica.sharding.engine import ReduceDtype
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving.checkpoints import is_absent
 from lightning_replica.trainer.saving.which_checkpoint import Resume
@@ -33,7 +35,7 @@ _DEFAULT_SEED = 1234  # as megatron's `--seed`
 
 
 class MegatronReplicaStrategy(ReplicaZeroStrategy):
-    """Tensor, pipeline and context parallelism by megatron-core, with replicated shards; a lost rank is replaced.
+    """Tensor, pipeline, context and expert parallelism by megatron-core, with replicated shards.
 
     A LightningModule builds its megatron-core model in ``configure_model``. In ``training_step`` it returns
     ``self.trainer.strategy.forward_backward(self.forward_step, batch)``, which runs megatron-core's schedule.
@@ -43,13 +45,22 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         tensor_model_parallel_size: Ranks that share every layer.
         pipeline_model_parallel_size: Stages that the layers are divided into.
         context_parallel_size: Ranks that share every sequence.
+        expert_model_parallel_size: Ranks that divide the experts of a layer among themselves.
+        expert_tensor_parallel_size: Ranks that share every expert; None for ``tensor_model_parallel_size``.
+        log_num_zeros_in_grad: Whether zeros in the gradient are counted, for ``num_zeros_in_grad``.
         micro_batch_size: Samples in a micro-batch. A batch of the DataLoader is what one data parallel rank trains on
             in a step. None: a batch is one micro-batch.
-        replicas: As in `ReplicaZeroStrategy`. It must divide the number of ranks that have the same parameters.
+        sequence_parallel: Whether tensor ranks divide the sequence among themselves between tensor parallel regions.
+        virtual_pipeline_model_parallel_size: Chunks of the model that each stage has; None for one. The module keeps
+            them in a ``ModuleList``.
+        replicas: As in `ReplicaZeroStrategy`. It must divide the number of ranks that have the same parameters, and of
+            those that have the same experts.
         whole_gradients: As in `ReplicaZeroStrategy`.
         shared_memory: As in `ReplicaZeroStrategy`.
         guard: As in `ReplicaZeroStrategy`.
         bucket_bytes: As in `ReplicaZeroStrategy`.
+        reduce_dtype: As in `ReplicaZeroStrategy`. With "float32", gradients of 16-bit parameters are added up in 32
+            bits over micro-batches and ranks, as by megatron's ``accumulate_allreduce_grads_in_fp32``.
         recovery: As in `ReplicaZeroStrategy`.
         max_restarts: As in `ReplicaZeroStrategy`.
         standby: As in `ReplicaZeroStrategy`.
@@ -76,12 +87,18 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
         context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        sequence_parallel: bool = False,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        log_num_zeros_in_grad: bool = False,
         micro_batch_size: int | None = None,
         replicas: int = 2,
         whole_gradients: bool | Literal["auto"] = "auto",
         shared_memory: bool = True,
         guard: GuardMode = "sampled",
         bucket_bytes: int | None = None,
+        reduce_dtype: ReduceDtype | None = "float32",
         recovery: bool = True,
         max_restarts: int = 3,
         standby: int = 0,
@@ -104,6 +121,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
             shared_memory=shared_memory,
             guard=guard,
             bucket_bytes=bucket_bytes,
+            reduce_dtype=reduce_dtype,
             recovery=recovery,
             max_restarts=max_restarts,
             standby=standby,
@@ -122,10 +140,20 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         if micro_batch_size is not None:
             checks.whole(1, micro_batch_size=micro_batch_size)
         megatron.check_installed()
-        self._sizes = ParallelSizes(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size)
+        self._sizes = ParallelSizes(
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            context_parallel_size,
+            expert_model_parallel_size,
+            expert_tensor_parallel_size,
+            virtual_pipeline_model_parallel_size,
+            sequence_parallel,
+        )
         self._micro_batch_size = micro_batch_size
+        self._counts_zeros = log_num_zeros_in_grad
         self._begins_window = True  # whether the next batch is the first whose gradients go into a step
         self._schedule_has_run = False  # whether the gradients of this batch exist already
+        self._checked: tuple[int, ...] = ()  # ids of the chunks of the model that `check_chunks` has seen
 
     # Ranks
 
@@ -135,9 +163,20 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         return self._sizes.grids(self.world_size, self._replicas, self.num_nodes)
 
     @property
-    def grid(self) -> Grid:
-        """The grid of this rank."""
-        return self.grids.grid_of(self.global_rank)
+    def model_parallel_config(self) -> dict[str, Any]:
+        """The sizes by the names of ``TransformerConfig``, to be given to it with the rest of the configuration.
+
+        ``TransformerConfig(num_layers=12, ..., **self.trainer.strategy.model_parallel_config)``
+        """
+        return self._sizes.for_model
+
+    @property
+    def num_zeros_in_grad(self) -> float | None:
+        """The number of elements of the whole model's averaged gradient that were zero in the newest step.
+
+        None before the first step of a fit, and without ``log_num_zeros_in_grad``.
+        """
+        return None if self._training is None else self.precision_plugin.gradient[1]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -153,13 +192,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         """Join the world, and make megatron-core's process groups."""
         super().setup_environment()
         if is_rank(self.cluster_environment) and not megatron.is_initialized():
-            sizes = self._sizes
-            megatron.initialize(
-                sizes.tensor_model_parallel_size,
-                sizes.pipeline_model_parallel_size,
-                sizes.context_parallel_size,
-                max(1, int(self._timeout_s / 60)),
-            )
+            megatron.initialize(self._sizes.for_groups, max(1, int(self._timeout_s / 60)))
             megatron.seed(int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)))
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -182,10 +215,9 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
 
     def part(self) -> ModelPart:
         """Return which part of the model this rank has."""
-        tensor_rank = self._sizes.tensor_rank(self.global_rank)
-        parameters = self.lightning_module.parameters() if self.lightning_module is not None else ()
-        elsewhere = (order for order, each in enumerate(parameters) if megatron.counts_elsewhere(each, tensor_rank))
-        return ModelPart(self._sizes.part_name(self.global_rank, self.world_size), frozenset(elsewhere))
+        module = self.lightning_module
+        part = part_of(module, self._sizes, self.global_rank, self.world_size, bool(self.grids.experts))
+        return replace(part, counts_zeros=self._counts_zeros)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; outside of a fit, only the weights of this rank's part of the model.
@@ -235,28 +267,33 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
             ConfigurationError: If the batch cannot be cut into micro-batches, or the module has no model of
                 megatron-core.
         """
-        module = self.lightning_module
-        if module is None:
-            raise ReplicaError("There is no LightningModule: `forward_backward` is called in its steps.")
-        chunks = megatron.chunks_of(module)
-        if not chunks:
-            raise ConfigurationError(
-                f"{type(module).__name__} has no model of megatron-core. Build it in `configure_model`, and keep it as"
-                " an attribute."
-            )
-        micro_batches = split(batch, self._micro_batch_size)
+        chunks = self._chunks()
+        micro_batches = split(batch, self._micro_batch_size, not forward_only, self._sizes.interleaved_stages)
         samples, tokens = size_of(micro_batches[0])
         tokens = tokens if seq_length is None else seq_length
         losses = Losses(forward_step)
         if not forward_only:
             self._before_schedule()
         iterators = [iter(micro_batches) for _ in chunks]
-        megatron.run_schedule(losses, iterators, chunks, len(micro_batches), tokens, samples, forward_only)
+        scaler = self.precision_plugin.enabled_scaler()
+        with megatron.scaled_losses(chunks, None if scaler is None else scaler.scale):
+            megatron.run_schedule(losses, iterators, chunks, len(micro_batches), tokens, samples, forward_only)
         if not forward_only:
             begin("backward")
             megatron.finalize(chunks)
             self._schedule_has_run = True
         return self._from_last_stage(losses.mean(self.root_device))
+
+    def _chunks(self) -> list[nn.Module]:
+        """Return the model's chunks on this rank, once they are known to fit to the strategy."""
+        module = self.lightning_module
+        if module is None:
+            raise ReplicaError("There is no LightningModule: `forward_backward` is called in its steps.")
+        chunks = megatron.chunks_of(module)
+        if self._checked != tuple(map(id, chunks)):
+            check_chunks(chunks, self._sizes, type(module).__name__)
+            self._checked = tuple(map(id, chunks))
+        return chunks
 
     def _before_schedule(self) -> None:
         if self._begins_window:

@@ -13,11 +13,12 @@ from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.shared import Block
 
 _MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_MAIN_GRAD, _ADDED = "main_grad", "grad_added_to_main_grad"  # megatron-core's names
 _ALIGN_BYTES = 64  # the alignment that torch gives a tensor on CPU; see [Note: alignment] in layout.py
 
 
 class Buffers:
-    """Flat storage of those parameters of one optimizer that share a dtype and a device.
+    """Flat storage of those parameters of one optimizer that share a dtype, a device and a grid.
 
     Every parameter's ``.data`` becomes a view into ``params``; a gradient, once it exists, a view into ``grads``.
     Values and memory format are kept. The shard's own values are in ``main``, apart from ``params``: a gather may
@@ -38,7 +39,9 @@ class Buffers:
         main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
             optimizer updates.
         block: The memory of these tensors, which ranks of the same machine may read.
-        accumulates: Whether gradients of 16 bits are accumulated in 32, apart from the parameters' ``.grad``.
+        accumulates: Whether gradients of 16 bits are accumulated in 32, apart from the parameters' ``.grad``. Then a
+            parameter's ``main_grad`` is its view into ``grads``, as under megatron-core: what finds it there may add to
+            it by itself (``gradient_accumulation_fusion``), and sets ``grad_added_to_main_grad``.
         used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
 
@@ -66,7 +69,8 @@ class Buffers:
         self._place, self.partition = grid.place_of(rank), partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
-        dtypes, shared = (grad_dtype, main_dtype, dtype), settings.shared_memory
+        dtypes = grad_dtype, main_dtype, dtype
+        shared = settings.shared_memory and grid.size > 1
         self.block = Block(self.layout.world_numel, local_numel, dtypes, device, shared, grid.replicas_span_nodes)
         self.grads, self.main, self.params = self.block.grads, self.block.main, self.block.params
         self.pieces = self.layout.pieces(grid.shard_of(rank))
@@ -79,6 +83,8 @@ class Buffers:
             view.copy_(parameter.data)
             self._grad_views.append(_view_like(parameter, self.grads, where))
             parameter.data = view
+            if self.accumulates:
+                self._offer_main_grad(parameter)
             if parameter.grad is not None:
                 self.attach(len(self._grad_views) - 1)
         self.main_from_params()
@@ -97,7 +103,10 @@ class Buffers:
             return
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         if self.accumulates:
-            view.add_(gradient) if self._accumulated[index] else view.copy_(gradient)
+            if getattr(parameter, _ADDED, False):  # the gradient is in the view already, and this one is a dummy
+                setattr(parameter, _ADDED, False)
+            else:
+                view.add_(gradient) if self._accumulated[index] else view.copy_(gradient)
             parameter.grad, self._accumulated[index] = None, True
         elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
@@ -132,14 +141,18 @@ class Buffers:
         """Do for accumulated gradients what ``zero_grad`` does for those in ``.grad``."""
         if not self.accumulates:
             return
+        self.grads.zero_()  # in both cases: others may add to `main_grad` without asking
         if set_to_none:
             self._accumulated = [False] * len(self.parameters)
-        else:
-            self.grads.zero_()
 
     def own_gradients(self) -> list[Tensor]:
         """Return the averaged gradient that this rank counts: over all ranks, each element of the model once."""
         return [_part(self.grads, where) for where in self._counted]
+
+    @property
+    def counted_numel(self) -> int:
+        """Number of elements of parameters in `own_gradients`, without the gaps between them."""
+        return sum(where.overlap(part).numel for where in self.layout.world for part in self._counted)
 
     def _counted_ranges(self, uncounted: Collection[int]) -> list[Range]:
         """Return the pieces that this rank has summed, without the parameters that count on another rank."""
@@ -208,6 +221,13 @@ class Buffers:
         for parameter in self.parameters:
             parameter.grad = None
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+            if self.accumulates:
+                delattr(parameter, _MAIN_GRAD)
+                delattr(parameter, _ADDED)
+
+    def _offer_main_grad(self, parameter: nn.Parameter) -> None:
+        setattr(parameter, _ADDED, False)
+        setattr(parameter, _MAIN_GRAD, self._grad_views[-1])
 
     def _shape(self, piece: ParameterPiece, flat: Tensor, where: Range) -> Tensor:
         if self.partition == "parameter":

@@ -77,7 +77,7 @@ def begun(work: "dist.Work | None", on_host: bool) -> Work:
     return track(work) if on_host or work is None else Ordered(work)
 
 
-def add_up(rows: Tensor | Sequence[Tensor], out: Tensor, divisor: int) -> None:
+def add_up(rows: Tensor | Sequence[Tensor], out: Tensor, divisor: float) -> None:
     """Write the sum of ``rows``, divided by ``divisor``, to ``out``, which may be one of the rows.
 
     Rows are added up in their order, in 32 bits if they have 16.

@@ -29,6 +29,7 @@ class Commit:
         stop: Number of ranks that were asked to stop (SIGTERM).
         save: Number of ranks that were asked to save (SIGUSR2).
         used: Which parameters have a gradient on any rank, as the sum of what `usage.pack` returns on each rank.
+        zeros: Number of elements of the averaged gradient that are zero; None if they are not counted.
     """
 
     grad_norm_sq: float
@@ -36,16 +37,25 @@ class Commit:
     stop: float = 0.0
     save: float = 0.0
     used: tuple[float, ...] = ()
+    zeros: float | None = None
 
     @property
     def vector(self) -> tuple[float, ...]:
         """The plain numbers, as they are sent."""
-        return (self.grad_norm_sq, self.non_finite, self.stop, self.save, *self.used)
+        counted = () if self.zeros is None else (self.zeros,)
+        return (self.grad_norm_sq, self.non_finite, self.stop, self.save, *self.used, *counted)
 
     @classmethod
-    def of(cls, vector: Sequence[float]) -> "Commit":
-        """Return the commit whose `vector` has these numbers."""
-        return cls(vector[0], vector[1], vector[2], vector[3], tuple(vector[4:]))
+    def of(cls, vector: Sequence[float], counts_zeros: bool = False) -> "Commit":
+        """Return the commit whose `vector` has these numbers.
+
+        Args:
+            vector: The numbers.
+            counts_zeros: Whether they include the number of zeros.
+        """
+        *rest, last = vector
+        numbers, zeros = (rest, last) if counts_zeros else (vector, None)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], tuple(numbers[4:]), zeros)
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,14 @@ def clip_coefficient(limit: float, norm: float) -> float:
     return min(1.0, limit / (norm + 1e-6))
 
 
-def part_of_commit(own: Sequence[Tensor], request: Request, used: tuple[float, ...], stop: bool, save: bool) -> Commit:
+def part_of_commit(
+    own: Sequence[Tensor],
+    request: Request,
+    used: tuple[float, ...],
+    stop: bool,
+    save: bool,
+    numel: int | None = None,
+) -> Commit:
     """Return what one rank contributes to the commit.
 
     Args:
@@ -96,7 +113,10 @@ def part_of_commit(own: Sequence[Tensor], request: Request, used: tuple[float, .
         used: See `Commit`.
         stop: Whether the rank was asked to stop.
         save: Whether the rank was asked to save.
+        numel: Number of elements in ``own`` that are a parameter's, and not a gap between two; None if zeros are not
+            counted. Gaps hold zeros.
     """
     norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
     non_finite = request.scale is not None and not all(bool(torch.isfinite(part).all()) for part in own)
-    return Commit(0.0 if non_finite else norm_sq, non_finite, stop, save, used)
+    zeros = None if numel is None else float(numel - sum(int(part.count_nonzero()) for part in own))
+    return Commit(0.0 if non_finite else norm_sq, non_finite, stop, save, used, zeros)

@@ -140,7 +140,7 @@ class Engine(Recoverable, Protocol):
 
     @property
     def grid(self) -> Grid:
-        """The table of the ranks among which the state is sharded."""
+        """The table of the ranks among which the state is sharded; that of experts is another."""
 
     @property
     def rank(self) -> int:
@@ -301,7 +301,7 @@ class Engine(Recoverable, Protocol):
 
 
 def make_engine(
-    grid: Grid,
+    grids: Sequence[Grid],
     rank: int,
     parameters: Sequence[nn.Parameter],
     optimizers: Sequence[Optimizer],
@@ -311,7 +311,7 @@ def make_engine(
     """Lay parameters out and shard optimizers. Needs no other rank.
 
     Args:
-        grid: The table of ranks.
+        grids: The grids that the rank is in; the second, if there is one, shards experts.
         rank: This rank.
         parameters: All parameters of the module, in registration order.
         optimizers: The user's optimizers.
@@ -321,4 +321,4 @@ def make_engine(
     Raises:
         ConfigurationError: If there is nothing to train, or an optimizer cannot be sharded.
     """
-    return ShardedState(grid, rank, parameters, optimizers, settings, fence)
+    return ShardedState(grids, rank, parameters, optimizers, settings, fence)

@@ -97,8 +97,8 @@ class Level:
     group: dist.ProcessGroup
     place: int
     parts: Callable[[Bucket], Sequence[Range]]
-    divisor: int
-    narrow_divisor: int
+    divisor: float
+    narrow_divisor: float
     wire: torch.dtype | None = None
 
     def own(self, bucket: Bucket) -> Range:
@@ -121,16 +121,16 @@ def levels_of(groups: Groups, wire: torch.dtype | None) -> list[Level]:
     grid, local = groups.grid, groups.grid.local_of(groups.rank)
     levels = []
     if groups.node is not None:
-        divisor = 1 if grid.nodes > 1 else grid.size
-        levels.append(Level(groups.node, local, lambda bucket: bucket.blocks, divisor, grid.local_size))
+        divisor, narrow = (1, grid.local_size) if grid.nodes > 1 else (grid.divisor, grid.divisor)
+        levels.append(Level(groups.node, local, lambda bucket: bucket.blocks, divisor, narrow))
     if groups.counterparts is not None:
         levels.append(
             Level(
                 groups.counterparts,
                 grid.node_of(groups.rank),
                 lambda bucket: bucket.pieces[local :: grid.local_size],
-                grid.size,
-                grid.nodes,
+                grid.divisor,
+                grid.divisor / grid.local_size,
                 wire,
             )
         )
@@ -281,7 +281,7 @@ class Share:
         return [bucket.pieces[place] for place in self._groups.grid.places_of(self._groups.shard)]
 
 
-def divisor_of(level: Level, grads: Tensor, narrow: bool) -> int:
+def divisor_of(level: Level, grads: Tensor, narrow: bool) -> float:
     """Return what a level's sums of these gradients are divided by."""
     return level.narrow_divisor if narrow or grads.dtype.itemsize == 2 else level.divisor
 

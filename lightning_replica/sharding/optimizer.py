@@ -95,7 +95,7 @@ class ShardedOptimizer:
     Args:
         optimizer: The user's optimizer.
         parameters: All parameters of the module, in registration order.
-        grid: The table of ranks.
+        grids: The grids that the rank is in; the second, if there is one, shards experts.
         rank: This rank.
         settings: How the state is sharded.
     """
@@ -104,7 +104,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         parameters: Sequence[nn.Parameter],
-        grid: Grid,
+        grids: Sequence[Grid],
         rank: int,
         settings: EngineSettings,
     ) -> None:
@@ -112,7 +112,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._parameters = [(parameter, order) for order, parameter in enumerate(parameters)]
         self._order = {id(parameter): order for parameter, order in self._parameters}
-        self._grid, self._rank, self._settings = grid, rank, settings
+        self._grids, self._rank, self._settings = tuple(grids), rank, settings
         self.buffers: list[Buffers] = []
         self.pieces: list[Piece] = []
         self._step_takes: tuple[Any, ...] = (_has_run,) if _asks_for_closure(optimizer) else ()
@@ -162,7 +162,7 @@ class ShardedOptimizer:
         return new
 
     def _lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Buffers]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        kinds: dict[tuple[Grid, torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in parameters:
             if id(parameter) not in self._order:
                 raise ConfigurationError(
@@ -174,10 +174,11 @@ class ShardedOptimizer:
                     f"A trained parameter has dtype {parameter.dtype}; `replica_zero` shards floating-point parameters."
                     " Use its real view (`torch.view_as_real`) as parameter, or freeze it."
                 )
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            grid = self._grids[self._order[id(parameter)] in self._settings.experts]
+            kinds.setdefault((grid, parameter.dtype, parameter.device), []).append(parameter)
         return [
-            Buffers(self._grid, self._rank, members, [self._order[id(p)] for p in members], self._settings)
-            for members in kinds.values()
+            Buffers(grid, self._rank, members, [self._order[id(p)] for p in members], self._settings)
+            for (grid, *_), members in kinds.items()
         ]
 
     @contextmanager
@@ -325,7 +326,7 @@ def buffers_of(optimizers: Iterable[ShardedOptimizer]) -> list[Buffers]:
 def shard_optimizers(
     optimizers: Sequence[Optimizer],
     parameters: Sequence[nn.Parameter],
-    grid: Grid,
+    grids: Sequence[Grid],
     rank: int,
     settings: EngineSettings,
 ) -> list[ShardedOptimizer]:
@@ -335,7 +336,7 @@ def shard_optimizers(
         ConfigurationError: If there is nothing to train, or two optimizers hold one parameter.
     """
     check_disjoint(optimizers)
-    sharded = [ShardedOptimizer(optimizer, parameters, grid, rank, settings) for optimizer in optimizers]
+    sharded = [ShardedOptimizer(optimizer, parameters, grids, rank, settings) for optimizer in optimizers]
     if not any(each.buffers for each in sharded):
         raise ConfigurationError(
             "There is no parameter to train: no optimizer holds one with requires_grad=True."

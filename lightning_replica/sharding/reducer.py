@@ -136,7 +136,7 @@ class Reducer:
             job.buffers.complete(job.bucket)
         memory.fence()
         for number, job in enumerate(jobs):
-            memory.add_up(job.buffers.block, job.bucket.pieces[place], grid.size)
+            memory.add_up(job.buffers.block, job.bucket.pieces[place], grid.divisor)
             if number == 0:
                 reach("reduction")
         memory.fence()

@@ -29,6 +29,8 @@ class EngineSettings:
         reduce_dtype: The dtype in which gradients leave a node; None for their own.
         uncounted: Positions of parameters whose gradients the global norm leaves out on this rank: those of which
             tensor or pipeline parallelism has copies on other ranks that count.
+        experts: Positions of parameters that the second of the rank's grids shards.
+        counts_zeros: Whether each commit counts the elements of the averaged gradient that are zero.
         recoverable: Whether a step may have to be undone. Otherwise nothing is kept or checked for recovery.
 
     Raises:
@@ -43,6 +45,8 @@ class EngineSettings:
     guard: GuardMode = "sampled"
     reduce_dtype: ReduceDtype | None = None
     uncounted: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
+    counts_zeros: bool = False
     recoverable: bool = True
 
     def __post_init__(self) -> None:

@@ -182,7 +182,7 @@ class SharedMemory:
         work, self._released = self._released, None
         wait(work, self._check)
 
-    def add_up(self, block: Block, where: Range, divisor: int) -> None:
+    def add_up(self, block: Block, where: Range, divisor: float) -> None:
         """Write the sum of all ranks' gradients in a range, divided by ``divisor``, to ``block.grads``.
 
         Gradients are added up in order of position, in 32 bits if they have 16.

@@ -38,7 +38,7 @@ class ShardedState:
     """The sharded parameters, gradients and optimizers of one rank.
 
     Args:
-        grid: The table of ranks.
+        grids: The grids that the rank is in; the second, if there is one, shards experts.
         rank: This rank.
         parameters: All parameters of the module, in registration order.
         optimizers: The user's optimizers.
@@ -54,19 +54,20 @@ class ShardedState:
 
     def __init__(
         self,
-        grid: Grid,
+        grids: Sequence[Grid],
         rank: int,
         parameters: Sequence[nn.Parameter],
         optimizers: Sequence[Optimizer],
         settings: EngineSettings,
         fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     ) -> None:
+        grid = grids[0]
         if grid.size == 1:
             settings = replace(settings, shared_memory=False)
         self.grid, self.rank, self.settings, self._fence = grid, rank, settings, fence
         self._guard = Guard(settings.guard if settings.recoverable else "off", rank, grid.shard_of(rank))
-        self.optimizers = shard_optimizers(optimizers, parameters, grid, rank, settings)
-        self.gradients = Gradients(self.optimizers, settings)
+        self.optimizers = shard_optimizers(optimizers, parameters, grids, rank, settings)
+        self.gradients = Gradients(grids, self.optimizers, settings)
         self.step, self.phase = 0, StepPhase.IDLE
         self.committed: Commit | None = None
         self._request = Request()
@@ -162,7 +163,7 @@ class ShardedState:
         """Agree with all ranks that step t -> t+1 happens. ``part`` is overwritten."""
         self.phase = StepPhase.ENTERED
         collectives.all_reduce(part, self._groups.world, self._check)
-        self.committed = Commit.of(part.tolist())
+        self.committed = Commit.of(part.tolist(), self.settings.counts_zeros)
         self.phase = StepPhase.COMMITTED
         return self.committed
 
@@ -201,7 +202,7 @@ class ShardedState:
         # (tests/sharding/test_manual.py::an_infinity_in_one_rank_s_piece).
         if not self.settings.whole_gradients or request.scale is not None:
             collectives.all_reduce(vector, self._groups.world, self._check)
-        commit = Commit.of(vector.tolist())
+        commit = Commit.of(vector.tolist(), self.settings.counts_zeros)
         if self._backup is not None:
             self._backup.keep_shard()
         self._adopt(sharded.buffers)
@@ -239,7 +240,8 @@ class ShardedState:
     @ranged("gather")
     def _gather(self, optimizers: Sequence[ShardedOptimizer]) -> None:
         self.gradients.map_memory()
-        gather_parameters(buffers_of(optimizers), self._groups, self._check, self.gradients.memory)
+        for way in self.gradients.ways(buffers_of(optimizers)):
+            gather_parameters(way.active, way.groups, self._check, way.reducer.memory)
 
     @property
     def window_is_open(self) -> bool:
@@ -286,7 +288,7 @@ class ShardedState:
         """Make the update whose commit another rank saw succeed."""
         if not self.entered:
             raise ProtocolError(f"Rank in {self.phase} of step {self.step} cannot roll forward.")
-        self.committed, self.phase = Commit.of(vector), StepPhase.COMMITTED
+        self.committed, self.phase = Commit.of(vector, self.settings.counts_zeros), StepPhase.COMMITTED
         self.update()
 
     def roll_back(self, kind: str) -> None:
@@ -384,7 +386,7 @@ class ShardedState:
         finish(self._check)
         buffers = buffers_of(optimizers)
         used = self.gradients.present(optimizers)
-        return vote(buffers, used, self._request, stop, save)
+        return vote(buffers, used, self._request, stop, save, self.settings.counts_zeros)
 
     def _update(self, optimizers: Sequence[ShardedOptimizer], commit: Commit) -> None:
         self.gradients.take_used(optimizers, commit)

@@ -12,7 +12,14 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Request, part_of_commit
 
 
-def vote(buffers: Sequence[Buffers], used: Sequence[float], request: Request, stop: bool, save: bool) -> Tensor:
+def vote(
+    buffers: Sequence[Buffers],
+    used: Sequence[float],
+    request: Request,
+    stop: bool,
+    save: bool,
+    counts_zeros: bool = False,
+) -> Tensor:
     """Return one rank's part of the commit vector.
 
     It covers the rank's own pieces only, so that a shard counts once, although R ranks hold it.
@@ -23,9 +30,12 @@ def vote(buffers: Sequence[Buffers], used: Sequence[float], request: Request, st
         request: How the gradient is scaled and clipped before the update.
         stop: Whether this rank was asked to stop.
         save: Whether this rank was asked to save.
+        counts_zeros: Whether zeros in the gradient are counted.
     """
     own = [part for each in buffers for part in each.own_gradients()]
-    return torch.tensor(part_of_commit(own, request, tuple(used), stop, save).vector, dtype=torch.float64)
+    numel = sum(each.counted_numel for each in buffers) if counts_zeros else None
+    commit = part_of_commit(own, request, tuple(used), stop, save, numel)
+    return torch.tensor(commit.vector, dtype=torch.float64)
 
 
 def present(buffers: Sequence[Buffers], groups: Groups) -> list[float]:

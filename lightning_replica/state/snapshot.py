@@ -245,6 +245,7 @@ def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
         "logger_fx": logger_fx,
         "training": training,
         "accumulate": trainer.accumulate_grad_batches,
+        "gradient": list(getattr(trainer.precision_plugin, "gradient", ())),
         "requires_grad": [parameter.requires_grad for parameter in tree.parameters],
     }
 
@@ -317,6 +318,9 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
     connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
     connector._first_loop_iter, connector._current_fx = state["logger_fx"]
     trainer.accumulate_grad_batches = state["accumulate"]
+    if state.get("gradient"):  # an earlier version's checkpoint has none
+        plugin: Any = trainer.precision_plugin
+        plugin.recall(*state["gradient"])
     for submodule, training in zip(module.modules(), state["training"], strict=True):
         submodule.training = training
     import_results(fit_loop.epoch_loop._results, snapshot.results, trainer.strategy.reduce, module)

@@ -11,24 +11,44 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of the model that the ranks of one grid have; without model parallelism it is all of it.
+    """The part of the model that a rank has; without model parallelism it is all of it.
 
     Attributes:
         name: What the names of its tensors begin with in a checkpoint; empty for the whole model.
         uncounted: Positions of parameters of which another part has a copy, which the norm of gradients counts.
+        experts: Positions of the parameters of experts, which the rank's second grid shards.
+        experts_name: What the names of experts' tensors begin with in a checkpoint.
+        expert_modules: Names of the modules that have these parameters.
+        counts_zeros: Whether each commit counts the zeros in the whole model's gradient.
     """
 
     name: str = ""
     uncounted: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
+    experts_name: str = ""
+    expert_modules: frozenset[str] = frozenset()
+    counts_zeros: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the names of all tensors begin with in a checkpoint."""
+        return (self.name, self.experts_name) if self.experts else (self.name,)
+
+    def is_expert(self, name: str) -> bool:
+        """Return whether the tensor ``name`` of the module is an expert's."""
+        return name.rpartition(".")[0] in self.expert_modules
 
     def named(self, name: str) -> str:
         """Return the name in a checkpoint of the tensor ``name`` of the module."""
-        return in_part(name, self.name)
+        return in_part(name, self.experts_name if self.is_expert(name) else self.name)
 
     def own(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Return this part's tensors of those of a checkpoint, by the module's names."""
-        prefix = self.named("")
-        return {name.removeprefix(prefix): tensor for name, tensor in of_part(tensors, self.name).items()}
+        return {
+            name.removeprefix(in_part("", part)): tensor
+            for part in self.names
+            for name, tensor in of_part(tensors, part).items()
+        }
 
     def all_named(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Return ``tensors`` by their names in a checkpoint."""

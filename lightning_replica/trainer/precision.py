@@ -1,5 +1,6 @@
 """Lightning's precision plugins, with a sharded optimizer step."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -35,7 +36,13 @@ class ShardedStep(Precision):
     The gradient norm is known only once all ranks have met. So clipping is recorded when Lightning asks for it, and
     applied to the shard's gradient in the update. Loss scaling works likewise, with the infinities that any rank has
     found. Where gradients are whole, both are done at once, as under DDP.
+
+    Attributes:
+        gradient: What the newest commit says of the whole model's gradient: its 2-norm, without the loss scale, and how
+            many of its elements are zero, if they are counted. It is a part of every snapshot.
     """
+
+    gradient: tuple[float | None, float | None] = (None, None)
 
     def attach(self, stepper: Stepper) -> None:
         """Use ``stepper`` from now on."""
@@ -47,7 +54,7 @@ class ShardedStep(Precision):
     ) -> Any:
         """Run the closure and the hooks after it, then the sharded step in place of ``optimizer.step``."""
         result = closure()
-        scaler = self._enabled_scaler()
+        scaler = self.enabled_scaler()
         self._request = Request()
         if scaler is not None:
             scale = float(scaler.get_scale())
@@ -61,9 +68,15 @@ class ShardedStep(Precision):
 
     def after_commit(self, commit: Commit) -> None:
         """Grow or shrink the loss scale as ``GradScaler.update`` does, by the infinities that all ranks have found."""
-        scaler = self._enabled_scaler()
-        if scaler is not None and any(commit.used):
+        scaler = self.enabled_scaler()
+        scale = 1.0 if scaler is None or self._stepper.whole_gradients else float(scaler.get_scale())
+        self.gradient = math.sqrt(commit.grad_norm_sq) / scale, commit.zeros
+        if scaler is not None and (any(commit.used) or not commit.used):  # told before the commit: there are some
             update_scale(scaler, commit.non_finite > 0)
+
+    def recall(self, norm: float | None, zeros: float | None) -> None:
+        """Take ``gradient`` from a snapshot."""
+        self.gradient = norm, zeros
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip gradients, also for fused optimizers under a loss scaler: here they do not unscale gradients."""
@@ -83,7 +96,8 @@ class ShardedStep(Precision):
         else:
             self._request = Request(self._request.scale, clip_value=float(clip_val))
 
-    def _enabled_scaler(self) -> torch.amp.GradScaler | None:
+    def enabled_scaler(self) -> torch.amp.GradScaler | None:
+        """Return what scales the loss, or None."""
         scaler: torch.amp.GradScaler | None = getattr(self, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 

@@ -91,11 +91,14 @@ class Training:
             shared_memory=shared_memory and self.device.is_host,
             reduce_dtype=reduce_dtype,
             uncounted=part.uncounted,
+            experts=part.experts,
+            counts_zeros=part.counts_zeros,
             guard=session.options.guard,
             recoverable=self.recoverable,
         )
         parameters = list(module.parameters())
-        self.state = make_engine(session.world.grid, session.rank, parameters, optimizers, settings, self.device.fence)
+        grids = session.world.grids.grids_of(session.rank)
+        self.state = make_engine(grids, session.rank, parameters, optimizers, settings, self.device.fence)
         self.host = LightningHostState(trainer, self.state, self.device)
         self._module_buffers = BufferSync(module, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
@@ -337,7 +340,7 @@ class Training:
         if self._planned is not None:
             self._planned.withdraw()
         if outcome.plan.kind == "tail" and outcome.plan.commit:
-            self._after_commit(Commit.of(outcome.plan.commit))
+            self._after_commit(Commit.of(outcome.plan.commit, self.part.counts_zeros))
         self._incidents.went_on(outcome)
         return self.host.resume
 

@@ -159,15 +159,10 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").splitlines()[0])
 
     @property
-    def grid(self) -> Grid:
-        """The table of ranks."""
-        size = self.world_size
-        return Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1)
-
-    @property
     def grids(self) -> Grids:
         """Which rank owns which shard: one grid, as there is no model parallelism."""
-        return Grids.of(self.grid)
+        size = self.world_size
+        return Grids.of(Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1))
 
     @property
     def num_nodes(self) -> int:
@@ -313,15 +308,25 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         """Give every rank of a grid the parameters and buffers of its first, as under DDP."""
         if self.model is None:
             return
+        part, groups = self.part(), self.session.world.groups.of_grids
         with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                work = dist.broadcast(tensor.data, group=self.session.world.groups.members, group_src=0, async_op=True)
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                members = groups[part.is_expert(name)].members
+                work = dist.broadcast(tensor.data, group=members, group_src=0, async_op=True)
                 self.session.world.wait(work, tensor)
 
     def model_to_device(self) -> None:
         """Move the model to this rank's device."""
         if self.model is not None:
             self.model.to(self.root_device)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the whole model's gradient in the newest step, before clipping; after it if they are whole.
+
+        None before the first step of a fit, and under manual optimization.
+        """
+        return None if self._training is None or self._training.manual else self.precision_plugin.gradient[0]
 
     @property
     def state(self) -> Engine:

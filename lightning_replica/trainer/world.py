@@ -15,7 +15,6 @@ from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.journal import Journal
 from lightning_replica.control.monitor import Monitor
-from lightning_replica.core.grid import Grid
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
@@ -100,7 +99,8 @@ class World:
         Args:
             timeout: Time after which a collective fails while ranks connect.
         """
-        self._groups = make_groups(self.grid, self.rank, timeout, self.device.is_host)
+        first, *others = self.grids.grids_of(self.rank)
+        self._groups = make_groups(first, self.rank, timeout, self.device.is_host, others)
         if self._follower is not None:
             self._follower(self._groups)
         return self._groups.all()
@@ -113,11 +113,6 @@ class World:
         self._follower = connect
         if self._groups is not None:
             connect(self._groups)
-
-    @property
-    def grid(self) -> Grid:
-        """The grid of this rank."""
-        return self.grids.grid_of(self.rank)
 
     @property
     def groups(self) -> Groups:

@@ -83,7 +83,7 @@ def test_a_user_takes_the_trainer(project: Path) -> None:
     config = composed(project, "trainer=replica_zero", "strategy.replicas=4", "trainer.devices=8")
     trainer = instantiate(config.trainer, callbacks=[])
     assert isinstance(trainer.strategy, ReplicaZeroStrategy)
-    assert (trainer.strategy.grid.size, trainer.strategy.grid.replicas) == (8, 4)
+    assert (trainer.strategy.grids.size, trainer.strategy.grids.replicas) == (8, 4)
     assert trainer.max_epochs == 10  # from the user's own trainer/default.yaml
 
 
@@ -102,7 +102,7 @@ def test_a_project_that_is_not_changed_at_all(line: str, project: Path, readme: 
         config = compose("train", [found, "trainer.devices=4"])
     strategy = instantiate(config.trainer).strategy
     assert isinstance(strategy, ReplicaZeroStrategy)
-    assert (strategy.grid.size, strategy.grid.replicas) == (4, 2)
+    assert (strategy.grids.size, strategy.grids.replicas) == (4, 2)
 
 
 def test_a_project_without_a_trainer(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ FAULTS = [
 class Look(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        assert strategy.state.gradients.memory is None, "another rank has mapped the device's memory"
+        assert not strategy.state.gradients.is_mapped, "another rank has mapped the device's memory"
 
 
 def run(case: Case, out: Path) -> None:

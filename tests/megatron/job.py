@@ -11,14 +11,19 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica.callbacks import DyingGaspCheckpoint
+from lightning_replica.megatron import DynamicGradScaler
+from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.megatron.strategy import MegatronReplicaStrategy
 from tests.support import job
 
-LENGTH, WORDS = 8, 32
+LENGTH, WORDS, EXPERTS = 8, 32, 4
+# The gradient of the keys' bias is rounding errors and nothing else. With a small epsilon, Adam makes steps of them.
+EPSILON = 1e-3
 
 
 @dataclass
@@ -27,6 +32,12 @@ class Case(job.Case):
 
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    experts_tensor: int | None = None
+    virtual: int | None = None
+    sequence: bool = False
+    heads: int = 2
+    scaled: bool = False  # fp16, with a loss scale that is too large at first
     plain: bool = False  # no dropout, scheduler, validation; the values of weights are told
 
 
@@ -36,6 +47,15 @@ class GPT(L.LightningModule):
     def __init__(self, case: Case, faults: job.Faults) -> None:
         super().__init__()
         self._case, self._faults = case, [faults]  # in a list: not a child
+        self.norms: list[float] = []
+        self.zeros: list[float] = []
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.norms.append(self.trainer.strategy.grad_norm)
+        self.zeros.append(self.trainer.strategy.num_zeros_in_grad)
+        scaler = self.trainer.precision_plugin.enabled_scaler()
+        self.scales += [] if scaler is None else [scaler.get_scale()]
 
     def configure_model(self) -> None:
         from megatron.core import parallel_state
@@ -47,25 +67,30 @@ class GPT(L.LightningModule):
             return
         dropout = 0.0 if self._case.plain else 0.1
         config = TransformerConfig(
-            num_layers=2,
+            num_layers=4 if self._case.virtual else 2,
             hidden_size=16,
-            num_attention_heads=2,
+            num_attention_heads=self._case.heads,
             use_cpu_initialization=True,
             pipeline_dtype=torch.float32,
-            tensor_model_parallel_size=self._case.tensor,
-            pipeline_model_parallel_size=self._case.pipeline,
             hidden_dropout=dropout,
             attention_dropout=dropout,
+            **_experts(self._case),
+            **sizes_of(self._case).for_model,
         )
-        self.model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            vocab_size=WORDS,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=True,
-        )
+        chunks = [
+            GPTModel(
+                config,
+                get_gpt_layer_local_spec(num_experts=EXPERTS if self._case.expert > 1 else None),
+                vocab_size=WORDS,
+                max_sequence_length=LENGTH,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                share_embeddings_and_output_weights=True,
+                vp_stage=stage,
+            )
+            for stage in ([None] if self._case.virtual is None else range(self._case.virtual))
+        ]
+        self.model = chunks[0] if self._case.virtual is None else torch.nn.ModuleList(chunks)
 
     def forward_step(self, batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         (tokens,) = next(batches)
@@ -86,10 +111,32 @@ class GPT(L.LightningModule):
         self.log("val", self.trainer.strategy.forward_backward(self.forward_step, batch, forward_only=True))
 
     def configure_optimizers(self) -> Any:
+        if self._case.plain:  # megatron-core decays matrices only
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0, eps=EPSILON)
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        if self._case.plain:
-            return optimizer
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
+
+
+def data(case: Case) -> Tensor:
+    """Samples for four batches of four on every data parallel rank."""
+    return torch.randint(0, WORDS, (16 * case.devices // (case.tensor * case.pipeline), LENGTH))
+
+
+def sizes_of(case: Case) -> ParallelSizes:
+    """How the world is divided."""
+    return ParallelSizes(case.tensor, case.pipeline, 1, case.expert, case.experts_tensor, case.virtual, case.sequence)
+
+
+def _experts(case: Case) -> dict[str, Any]:
+    """What TransformerConfig is told about experts."""
+    if case.expert == 1:
+        return {}
+    return {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+
+
+def _half() -> MixedPrecision:
+    scaler = DynamicGradScaler(2.0**24, growth_interval=2, hysteresis=2, device="cpu")
+    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 def run(case: Case, out: Path, **options: Any) -> None:
@@ -101,14 +148,14 @@ def run(case: Case, out: Path, **options: Any) -> None:
     megatron_cpu.install()
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
-    tokens = torch.randint(0, WORDS, (32, LENGTH))
+    tokens = data(case)
     faults = job.Faults(case, out)
     model = GPT(case, faults)
     trainer = L.Trainer(
         strategy=MegatronReplicaStrategy(
-            case.tensor,
-            case.pipeline,
+            **sizes_of(case).for_model,
             micro_batch_size=2,
+            log_num_zeros_in_grad=case.plain,
             replicas=case.replicas,
             bucket_bytes=1024,
             shared_memory=case.shared_memory,
@@ -125,6 +172,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
         val_check_interval=2,
         limit_val_batches=0 if case.plain else 1,
         gradient_clip_val=case.clip,
+        plugins=[_half()] if case.scaled else None,
         callbacks=[
             faults,
             ModelCheckpoint(out / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1),
@@ -147,6 +195,9 @@ def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:
     values = [p.detach().flatten().tolist() for p in model.parameters()] if model._case.plain else []
     return {
         "values": values,
+        "norms": model.norms,
+        "zeros": model.zeros,
+        "scales": model.scales,
         "weights": job._digest(*model.parameters(), *model.buffers()),
         "main": job._digest(*[buffers.main for buffers in state.buffers]),
         "optimizer": job._digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),

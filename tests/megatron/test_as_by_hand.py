@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_replica._compat import megatron
 from lightning_replica.megatron.schedule import Losses, split
 from tests.megatron import job
-from tests.megatron.job import LENGTH, WORDS, Case
+from tests.megatron.job import LENGTH, Case
 from tests.support import world
 from tests.support.job import Faults
 from tests.support.ranks import open_world, run_ranks
@@ -30,13 +30,13 @@ def by_hand(rank: int, store: Any, case: Case) -> dict[str, Any]:
     open_world(rank, store, case.devices)
     from megatron.core import parallel_state
 
-    megatron.initialize(case.tensor, case.pipeline, 1, 1)
+    megatron.initialize(job.sizes_of(case).for_groups, 1)
     L.seed_everything(7, verbose=False)
-    tokens = torch.randint(0, WORDS, (32, LENGTH))
+    tokens = job.data(case)
     megatron.seed(7)
     module = job.GPT(case, Faults(case, Path()))
     module.configure_model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0, eps=job.EPSILON)
     group = parallel_state.get_data_parallel_group()
     sampler = DistributedSampler(tokens, group.size(), group.rank(), seed=7)  # as Lightning makes it
     norms = []

@@ -9,42 +9,63 @@ import pytest
 from tests.megatron import job
 from tests.megatron.job import Case
 from tests.support import world
-from tests.support.job import Fault
+from tests.support.job import HANG, Fault
 from tests.support.world import Outcome
 
-Untouched = Callable[[Case], Outcome]
+Untouched = Callable[[str], Outcome]
 
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Untouched:
-    known: dict[tuple[int, int], Outcome] = {}
+    known: dict[str, Outcome] = {}
 
-    def find(case: Case) -> Outcome:
-        sizes = case.tensor, case.pipeline
-        if sizes not in known:
-            known[sizes] = world.run(make(sizes), tmp_path_factory.mktemp("untouched"), target=job.run)
-            assert known[sizes].code == 0, known[sizes].logs
-        return known[sizes]
+    def find(name: str) -> Outcome:
+        if name not in known:
+            known[name] = world.run(make(name), tmp_path_factory.mktemp("untouched"), target=job.run)
+            assert known[name].code == 0, known[name].logs
+        return known[name]
 
     return find
 
 
-def make(sizes: tuple[int, int], *faults: Fault) -> Case:
-    tensor, pipeline = sizes
-    return Case(faults, devices=2 * tensor * pipeline, accumulate=1, epochs=1, tensor=tensor, pipeline=pipeline)
-
-
-POINTS = ["forward", "backward", "before_commit", "update", "gather", "validation"]
-RANKS = [((2, 1), 0), ((2, 1), 3), ((1, 2), 1), ((1, 2), 2)]
-# Each point, each kind and each rank at least once; -m combinations runs all of them.
+# How the model is divided, and a rank of each kind: of each stage, each tensor rank, each group of experts.
+WORLDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "tp": ({"tensor": 2}, (0, 3)),
+    "pp": ({"pipeline": 2}, (1, 2)),
+    "ep": ({"expert": 2}, (0, 3)),
+    "vpp": ({"pipeline": 2, "virtual": 2}, (0, 3)),
+    "fp16": ({"tensor": 2, "scaled": True}, (1, 2)),
+    "tp-pp": ({"tensor": 2, "pipeline": 2}, (1, 6)),
+    "tp-ep": ({"tensor": 2, "expert": 2, "sequence": True}, (2, 5)),
+}
+KINDS = ("kill", "exception", "corrupt", "hang")
+POINTS = ("forward", "backward", "before_commit", "update", "gather", "validation")
+# Each kind, each point, each world and each rank at least once; -m combinations runs all of them.
 SAMPLE = [
-    ("kill", "forward", 1),
-    ("kill", "backward", 3),
-    ("kill", "update", 0),
-    ("exception", "before_commit", 2),
-    ("exception", "gather", 1),
-    ("kill", "validation", 2),
+    ("kill", "forward", "tp", 3),
+    ("exception", "before_commit", "tp", 0),
+    ("corrupt", "gather", "tp", 3),
+    ("kill", "backward", "pp", 2),
+    ("hang", "forward", "pp", 1),
+    ("kill", "update", "ep", 0),
+    ("exception", "gather", "ep", 3),
+    ("corrupt", "before_commit", "ep", 3),
+    ("kill", "validation", "vpp", 3),
+    ("exception", "backward", "vpp", 0),
+    ("kill", "update", "fp16", 2),
+    ("exception", "gather", "fp16", 1),
+    ("kill", "backward", "tp-pp", 6),
+    ("exception", "update", "tp-pp", 1),
+    ("kill", "gather", "tp-ep", 5),
+    ("exception", "forward", "tp-ep", 2),
 ]
+
+
+def make(name: str, *faults: Fault) -> Case:
+    sizes = WORLDS[name][0]
+    replicas = 2 * sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("expert", 1)
+    hang = (1.0, 8.0) if any(fault.kind == "hang" for fault in faults) else HANG
+    return Case(faults, devices=replicas, accumulate=1, epochs=1, hang=hang, guard="full", **sizes)
 
 
 def cells() -> list[Any]:
@@ -52,21 +73,51 @@ def cells() -> list[Any]:
         pytest.param(
             kind,
             point,
-            *RANKS[number],
-            marks=() if (kind, point, number) in SAMPLE else pytest.mark.combinations,
-            id=f"{kind}-{point}-{RANKS[number]}".replace(" ", ""),
+            name,
+            rank,
+            marks=() if (kind, point, name, rank) in SAMPLE else pytest.mark.combinations,
+            id=f"{kind}-{point}-{name}-{rank}",
         )
-        for kind in ("kill", "exception")
+        for kind in KINDS
         for point in POINTS
-        for number in range(len(RANKS))
+        for name, (_, ranks) in WORLDS.items()
+        for rank in ranks
     ]
 
 
-@pytest.mark.parametrize(("kind", "point", "sizes", "rank"), cells())
-def test_a_fault(
-    untouched: Untouched, tmp_path: Path, kind: str, point: str, sizes: tuple[int, int], rank: int
-) -> None:
-    case = make(sizes, Fault(kind, rank, point, 2))
-    outcome = world.run(case, tmp_path, target=job.run)
-    outcome.assert_same(untouched(case))
+def test_the_sample_has_everything() -> None:
+    assert set(SAMPLE) <= {tuple(cell.values) for cell in cells()}
+    assert {kind for kind, *_ in SAMPLE} == set(KINDS)
+    assert {point for _, point, *_ in SAMPLE} == set(POINTS)
+    assert {(name, rank) for *_, name, rank in SAMPLE} == {(n, r) for n, (_, ranks) in WORLDS.items() for r in ranks}
+
+
+@pytest.mark.parametrize(("kind", "point", "name", "rank"), cells())
+def test_a_fault(untouched: Untouched, tmp_path: Path, kind: str, point: str, name: str, rank: int) -> None:
+    outcome = world.run(make(name, Fault(kind, rank, point, 2)), tmp_path, target=job.run)
+    outcome.assert_same(untouched(name))
     assert any("recovered" in line for line in outcome.said + outcome.logs.splitlines())
+
+
+def test_the_loss_scale(untouched: Untouched) -> None:
+    """It shrinks, and grows again: what the faults of this world have to restore."""
+    (scales, *others) = [found["scales"] for found in untouched("fp16").ranks]
+    assert scales[0] == 2.0**24, "one infinity does not shrink it yet"
+    assert min(scales) < 2.0**24
+    assert others == [scales] * 3
+
+
+def test_a_fault_in_a_recovery(untouched: Untouched, tmp_path: Path) -> None:
+    """Of another stage, while the first rank's replacement joins."""
+    faults = Fault("kill", 2, "backward", 2), Fault("kill", 0, "forward", 2)
+    outcome = world.run(make("pp", *faults), tmp_path, target=job.run)
+    outcome.assert_same(untouched("pp"))
+    assert sum("died (SIGKILL)" in line for line in outcome.said) == 2
+
+
+def test_all_holders_of_a_shard(tmp_path: Path) -> None:
+    """What is lost is named by its coordinate."""
+    faults = Fault("kill", 1, "forward", 2), Fault("kill", 3, "forward", 2)
+    outcome = world.run(make("tp", *faults), tmp_path, target=job.run)
+    assert outcome.code != 0
+    assert "of tensor rank 1 of stage 0" in "\n".join((*outcome.said, outcome.logs))

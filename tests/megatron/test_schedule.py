@@ -23,6 +23,21 @@ def test_micro_batches_are_the_batch(count: int, size: int) -> None:
     assert {size_of(each) for each in cut} == {(size, 3)}
 
 
+@pytest.mark.parametrize(
+    ("samples", "stages", "sizes"),
+    [(4, 1, [2, 2]), (3, 1, [1, 1, 1]), (1, 1, [1]), (2, 2, [1, 1]), (6, 2, [1] * 6), (8, 2, [2] * 4)],
+)
+def test_the_last_batch_of_validation_data(samples: int, stages: int, sizes: list[int]) -> None:
+    cut = split(torch.ones(samples, 2), 2, is_training=False, stages=stages)
+    assert [len(each) for each in cut] == sizes
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_interleaved_stages_need_a_multiple(is_training: bool) -> None:
+    with pytest.raises(ConfigurationError, match="makes 3 micro-batches, but interleaved stages need a multiple"):
+        split(torch.ones(3, 2), 1, is_training, stages=2)
+
+
 def test_a_batch_is_one_micro_batch() -> None:
     (only,) = split([torch.ones(4, 2)], None)
     assert only[0].shape == (4, 2)

@@ -68,6 +68,52 @@ def test_batches_are_added_up_in_32_bits() -> None:
     assert run_ranks(SIZE, train) == [True] * SIZE
 
 
+class Fused(torch.autograd.Function):
+    """A product whose backward adds to ``main_grad`` by itself, as megatron-core's fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, factor: Tensor) -> Tensor:
+        ctx.parameter, ctx.factor = parameter, factor
+        return (parameter * factor).sum().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.parameter.main_grad.add_(ctx.factor)
+        ctx.parameter.grad_added_to_main_grad = True
+        return torch.full_like(ctx.parameter, torch.nan), None  # the dummy gradient may hold anything
+
+
+def train_fused(rank: int, store: Any) -> list[Any]:
+    """The same steps with and without fused accumulation, for one of two parameters."""
+    open_world(rank, store, SIZE)
+    groups = make_groups(Grid.of(SIZE, 2), rank, timedelta(seconds=60))
+    found = []
+    for fused in (False, True):
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES[:2]]
+        sgd = torch.optim.SGD(parameters, lr=1.0)
+        state = make_state(groups, parameters, sgd, reduce_dtype="float32")
+        for step in range(3):
+            state.begin_window(False)
+            sgd.zero_grad()
+            for batch in range(BATCHES):
+                state.before_backward(reduce=batch == BATCHES - 1)
+                first, second = (random_gradient(rank, 10 * step + batch, s, torch.bfloat16) for s in SHAPES[:2])
+                product = Fused.apply(parameters[0], first) if fused else (parameters[0] * first).sum().float()
+                (product + (parameters[1] * second).sum().float()).backward()
+                state.after_backward(reduce=batch == BATCHES - 1)
+            apply(state)
+        found.append([parameter.tolist() for parameter in parameters])
+        state.release()
+        assert not hasattr(parameters[0], "main_grad")
+    return found
+
+
+def test_what_adds_to_main_grad_by_itself() -> None:
+    for without, fused in run_ranks(SIZE, train_fused):
+        assert fused == without
+        assert any(value != 0.0 for row in without[0] for value in row)
+
+
 @pytest.mark.parametrize("options", [{"whole_gradients": True}, {"manual": True}])
 def test_where_user_code_looks_at_gradients(options: dict[str, bool]) -> None:
     parameters = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]

@@ -3,13 +3,15 @@
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_replica.core.grid import Grid
-from lightning_replica.errors import CollectiveError
+from lightning_replica.core.grids import Grids
+from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.sharding.commit import Request, StepPhase
 from tests.support.ranks import open_world, run_ranks
@@ -160,3 +162,76 @@ def test_a_grid_numbers_its_ranks_by_place() -> None:
     parameter = nn.Parameter(torch.ones(64))
     state = new_state(grid, 7, [parameter], [SGD([parameter], lr=0.1)], shared_memory=False)
     assert {piece.rank for piece in state.optimizers[0].pieces} <= {9, 7}
+
+
+# Ranks 0 and 2 have other experts than 1 and 3; all have the rest.
+DENSE, EXPERTS = Grid.of(4, 2), (Grid((0, 2), 2, 1, 4), Grid((1, 3), 2, 1, 4))
+
+
+def with_experts(rank: int, store: Any, options: dict[str, Any]) -> Any:
+    """Train on gradients of whole numbers, whose sums are exact in every order; weights by hand beside it."""
+    open_world(rank, store, 4)
+    groups = make_groups(DENSE, rank, timedelta(seconds=60), others=[EXPERTS[rank % 2]])
+    torch.manual_seed(0)
+    rest, shared = nn.Parameter(torch.randn(40, 9)), nn.Parameter(torch.randn(13))
+    expert = nn.Parameter(torch.randn(2, 31, 9)[rank % 2].clone())
+    parameters = [rest, expert, shared]
+    by_hand = [p.detach().clone() for p in parameters]
+    optimizer = SGD(parameters, lr=0.125)
+    state = make_state(groups, parameters, optimizer, experts=frozenset({1}), **options)
+    norms = []
+    for step in range(3):
+        state.begin_window(False)
+        optimizer.zero_grad()
+        state.before_backward(reduce=True)
+        sum((p * gradient(p, order, step, rank)).sum() for order, p in enumerate(parameters)).backward()
+        state.after_backward(reduce=True)
+        state.reduce()
+        told = commit(state)
+        norms.append(told.grad_norm_sq)
+        state.update()
+        state.gather()
+        for order, (value, p) in enumerate(zip(by_hand, parameters, strict=True)):
+            ranks = (rank % 2, rank % 2 + 2) if order == 1 else range(4)
+            value -= 0.125 * sum(gradient(p, order, step, r) for r in ranks) / 4
+    return [all(map(torch.equal, parameters, by_hand)), digest(state), norms, norms_by_hand(expert, rest, shared)]
+
+
+def gradient(parameter: nn.Parameter, order: int, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * order + 10 * step + rank)
+    return torch.randint(-8, 8, parameter.shape, generator=generator).float()
+
+
+def norms_by_hand(expert: nn.Parameter, rest: nn.Parameter, shared: nn.Parameter) -> list[float]:
+    """Of the mean gradient: both experts count, and what all ranks have counts once."""
+    found = []
+    for step in range(3):
+        means = [
+            sum(gradient(p, order, step, r) for r in ranks) / 4
+            for order, p, ranks in [
+                (0, rest, range(4)),
+                (2, shared, range(4)),
+                (1, expert, (0, 2)),
+                (1, expert, (1, 3)),
+            ]
+        ]
+        found.append(sum(float(mean.double().square().sum()) for mean in means))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"whole_gradients": True}], ids=str)
+def test_experts_have_a_grid_of_their_own(options: dict[str, Any]) -> None:
+    results = run_ranks(4, with_experts, options)
+    for exact, _, norms, expected in results:
+        assert exact
+        assert norms == pytest.approx(expected, rel=1e-6)  # squares are added up in 32 bits
+    digests = [each[1] for each in results]
+    assert digests[:2] == digests[2:], "peers hold the same bits, of both grids"
+    assert digests[0] != digests[1]
+
+
+def test_experts_whose_peers_differ_from_those_of_the_rest() -> None:
+    with pytest.raises(ConfigurationError, match="the peers of every rank must be the same"):
+        Grids((DENSE,), ("",), (Grid((0, 1), 2), Grid((2, 3), 2)))
+    with pytest.raises(ConfigurationError, match="every rank must be in one grid of experts"):
+        Grids((DENSE,), ("",), (Grid((0, 2), 2),))

@@ -80,7 +80,7 @@ def test_strides_make_no_difference(shape: tuple[int, ...], dtype: torch.dtype) 
 
 def sharded(make: Any = torch.optim.AdamW) -> ShardedOptimizer:
     parameters = [nn.Parameter(torch.randn(size)) for size in (37, 5, 64)]
-    made = ShardedOptimizer(make(parameters, lr=0.1), parameters, Grid.of(2, 2), 0, EngineSettings(1000))
+    made = ShardedOptimizer(make(parameters, lr=0.1), parameters, [Grid.of(2, 2)], 0, EngineSettings(1000))
     update(made)
     return made
 

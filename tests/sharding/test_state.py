@@ -98,7 +98,7 @@ def train(
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ours.parameters())).hexdigest()
     found = {"difference": difference, "weights": weights, "buckets": len(state.buffers[0].layout.buckets)}
     mappable = state.buffers[0].block.file >= 0
-    return {**found, "mapped": state.gradients.memory is not None, "mappable": mappable}
+    return {**found, "mapped": state.gradients.is_mapped, "mappable": mappable}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

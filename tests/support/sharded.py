@@ -38,16 +38,23 @@ def open_groups(rank: int, store: Any, world_size: int, replicas: int) -> Groups
 
 
 def new_state(
-    grid: Grid, rank: int, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], **options: Any
+    grids: Grid | Sequence[Grid],
+    rank: int,
+    parameters: Iterable[nn.Parameter],
+    optimizers: Iterable[Optimizer],
+    **options: Any,
 ) -> ShardedState:
     """A state that is not connected yet; buckets of 1000 bytes unless ``options`` say otherwise."""
     settings = EngineSettings(**{"bucket_bytes": 1000, **options})
-    return ShardedState(grid, rank, list(parameters), list(optimizers), settings)
+    grids = [grids] if isinstance(grids, Grid) else grids
+    return ShardedState(grids, rank, list(parameters), list(optimizers), settings)
 
 
 def make_state(groups: Groups, parameters: Iterable[nn.Parameter], *optimizers: Optimizer, **options: Any) -> Any:
     """A connected state, all of which is watched."""
-    state = new_state(groups.grid, groups.rank, parameters, optimizers, **{"guard": "full", **options})
+    state = new_state(
+        [each.grid for each in groups.of_grids], groups.rank, parameters, optimizers, **{"guard": "full", **options}
+    )
     state.connect(groups, lambda: None)
     return state
 

@@ -182,7 +182,7 @@ class Checkpoints:
             plain,
             together,
             aliases=aliases,
-            part=training.part.name,
+            parts=training.part.names,
             ranks=pieces,
             step=checkpoint["global_step"] if step is None else step,
             written_for=written_for,
@@ -280,7 +280,7 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Loca
     from lightning_replica.checkpoint import sharded
 
     names, extras, _ = _named(training, module)
-    sharded.load_sharded(directory, training.state, names, extras, part=training.part.name)
+    sharded.load_sharded(directory, training.state, names, extras, parts=training.part.names)
 
 
 def _named(training: Training, module: pl.LightningModule) -> tuple[list[str], dict[str, Tensor], dict[str, str]]:
