@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_replica._compat.dtensor import local_of
+
 _values = operator.methodcaller("values")
 
 
@@ -19,7 +21,7 @@ class Tree:
     Attributes:
         modules: The module and its submodules, in the order of ``modules()``.
         parameters: The parameters, in the order of ``parameters()``.
-        buffers: The buffers by name, in the order of ``named_buffers()``.
+        buffers: The buffers by name, in the order of ``named_buffers()``; of a DTensor, the part that this rank has.
     """
 
     modules: list[nn.Module]
@@ -55,7 +57,7 @@ class Tree:
                     parameters[id(parameter)] = parameter
             for name, buffer in here._buffers.items():
                 if buffer is not None:
-                    buffers.setdefault(id(buffer), (prefix + name, buffer))
+                    buffers.setdefault(id(buffer), (prefix + name, local_of(buffer)))
             children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
             ahead += children[::-1]
         found = list(modules.values())

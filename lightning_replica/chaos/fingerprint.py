@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.errors import ConfigurationError
@@ -121,7 +122,7 @@ class Fingerprint(pl.Callback):
         module = trainer.lightning_module
         tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
         return {
-            "weights": digest(*tensors),
+            "weights": digest(*map(local_of, tensors)),
             "shard": digest(*[tensor for name, tensor in state.shard() if name == "main"]),
             "optimizer": digest(*[piece.state for sharded in state.optimizers for piece in sharded.pieces]),
             "random": digest(_strategy(trainer).session.world.device.rng_state()),

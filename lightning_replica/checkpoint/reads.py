@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint.chunks import Chunk, read_chunks
 from lightning_replica.checkpoint.contents import (
     Contents,
@@ -99,7 +100,7 @@ class Reads:
     def _piece(self, key: str, name: str, piece: HeldPiece, target: Tensor) -> None:
         """Add the part of a parameter-like tensor that belongs to ``piece``."""
         weight = self._contents.weights[name]
-        if weight.same_order(piece.whole):
+        if weight.same_order(local_of(piece.whole)):
             self._read(key, weight.numel, piece.start, _flat(target))
         else:
             whole = self.whole(key, TensorInfo(str(target.dtype).removeprefix("torch."), weight.shape, weight.stride))

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
 from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata
@@ -292,7 +293,7 @@ def beside_trained(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor],
         if first.setdefault(id(tensor), name) != name:
             aliases[name] = first[id(tensor)]
         elif id(tensor) not in trained:
-            extra_tensors[name] = tensor
+            extra_tensors[name] = local_of(tensor)
     return extra_tensors, aliases
 
 

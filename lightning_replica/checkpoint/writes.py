@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint.chunks import Chunk
 from lightning_replica.checkpoint.contents import (
     Contents,
@@ -78,7 +79,7 @@ class Writes:
             self._add(weight_key(tensor_name), tensor.numel(), 0, tensor.reshape(-1))
 
     def _add_values(self, piece: HeldPiece, name: str) -> None:
-        numel = piece.whole.numel()
+        numel = local_of(piece.whole).numel()
         self._add(weight_key(name), numel, piece.start, piece.value)
         if piece.main is not None:
             self._add(main_key(name), numel, piece.start, piece.main)
@@ -91,7 +92,7 @@ class Writes:
         for key, value in state.items():
             stored = state_key(number, name, key)
             if piece.is_like(key, value):
-                self._add(stored, piece.whole.numel(), start, _in_order(value, piece.parameter))
+                self._add(stored, local_of(piece.whole).numel(), start, _in_order(value, piece.parameter))
                 info.like[key] = dtype_name(value.dtype)
             elif start == 0 and isinstance(value, Tensor) and value.ndim > 0:
                 self._add(stored, value.numel(), 0, value.detach().reshape(-1))

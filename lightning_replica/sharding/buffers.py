@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat.dtensor import like, local_gradient, local_of, set_local
 from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import same_bits
 from lightning_replica.errors import ConfigurationError
@@ -20,7 +21,8 @@ _ALIGN_BYTES = 64  # the alignment that torch gives a tensor on CPU; see [Note: 
 class Buffers:
     """Flat storage of those parameters of one optimizer that share a dtype, a device and a grid.
 
-    Every parameter's ``.data`` becomes a view into ``params``; a gradient, once it exists, a view into ``grads``.
+    Every parameter's ``.data`` becomes a view into ``params``; a gradient, once it exists, a view into ``grads``. Of a
+    parameter that tensor ranks share (a DTensor), this is the part that the rank has: nothing here knows of the rest.
     Values and memory format are kept. The shard's own values are in ``main``, apart from ``params``: a gather may
     fail half-way and overwrite any part of ``params``, and user code may write there; neither changes ``main``.
 
@@ -65,7 +67,9 @@ class Buffers:
             )
         bucket_numel = max(1, settings.bucket_bytes_on(grid.nodes) // grad_dtype.itemsize)
         align = max(1, _ALIGN_BYTES // dtype.itemsize)
-        self.layout: Layout = plan_layout(grid, [p.numel() for p in parameters], bucket_numel, partition, align)
+        self.layout: Layout = plan_layout(
+            grid, [local_of(p).numel() for p in parameters], bucket_numel, partition, align
+        )
         self._place, self.partition = grid.place_of(rank), partition
         self.parameters, self.order = tuple(parameters), tuple(order)
         local_numel = self.layout.local_numels[grid.shard_of(rank)]
@@ -79,10 +83,11 @@ class Buffers:
         self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
         self._grad_views: list[Tensor] = []
         for parameter, where in zip(self.parameters, self.layout.world, strict=True):
-            view = _view_like(parameter, self.params, where)
-            view.copy_(parameter.data)
-            self._grad_views.append(_view_like(parameter, self.grads, where))
-            parameter.data = view
+            values = local_of(parameter).detach()
+            view = _view_like(values, self.params, where)
+            view.copy_(values)
+            self._grad_views.append(_view_like(values, self.grads, where))
+            set_local(parameter, view)
             if self.accumulates:
                 self._offer_main_grad(parameter)
             if parameter.grad is not None:
@@ -99,9 +104,10 @@ class Buffers:
         view: otherwise ``parameter.grad.data = x`` would make the view itself point to other memory than ``grads``.
         """
         parameter, view = self.parameters[index], self._grad_views[index]
-        if parameter.grad is None:
+        gradient = local_gradient(parameter)
+        if gradient is None:
             return
-        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if self.accumulates:
             if getattr(parameter, _ADDED, False):  # the gradient is in the view already, and this one is a dummy
                 setattr(parameter, _ADDED, False)
@@ -110,7 +116,7 @@ class Buffers:
             parameter.grad, self._accumulated[index] = None, True
         elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
-            parameter.grad = view.detach()
+            parameter.grad = like(parameter, view.detach())
 
     def complete(self, bucket: Bucket) -> None:
         """Make all of a bucket's gradients ready to be sent; a missing gradient counts as zero."""
@@ -129,7 +135,7 @@ class Buffers:
     def show(self, used: Sequence[bool]) -> None:
         """Give every parameter that ``used`` marks its view as gradient, and the others None."""
         for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
-            parameter.grad = view.detach() if there else None
+            parameter.grad = like(parameter, view.detach()) if there else None
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""
@@ -168,9 +174,10 @@ class Buffers:
         """Move weights that user code has moved to other memory (``p.data = x``) back into ``params``."""
         for parameter, gradient, where in zip(self.parameters, self._grad_views, self.layout.world, strict=True):
             view = self.params.as_strided(gradient.shape, gradient.stride(), where.start)
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.data)
-                parameter.data = view
+            values = local_of(parameter).detach()
+            if values.data_ptr() != view.data_ptr():
+                view.copy_(values)
+                set_local(parameter, view)
 
     def main_from_params(self) -> None:
         """Take the shard's values from the parameters, but keep 32-bit values that round to the 16-bit parameters."""
@@ -207,20 +214,20 @@ class Buffers:
 
     def split(self, piece: ParameterPiece, whole: Tensor) -> Tensor:
         """Return the part of ``whole``, a tensor in the shape of the piece's parameter, that belongs to the piece."""
-        parameter = self.parameters[piece.parameter]
-        flat = torch.empty(parameter.numel(), dtype=whole.dtype, device=parameter.device)
-        _view_like(parameter, flat, Range(0, flat.numel())).copy_(whole)
+        form = self._grad_views[piece.parameter]
+        flat = torch.empty(form.numel(), dtype=whole.dtype, device=form.device)
+        _view_like(form, flat, Range(0, flat.numel())).copy_(whole)
         return self._shape(piece, flat, piece.param).clone()
 
     def whole(self, index: int, flat: Tensor) -> Tensor:
         """Return parameter ``index`` in a flat tensor laid out as ``params`` is."""
-        return _view_like(self.parameters[index], flat, self.layout.world[index])
+        return _view_like(self._grad_views[index], flat, self.layout.world[index])
 
     def release(self) -> None:
         """Give every parameter memory of its own again."""
         for parameter in self.parameters:
             parameter.grad = None
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+            set_local(parameter, local_of(parameter).detach().clone(memory_format=torch.preserve_format))
             if self.accumulates:
                 delattr(parameter, _MAIN_GRAD)
                 delattr(parameter, _ADDED)
@@ -231,7 +238,7 @@ class Buffers:
 
     def _shape(self, piece: ParameterPiece, flat: Tensor, where: Range) -> Tensor:
         if self.partition == "parameter":
-            return _view_like(self.parameters[piece.parameter], flat, where)
+            return _view_like(self._grad_views[piece.parameter], flat, where)
         return _part(flat, where)
 
     def _shard_ranges(self) -> list[tuple[Range, Range]]:

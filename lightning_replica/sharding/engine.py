@@ -72,7 +72,7 @@ class HeldPiece(Protocol):
 
     @property
     def whole(self) -> nn.Parameter:
-        """The module's parameter that this is a part of."""
+        """The module's parameter that this is a part of; `local_of` it is what the rank's grid has of a DTensor."""
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import ParameterPiece
 
@@ -84,7 +85,8 @@ class Piece:
         The part has the piece's dtype, as after ``Optimizer.load_state_dict``. An entry that is not cut is copied: a
         step counter that two pieces share would count twice.
         """
-        if not is_like(key, value, self.whole):
+        value = local_of(value) if isinstance(value, Tensor) else value
+        if not is_like(key, value, local_of(self.whole)):
             return deepcopy(value)
         part = self.buffers.split(self.where, value)
         return part.to(self.parameter.dtype) if part.is_floating_point() else part

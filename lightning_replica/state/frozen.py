@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.plain import is_plain
 from lightning_replica.devices.host import same_bits
@@ -77,7 +78,8 @@ class FrozenCopies:
             )
         with torch.no_grad():
             for parameter, value in values:
-                parameter.copy_(value.view(parameter.shape))
+                own = local_of(parameter)
+                own.copy_(value.view(own.shape))
 
     def _copies(self, watched: "_Watched") -> bool:
         return watched.follows or (self._windows <= _FIRST and self._few)
@@ -85,10 +87,10 @@ class FrozenCopies:
     def _find(self, parameters: Sequence[nn.Parameter], trained: Iterable[nn.Parameter]) -> None:
         held = {id(parameter) for parameter in trained}
         known = {id(watched.parameter): watched for watched in self._watched}
-        found = [parameter for parameter in parameters if id(parameter) not in held and _is_known(parameter)]
+        found = [parameter for parameter in parameters if id(parameter) not in held and _is_known(local_of(parameter))]
         if [id(parameter) for parameter in found] != list(known):
             self._watched = [known.get(id(parameter)) or _Watched(parameter) for parameter in found]
-        self._few = sum(parameter.nbytes for parameter in found) <= _COPIED_BYTES
+        self._few = sum(local_of(parameter).nbytes for parameter in found) <= _COPIED_BYTES
 
     def _look(self) -> None:
         still = [watched for watched in self._watched if not watched.follows]
@@ -107,9 +109,9 @@ class FrozenCopies:
                 watched.forget()
 
 
-def _is_known(parameter: nn.Parameter) -> bool:
+def _is_known(parameter: Tensor) -> bool:
     """Return whether elements can be compared; in other classes (quantized weights), their meaning is unknown."""
-    return type(parameter) is nn.Parameter and is_plain(parameter)
+    return type(parameter) in (nn.Parameter, Tensor) and is_plain(parameter)
 
 
 class _Watched:
@@ -126,9 +128,13 @@ class _Watched:
         self._place = 0
         self.remember()
 
+    @property
+    def _values(self) -> Tensor:
+        return local_of(self.parameter)
+
     def is_written(self) -> bool:
         """Return whether torch has counted a write since `remember`."""
-        return write_count(self.parameter) != self._writes
+        return write_count(self._values) != self._writes
 
     def has_changed(self) -> bool:
         """Return whether a change since `remember` can be seen."""
@@ -136,13 +142,13 @@ class _Watched:
 
     def remember(self) -> None:
         """Note the current value for later comparisons, which look at another place of the parameter from now on."""
-        self._writes = write_count(self.parameter)
-        self._place = (self._place + _ELEMENTS) % max(1, self.parameter.numel() - _ELEMENTS)
+        self._writes = write_count(self._values)
+        self._place = (self._place + _ELEMENTS) % max(1, self._values.numel() - _ELEMENTS)
         self._seen = self._sample().clone()
 
     def value(self) -> Tensor:
         """Return a flat copy of the parameter."""
-        flat = self.parameter.detach().reshape(-1)
+        flat = self._values.detach().reshape(-1)
         if self._value is None or not same_bits(self._value, flat):
             self._value = flat.clone()
         return self._value
@@ -153,4 +159,4 @@ class _Watched:
             self._value = None
 
     def _sample(self) -> Tensor:
-        return self.parameter.detach().reshape(-1)[self._place : self._place + _ELEMENTS]
+        return self._values.detach().reshape(-1)[self._place : self._place + _ELEMENTS]

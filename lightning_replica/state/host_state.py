@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica._compat.tree import Tree
@@ -170,7 +171,7 @@ class LightningHostState:
         taken = self._held[kind, step]
         trained = {id(parameter) for parameter in self._trained()}
         frozen = {
-            name: parameter.detach()
+            name: local_of(parameter).detach()
             for name, parameter in self._trainer.lightning_module.named_parameters()
             if id(parameter) not in trained
         }
@@ -205,7 +206,7 @@ class LightningHostState:
         parameters = dict(module.named_parameters())
         with self._device.fence, torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
-                parameters[name].copy_(value)
+                local_of(parameters[name]).copy_(value)
         taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import lightning.pytorch as pl
 import torch
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
@@ -300,7 +301,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> N
     with torch.no_grad():
         for name, buffer in trainer.lightning_module.named_buffers():
             if name in state["buffers"]:
-                buffer.copy_(state["buffers"][name])
+                local_of(buffer).copy_(state["buffers"][name])
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import device_is_a_guess
 from lightning_replica._compat.torch import device_of_scaler, update_scale
 from lightning_replica.errors import ConfigurationError
@@ -92,7 +93,9 @@ class ShardedStep(Precision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp this step's averaged gradient to ``[-clip_val, clip_val]``, now or in the update."""
         if self._stepper.whole_gradients:
-            super().clip_grad_by_value(optimizer, clip_val)
+            for parameter in self.main_params(optimizer):  # torch's own function takes no mixture with DTensors
+                if parameter.grad is not None:
+                    local_of(parameter.grad).clamp_(-float(clip_val), float(clip_val))
         else:
             self._request = Request(self._request.scale, clip_value=float(clip_val))
 
