@@ -183,3 +183,11 @@ class Grid:
             return ()
         held = {shard: [nodes[self.ranks[place]] for place in self.places_of(shard)] for shard in range(self.shards)}
         return tuple(shard for shard, places in held.items() if len(set(places)) < len(places))
+
+
+def nodes_of(ranks: tuple[int, ...], per_node: int) -> int:
+    """Return on how many nodes the ranks of a grid stand; 1 if they are not spread evenly."""
+    counts: dict[int, int] = {}
+    for rank in ranks:
+        counts[rank // per_node] = counts.get(rank // per_node, 0) + 1
+    return len(counts) if len(set(counts.values())) == 1 else 1

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_replica.core import checks
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grid import Grid, nodes_of
 from lightning_replica.core.grids import Grids
 from lightning_replica.errors import ConfigurationError
 
@@ -202,16 +202,8 @@ class ParallelSizes:
             for first in range(stage, stage + apart):
                 ranks = tuple(range(first, stage + in_stage, apart))
                 divisor = None if averaged_over == len(ranks) else averaged_over
-                found.append(Grid(ranks, replicas, _nodes_of(ranks, per_node), divisor))
+                found.append(Grid(ranks, replicas, nodes_of(ranks, per_node), divisor))
         return tuple(found)
 
     def _in_stage(self, rank: int, world_size: int) -> int:
         return rank % (world_size // self.pipeline_model_parallel_size)
-
-
-def _nodes_of(ranks: tuple[int, ...], per_node: int) -> int:
-    """Return on how many nodes the ranks of a grid stand; 1 if they are not spread evenly."""
-    counts: dict[int, int] = {}
-    for rank in ranks:
-        counts[rank // per_node] = counts.get(rank // per_node, 0) + 1
-    return len(counts) if len(set(counts.values())) == 1 else 1

@@ -5,19 +5,20 @@ lost in a later loop runs the script from the top, and makes no step of the earl
 weights, and all that a snapshot holds (loops, callbacks, metrics, random numbers). The state of the optimizers is not
 kept, because the next fit has optimizers of its own.
 
-When a loop ends, every rank keeps its share of the weights, the N-th part of each parameter, in the host's memory. The
-ranks write these shares to files, which a replacement can read, only when another loop begins. So a script with one fit
-writes nothing.
+When a loop ends, every rank keeps its share of the weights in the host's memory: of N ranks that have the same part of
+the model, each keeps the N-th part of each parameter. The ranks write these shares to files, which a replacement can
+read, only when another loop begins. So a script with one fit writes nothing.
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.structure import Outline, follow
@@ -50,11 +51,11 @@ class LoopResults:
     Args:
         blobs: Where every process that may replace a rank finds them; None if no rank can be replaced.
         rank: This rank.
-        world_size: Number of ranks.
+        alike: The ranks that have the same part of the model, itself included.
     """
 
-    def __init__(self, blobs: Blobs | None, rank: int, world_size: int) -> None:
-        self._blobs, self._rank, self._world_size = blobs, rank, world_size
+    def __init__(self, blobs: Blobs | None, rank: int, alike: Sequence[int]) -> None:
+        self._blobs, self._rank, self._alike, self._place = blobs, rank, tuple(alike), alike.index(rank)
         self._kept: tuple[int, LoopResult] | None = None
 
     def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[bytes, bytes]]) -> None:
@@ -76,8 +77,9 @@ class LoopResults:
         self._kept = loop, LoopResult(replicated, private, asdict(Outline.of(module)), shares, buffers, problem)
 
     def _share(self, parameter: Tensor) -> Tensor:
-        flat = parameter.detach().reshape(-1)
-        return flat[_start(flat, self._rank, self._world_size) : _start(flat, self._rank + 1, self._world_size)]
+        flat = local_of(parameter).detach().reshape(-1)
+        ranks = len(self._alike)
+        return flat[_start(flat, self._place, ranks) : _start(flat, self._place + 1, ranks)]
 
     def write(self) -> str:
         """Write the result that is kept, because another loop is about to begin.
@@ -104,18 +106,19 @@ class LoopResults:
         Raises:
             RecoveryError: If there is no such result, or if it does not fit ``module``.
         """
-        results = [self._read(loop, rank) for rank in range(self._world_size)]
+        results = [self._read(loop, rank) for rank in self._alike]
         follow(module, Outline(**results[0].outline), results[0].buffers)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 shares = [result.shares[name] for result in results if name in result.shares]
-                if len(shares) != len(results) or sum(map(Tensor.numel, shares)) != parameter.numel():
+                if len(shares) != len(results) or sum(map(Tensor.numel, shares)) != local_of(parameter).numel():
                     raise RecoveryError(
                         f"Parameter {name!r} of training loop {loop} has a different shape here than in the process"
                         " that this one replaces. The script must build the same model on every start."
                     )
-                parameter.copy_(torch.cat(shares).view(parameter.shape))
-        return results[0].replicated, results[self._rank].private
+                values = local_of(parameter)
+                values.copy_(torch.cat(shares).view(values.shape))
+        return results[0].replicated, results[self._place].private
 
     def _read(self, loop: int, rank: int) -> LoopResult:
         try:
@@ -136,5 +139,5 @@ def _name(loop: int, rank: int) -> str:
     return f"loop-{loop}-rank-{rank}.pt"
 
 
-def _start(flat: Tensor, rank: int, world_size: int) -> int:
-    return flat.numel() * rank // world_size
+def _start(flat: Tensor, place: int, ranks: int) -> int:
+    return flat.numel() * place // ranks

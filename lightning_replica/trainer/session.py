@@ -74,7 +74,7 @@ class Session:
         self._show_progress(newborn)
         store = surroundings.connect()
         self.ending = Ending(store, grids.size, surroundings.supervised)
-        self.succession = Succession(store, rank, grids.size, surroundings, options)
+        self.succession = Succession(store, rank, grids.alike(rank), surroundings, options)
         self.exits = Exits(rank, surroundings, options, lambda: self.succession.armed)
         journal, orphaned = self.succession.journal, self.exits.as_orphan
         self.world = World(grids, rank, surroundings, store, device, timeout_s, options, journal, orphaned)

@@ -7,7 +7,7 @@ earlier training loops (state/loop_results.py), and decisions (`Succession.remem
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ class Succession:
     Args:
         store: The supervisor's store.
         rank: This rank.
-        world_size: Number of ranks.
+        alike: The ranks that have the same part of the model, itself included.
         surroundings: How this process reaches the other ranks. If a supervisor is there, and with recovery, this rank
             leaves what its replacement needs.
         options: What the user has chosen about recovery.
@@ -45,7 +45,7 @@ class Succession:
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, surroundings: Surroundings, options: RecoveryOptions
+        self, store: Store, rank: int, alike: Sequence[int], surroundings: Surroundings, options: RecoveryOptions
     ) -> None:
         self._store, self._rank, self.newborn = store, rank, surroundings.generation > 0
         self._born, self._supervised = surroundings.generation, surroundings.supervised
@@ -54,7 +54,7 @@ class Succession:
         blobs = None if spool is None else Blobs(spool, None if surroundings.shares_spool else store)
         self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.newborn else 0, blobs, kept)
         self.loop, self.armed = 0, False
-        self._results = LoopResults(blobs if kept else None, rank, world_size)
+        self._results = LoopResults(blobs if kept else None, rank, alike)
         self._when_joined: list[Callable[[], None]] = []
         self._decided: Counter[str] = Counter()
 
