@@ -26,7 +26,10 @@ _PAUSE_S: Final = 0.1  # `faulthandler` writes without a pause, so a text that h
 _STATES: Final = {"T": "stopped by a signal", "t": "stopped by a tracer", "D": "in a system call that does not return"}
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_COLLECTIVES = tuple(
+    f"torch/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
+)
+_DISPATCH = ("torch/_ops.py", "torch/_library/autograd.py")  # between a functional collective and its wait, in C++
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/_pydevd_bundle/", "/debugpy/")
 
 Finding: TypeAlias = Literal["busy", "silent", "collective", "debugger"]
@@ -79,7 +82,7 @@ class Stack:
             return "debugger"
         if not self.frames:
             return "silent"
-        return "collective" if _is_collective(self.frames[0]) else "busy"
+        return "collective" if _is_collective(self.frames) else "busy"
 
     def describe(self) -> str:
         """Return the stack of the main thread as text, or the reason why there is none."""
@@ -91,11 +94,12 @@ class Stack:
         return "\n".join(lines)
 
 
-def _is_collective(innermost: Frame) -> bool:
-    """Return whether a main thread with this innermost frame waits for other ranks.
+def _is_collective(frames: tuple[Frame, ...]) -> bool:
+    """Return whether a main thread with these frames waits for other ranks.
 
     ``work.wait()`` of torch has no frame of its own; all other waits of Python have one, in threading.py and the like.
     """
+    innermost = next((frame for frame in frames if not frame.file.endswith(_DISPATCH)), frames[0])
     if innermost.file.endswith(_COLLECTIVES):
         return True
     return not innermost.file.endswith("lightning_replica/core/works.py") and ".wait(" in linecache.getline(

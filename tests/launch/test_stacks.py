@@ -1,0 +1,53 @@
+"""What stacks tell of ranks that wait for others."""
+
+import faulthandler
+import tempfile
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from lightning_replica.launch.stacks import Stack, parse
+from tests.support.ranks import open_world, run_ranks
+
+
+def finding() -> str:
+    """What the stack of this process's main thread tells."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read()
+    return Stack(text, frames=parse(text, threading.main_thread().ident or 0)).finding
+
+
+def one_is_late(rank: int, store: Any, backward: bool) -> bool:
+    """Rank 1 comes once the stack of rank 0 tells that it waits."""
+    open_world(rank, store, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    placement = Replicate() if backward else Partial()  # so only one of both passes has a collective
+    own = DTensor.from_local(torch.ones(4, 2, requires_grad=True), mesh, [placement], run_check=False)
+    loss = None if not backward else own.redistribute(placements=[Shard(0)]).to_local().sum()
+
+    def look() -> None:
+        while finding() != "collective":
+            pass
+        store.set("it waits", "")
+
+    if rank == 0:
+        looks = threading.Thread(target=look, daemon=True)
+        looks.start()
+    else:
+        store.wait(["it waits"])
+    if loss is None:
+        own.redistribute(placements=[Replicate()])
+    else:
+        loss.backward()
+    return True
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_collective_of_dtensor_is_seen_to_wait(backward: bool) -> None:
+    assert run_ranks(2, one_is_late, backward) == [True, True]
