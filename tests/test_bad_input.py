@@ -53,7 +53,7 @@ def test_the_trainer_refuses(options: dict[str, Any], message: str) -> None:
         ({"partition": "row"}, "partition='row' must be one of 'element', 'parameter'"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16' must be one of None, 'bfloat16', 'float16', 'float32'"),
         ({"whole_gradients": "yes"}, "whole_gradients='yes' must be one of True, False, 'auto'"),
-        ({"state_dict_type": "half"}, "state_dict_type='half' must be one of 'full', 'sharded'"),
+        ({"state_dict_type": "half"}, "state_dict_type='half' must be one of 'auto', 'full', 'sharded'"),
     ],
 )
 def test_the_strategy_refuses(options: dict[str, Any], message: str) -> None:

@@ -269,6 +269,11 @@ def continue_csv(logger: CSVLogger) -> None:
         logger._experiment = _ContinuedWriter(logger.log_dir)
 
 
+def give_mesh(module: Any, mesh: Any) -> None:
+    """Give a LightningModule the mesh that its ``device_mesh`` returns."""
+    module._device_mesh = mesh
+
+
 def leave_config_unsaved(trainer: Any) -> None:
     """Keep LightningCLI's callback from saving: a test runs many times, and the callback refuses to overwrite."""
     for callback in _config_savers(trainer):

@@ -7,7 +7,6 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
@@ -21,8 +20,6 @@ from lightning_replica._compat.lightning import _StrategyRegistry
 from lightning_replica.control.once import once
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
-from lightning_replica.core.grid import Grid
-from lightning_replica.core.grids import Grids
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.points import begin
@@ -36,16 +33,16 @@ from lightning_replica.state import logger_runs
 from lightning_replica.trainer import fit_loop
 from lightning_replica.trainer.extension import extension
 from lightning_replica.trainer.hooks import combined
-from lightning_replica.trainer.model_part import ModelPart
+from lightning_replica.trainer.model_parallel import ModelParallel
 from lightning_replica.trainer.precision import ShardedStep, fit_to_device, sharded
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
-from lightning_replica.trainer.saving.lightning_checkpoints import LightningCheckpoints
 from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
 from lightning_replica.trainer.session import Session, join
 from lightning_replica.trainer.steps import Training
+from lightning_replica.trainer.tensor_parallel import TensorParallel
 
 
-class ReplicaZeroStrategy(LightningCheckpoints):
+class ReplicaZeroStrategy(ModelParallel):
     """Data parallelism with sharded optimizer state, every shard held by several ranks; a lost rank is replaced.
 
     Args:
@@ -59,6 +56,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             ``on_before_optimizer_step``.
         state_dict_type: "full" writes checkpoints that every other strategy loads, gathered on rank 0. "sharded" writes
             directories (PyTorch Distributed Checkpoint), all ranks in parallel. Any number of ranks can load both.
+            "auto" is "sharded" under tensor parallelism, where nothing else is possible, and "full" elsewhere.
         shared_memory: Whether ranks on one machine's CPU read each other's memory where they can, instead of sending.
         guard: How much of its shard (values and optimizer state) every rank checks for bits that change by themselves
             and compares with its peers before each update. "full": all of it. "sampled": a different part in each step,
@@ -69,6 +67,9 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         bucket_bytes: Size of the buckets in which gradients are sent; None is 16 MiB on one node, 4 MiB on several.
         reduce_dtype: The dtype in which gradients leave a node: "bfloat16" sends half of 32 bits. Gradients of 16-bit
             parameters are then accumulated in 32 bits, apart from ``.grad``. None: as they are.
+        tensor_parallel_size: Ranks that share every layer which ``configure_model`` gives to ``parallelize_module``,
+            over ``self.device_mesh["tensor_parallel"]``. Then ``replicas`` must divide the number of the others, which
+            train on different data. See docs/tensor_parallel.md.
         recovery: Whether the run recovers from faults. Without it, training is sharded in the same way and gives the
             same bits, but the first fault ends the run.
         max_restarts: Processes that may be replaced in one run.
@@ -102,11 +103,12 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         replicas: int = 2,
         partition: Partition = "element",
         whole_gradients: bool | Literal["auto"] = "auto",
-        state_dict_type: StateDictType = "full",
+        state_dict_type: StateDictType | Literal["auto"] = "auto",
         shared_memory: bool = True,
         guard: GuardMode = "sampled",
         bucket_bytes: int | None = None,
         reduce_dtype: ReduceDtype | None = None,
+        tensor_parallel_size: int = 1,
         recovery: bool = True,
         max_restarts: int = 3,
         standby: int = 0,
@@ -124,7 +126,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     ) -> None:
         cluster_environment = cluster_environment or environment_of_rank()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        checks.whole(1, replicas=replicas, **{} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})
+        checks.whole(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
+        checks.whole(1, **{} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})
         checks.seconds(timeout_s=timeout_s)
         self._given_options = RecoveryOptions(
             recovery=recovery,
@@ -137,7 +140,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             rendezvous_timeout_s=rendezvous_timeout_s,
         )
         checks.choice("partition", partition, ("element", "parameter"))
-        checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        checks.choice("state_dict_type", state_dict_type, ("auto", "full", "sharded"))
         checks.choice("resume", resume, (None, "auto"))
         checks.choice("shared_memory", shared_memory, (True, False))
         checks.choice("reduce_dtype", reduce_dtype, (None, *REDUCE_DTYPES))
@@ -147,7 +150,8 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         self._reduce_dtype, self._resume, self._num_nodes = reduce_dtype, resume, 1
         self._session: Session | None = None
         self._training: Training | None = None
-        self._checkpoints = Checkpoints(state_dict_type)
+        self._tensor, self._mesh = TensorParallel(tensor_parallel_size), None
+        self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
         self._accumulating = self._step_done = False
 
     # Ranks and devices
@@ -157,12 +161,6 @@ class ReplicaZeroStrategy(LightningCheckpoints):
         """Register this class for ``Trainer(strategy="replica_zero")``."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").splitlines()[0])
-
-    @property
-    def grids(self) -> Grids:
-        """Which rank owns which shard: one grid, as there is no model parallelism."""
-        size = self.world_size
-        return Grids.of(Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1))
 
     @property
     def num_nodes(self) -> int:
@@ -193,11 +191,6 @@ class ReplicaZeroStrategy(LightningCheckpoints):
     def root_device(self) -> torch.device:
         """This rank's device."""
         return (self.parallel_devices or [HOST])[self.local_rank]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of the sampler, by which every rank reads its own part of the data."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def precision_plugin(self) -> ShardedStep:
@@ -264,6 +257,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
                 self._session.succession.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
                 if self._session.newborn:
                     self._session.succession.leave_out(trainer, self._session.fits, self.is_global_zero)
+            self._make_mesh(self._device().kind)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 extension().enter(trainer)
 
@@ -276,6 +270,7 @@ class ReplicaZeroStrategy(LightningCheckpoints):
             if fitting and self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
+        self._tensor.check(trainer.lightning_module, self.global_rank)
         self.model_to_device()
         if not self.session.newborn:
             self._sync_module()
@@ -299,26 +294,6 @@ class ReplicaZeroStrategy(LightningCheckpoints):
                 self.part(),
             )
         self.setup_precision_plugin()
-
-    def part(self) -> ModelPart:
-        """Return which part of the model this rank has: all of it."""
-        return ModelPart()
-
-    def _sync_module(self) -> None:
-        """Give every rank of a grid the parameters and buffers of its first, as under DDP."""
-        if self.model is None:
-            return
-        part, groups = self.part(), self.session.world.groups.of_grids
-        with torch.no_grad():
-            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                members = groups[part.is_expert(name)].members
-                work = dist.broadcast(tensor.data, group=members, group_src=0, async_op=True)
-                self.session.world.wait(work, tensor)
-
-    def model_to_device(self) -> None:
-        """Move the model to this rank's device."""
-        if self.model is not None:
-            self.model.to(self.root_device)
 
     @property
     def grad_norm(self) -> float | None:
