@@ -30,19 +30,12 @@ class ModelParallel(LightningCheckpoints):
     _mesh: DeviceMesh | None
 
     @property
-    def grid(self) -> Grid:
-        """The table of ranks; under tensor parallelism, of those that have the same parameters as this one."""
-        if self._tensor.on:
-            return self.grids.grid_of(self.global_rank)
-        size = self.world_size
-        return Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1)
-
-    @property
     def grids(self) -> Grids:
         """Which rank owns which shard: one grid, or one for each tensor rank."""
         if self._tensor.on:
             return self._tensor.grids(self.world_size, self._replicas, self._num_nodes)
-        return Grids.of(self.grid)
+        size = self.world_size
+        return Grids.of(Grid.of(size, self._replicas, self._num_nodes) if size > 1 else Grid.of(1, 1))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
