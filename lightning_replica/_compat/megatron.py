@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -164,6 +164,80 @@ def counts_elsewhere(parameter: nn.Parameter, tensor_rank: int) -> bool:
     """
     shared = getattr(parameter, "shared", False)
     return bool(shared or (tensor_rank > 0 and not getattr(parameter, "tensor_model_parallel", False)))
+
+
+class WholeTensor(NamedTuple):
+    """A part of a tensor of the whole model, as megatron-core's `ShardedTensor` describes it.
+
+    Attributes:
+        key: The name of the tensor in the whole model.
+        data: The part, in the memory of one of the module's tensors.
+        shape: The shape of the tensor in the whole model.
+        offset: The first index of the part there.
+        prepended: How many dimensions the tensor has there before those of ``data``.
+        padded: Whether ``shape`` depends on how the model is divided.
+    """
+
+    key: str
+    data: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    prepended: int
+    padded: bool
+
+
+def whole_tensors(module: nn.Module) -> tuple[list[WholeTensor], list[str]]:
+    """Return the parts of the whole model's tensors that a module has, and the names of what is no tensor.
+
+    A model has its own names, as in megatron-core's checkpoints. A layer outside of one has those of ``module``.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import MegatronModule
+
+    tensors: list[WholeTensor] = []
+    objects: list[str] = []
+    for name, part in _described_in(module, ""):
+        if isinstance(part, MegatronModule):
+            _collect(part.sharded_state_dict(), tensors, objects)
+        else:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            _collect(part.sharded_state_dict(prefix=name, metadata={"dp_cp_group": group}), tensors, objects)
+    return tensors, objects
+
+
+def _described_in(module: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Return the outermost modules that have a ``sharded_state_dict``, with what names of their tensors begin with."""
+    if hasattr(module, "sharded_state_dict"):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from _described_in(child, f"{prefix}{name}.")
+
+
+def _collect(entry: Any, tensors: list[WholeTensor], objects: list[str]) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+    if isinstance(entry, ShardedTensor):
+        tensors.append(
+            WholeTensor(
+                entry.key,
+                entry.data,
+                tuple(entry.global_shape),
+                tuple(entry.global_offset),
+                entry.prepend_axis_num,
+                entry.allow_shape_mismatch,
+            )
+        )
+    elif isinstance(entry, ShardedTensorFactory):
+        _collect(entry.build(), tensors, objects)
+    elif isinstance(entry, ShardedObject):
+        objects.append(entry.unique_key)
+    elif isinstance(entry, Mapping):
+        for each in entry.values():
+            _collect(each, tensors, objects)
+    elif isinstance(entry, list):
+        for each in entry:
+            _collect(each, tensors, objects)
 
 
 class _AsUnderDDP:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import pickle
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.optim import Optimizer
@@ -174,6 +175,14 @@ def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
     return device
 
 
+class _Unknown:
+    """Stands for an object of a class that is not known to be harmless."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _DCP_METADATA.get(module, ()):
@@ -181,14 +190,39 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_dcp_metadata(content: bytes) -> Metadata:
+class _ForeignMetadataUnpickler(_MetadataUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _DCP_METADATA.get(module, ())
+        return super().find_class(module, name) if known else _Unknown
+
+
+def read_dcp_metadata(content: bytes, foreign: bool = False) -> Metadata:
     """Return what ``FileSystemReader.read_metadata`` returns, but without running code that the file names.
+
+    Args:
+        content: The content of the file.
+        foreign: Whether another program wrote it, which may have added objects. Stand-ins take their place.
 
     Raises:
         pickle.UnpicklingError: If the content is anything other than metadata.
     """
-    metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+    unpickler = _ForeignMetadataUnpickler if foreign else _MetadataUnpickler
+    metadata: Metadata = unpickler(io.BytesIO(content)).load()
     return metadata
+
+
+class _KnownUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _weights_only_unpickler._get_allowed_globals().get(f"{module}.{name}", _Unknown)
+
+
+def load_known(content: bytes) -> Any:
+    """Return what ``torch.save`` wrote, with stand-ins for all that ``weights_only=True`` would refuse.
+
+    No code runs that the content names.
+    """
+    pickled: Any = SimpleNamespace(Unpickler=_KnownUnpickler, __name__="known")
+    return torch.load(io.BytesIO(content), map_location=_HOST, pickle_module=pickled, weights_only=False)
 
 
 def is_profiled() -> bool:

@@ -128,22 +128,41 @@ def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True
     return whole
 
 
-def read_chunks(directory: Readable, chunks: Sequence[Chunk], files: Collection[str]) -> None:
-    """Read the elements of ``chunks``, no matter how ranks had divided them for writing. Needs no other rank.
+class ChunkReader:
+    """Reads chunks, no matter how ranks had divided them for writing. Needs no other rank.
 
     Args:
         directory: The directory that `write_chunks` wrote.
-        chunks: The chunks to read. No two may have the same tensor and start.
         files: The names of the files that may be read.
+        foreign: Whether another program wrote them.
+
+    Attributes:
+        metadata: Which elements lie where, as a DCP type.
 
     Raises:
-        CheckpointError: If a chunk is not complete, or if the metadata names any other file.
+        CheckpointError: If the metadata names any other file.
     """
-    reader, planner = _Reader(directory, files), _LoadPlanner(chunks)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+
+    def __init__(self, directory: Readable, files: Collection[str], foreign: bool = False) -> None:
+        self._reader = _Reader(directory, files, foreign)
+        self.metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """Read the elements of ``chunks``, of which no two may have the same tensor and start.
+
+        Raises:
+            CheckpointError: If a chunk is not complete.
+        """
+        self._read(_LoadPlanner(chunks), {})
+
+    def read_whole(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read whole tensors of any number of dimensions into the memory of ``tensors``, by their names."""
+        self._read(dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), dict(tensors))
+
+    def _read(self, planner: dcp.DefaultLoadPlanner, tensors: dict[str, Any]) -> None:
+        planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
+        self._reader.read_data(self._reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -197,13 +216,14 @@ class _CheckedStream:
 
 
 class _Reader(dcp.FileSystemReader):
-    def __init__(self, directory: Readable, files: Collection[str]) -> None:
+    def __init__(self, directory: Readable, files: Collection[str], foreign: bool) -> None:
         super().__init__("")
+        self._foreign = foreign
         self._found, self._files = files_of(directory), files
         self.fs = _Pieces(self._found)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_dcp_metadata(self._found.read(METADATA))
+        metadata = read_dcp_metadata(self._found.read(METADATA), self._foreign)
         foreign = {info.relative_path for info in metadata.storage_data.values()} - set(self._files)
         if foreign:
             raise CheckpointError(

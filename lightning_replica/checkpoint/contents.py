@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica.checkpoint import publish
+from lightning_replica.checkpoint.boxes import Box
 from lightning_replica.checkpoint.files import Readable, damaged
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
@@ -115,13 +116,20 @@ class Contents:
         weights: Every parameter and buffer, by the first of its names.
         aliases: For every further name of a parameter or buffer, its first.
         main: Dtype of the main parameter, for every parameter that has one.
-        optimizers: The optimizers, in order.
+        optimizers: The optimizers, in order. Of an imported checkpoint, none if it had no state; otherwise one without
+            param groups, whose state is for whichever optimizer has the parameter.
+        boxes: Where the weights of a model that is divided among ranks lie in the whole model, as far as known.
+        objects: What the whole model has beside tensors in megatron-core's checkpoints. None of them holds anything.
+        parts: What the names of each part of the model begin with; empty for the whole model.
     """
 
     weights: dict[str, TensorInfo]
     aliases: dict[str, str]
     main: dict[str, str]
     optimizers: list[OptimizerInfo]
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
     def as_plain(self) -> dict[str, Any]:
         """Return the contents for ``torch.save``, loadable with ``weights_only=True``."""
@@ -138,6 +146,9 @@ class Contents:
                 OptimizerInfo(each["name"], each["groups"], {k: _state_of(v) for k, v in each["state"].items()})
                 for each in read["optimizers"]
             ],
+            {name: [Box(**box) for box in each] for name, each in read.get("boxes", {}).items()},
+            read.get("objects", []),
+            read.get("parts", []),
         )
 
     def of_parts(self, *parts: str) -> "Contents":
@@ -154,7 +165,15 @@ class Contents:
             )
             for each in self.optimizers
         ]
-        return Contents(only(self.weights), only(self.aliases), only(self.main), optimizers)
+        return Contents(
+            only(self.weights),
+            only(self.aliases),
+            only(self.main),
+            optimizers,
+            only(self.boxes),
+            self.objects,
+            list(parts),
+        )
 
     def tensors(self) -> dict[str, tuple[int, str]]:
         """Return number of elements and dtype of every tensor of the checkpoint, by its name in the checkpoint."""
@@ -190,11 +209,13 @@ def merged(parts: Sequence[Contents]) -> Contents:
             "The ranks of different pipeline stages or tensor ranks have different optimizers, or another number of"
             " param groups. Make the same ones in `configure_optimizers` on all ranks; a group may be empty."
         )
-    whole = Contents({}, {}, {}, [])
+    objects = sorted({each for part in parts for each in part.objects})
+    whole = Contents({}, {}, {}, [], {}, objects, [name for part in parts for name in part.parts])
     for part in parts:
         whole.weights.update(part.weights)
         whole.aliases.update(part.aliases)
         whole.main.update(part.main)
+        whole.boxes.update(part.boxes)
     for same in zip(*(part.optimizers for part in parts), strict=True):
         groups = [
             {**alike[0], "params": [name for group in alike for name in group["params"]]}
@@ -261,13 +282,13 @@ def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequ
     Raises:
         CheckpointError: If anything differs. The message names up to three differences.
     """
-    _refuse("parameters or buffers", _weight_differences(saved.weights, weights))
+    refuse("parameters or buffers", _weight_differences(saved.weights, weights))
     if len(saved.optimizers) != len(groups):
         raise CheckpointError(
             f"The checkpoint is of another model: it has {len(saved.optimizers)} optimizers, and this one"
             f" has {len(groups)}. Load it into the model that wrote it."
         )
-    _refuse(
+    refuse(
         "param groups",
         [
             text
@@ -317,7 +338,12 @@ def _group_differences(number: int, saved: OptimizerInfo, here: Sequence[Sequenc
     return found
 
 
-def _refuse(what: str, differences: Sequence[str]) -> None:
+def refuse(what: str, differences: Sequence[str]) -> None:
+    """Raise an error that names up to three of the ``differences`` of two models, if there are any.
+
+    Raises:
+        CheckpointError: If there are.
+    """
     if differences:
         more = f"; and {len(differences) - _NAMED_AT_MOST} more" if len(differences) > _NAMED_AT_MOST else ""
         raise CheckpointError(

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import WEIGHTS_AT, Contents, TensorInfo, read_contents, state_key, weight_key
 from lightning_replica.checkpoint.location import Given, locate
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.sharded import read_plain
+from lightning_replica.checkpoint.whole_model import refuse_parts
 
 
 def export(path: Given, file: str | Path) -> None:
@@ -24,8 +26,11 @@ def export(path: Given, file: str | Path) -> None:
         file: The file to write. An existing file is replaced atomically.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged.
+        CheckpointError: If the checkpoint is damaged, or holds a model in parts.
     """
+    directory = publish.published(locate(path))
+    publish.check(directory)
+    refuse_parts(read_contents(directory), "Export it with `--format megatron`.")
     _replace(Path(file), read_whole(path))
 
 
@@ -44,12 +49,12 @@ def read_whole(path: Given, optimizers: bool = True) -> dict[str, Any]:
     manifest = publish.verify(directory) if optimizers else publish.check(directory)
     contents, plain = read_contents(directory), read_plain(directory)
     coverage.check(directory, manifest, contents)
-    reads = Reads(contents)
+    reads = Reads(contents, ChunkReader(directory, manifest.files))
     weights = {name: reads.whole(weight_key(name), info) for name, info in contents.weights.items()}
     weights |= {alias: weights[name] for alias, name in contents.aliases.items()}
     numbers = range(len(contents.optimizers)) if optimizers else ()
     states = [_optimizer_state(number, contents, reads) for number in numbers]
-    reads.run(directory, manifest.files)
+    reads.run()
     place = plain.pop(WEIGHTS_AT, "state_dict")
     others = plain.get(place, {})  # entries of modules' state dicts that are not tensors
     return {**plain, place: {**others, **weights}, "optimizer_states": states}

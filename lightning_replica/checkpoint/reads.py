@@ -1,14 +1,14 @@
 """What one rank reads: its own parts, no matter which rank wrote them."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_replica._compat.dtensor import local_of
-from lightning_replica.checkpoint.chunks import Chunk, read_chunks
+from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.contents import (
     Contents,
     TensorInfo,
@@ -17,7 +17,6 @@ from lightning_replica.checkpoint.contents import (
     state_key,
     weight_key,
 )
-from lightning_replica.checkpoint.files import Readable
 from lightning_replica.sharding.engine import Engine, HeldPiece, OptimizerShard
 
 
@@ -29,17 +28,18 @@ class Reads:
 
     Args:
         contents: What the checkpoint holds.
+        reader: Reads it.
     """
 
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
+    def __init__(self, contents: Contents, reader: ChunkReader) -> None:
+        self._contents, self._reader = contents, reader
         self._chunks: list[Chunk] = []
         self._wholes: dict[str, Tensor] = {}
         self._afterwards: list[Callable[[], object]] = []
 
-    def run(self, directory: Readable, files: Collection[str]) -> None:
-        """Read everything that was added from ``directory``, using no other files than ``files``."""
-        read_chunks(directory, self._chunks, files)
+    def run(self) -> None:
+        """Read everything that was added."""
+        self._reader.read(self._chunks)
         for action in self._afterwards:
             action()
 
@@ -96,6 +96,10 @@ class Reads:
             for key, whole in info.whole.items():
                 found[place][key] = self.whole(state_key(number, name, key), whole)
         return found
+
+    def groups(self, state: Engine) -> list[list[dict[str, Any]]]:
+        """Return the hyperparameters of the param groups of each optimizer."""
+        return [each.groups for each in self._contents.optimizers]
 
     def _piece(self, key: str, name: str, piece: HeldPiece, target: Tensor) -> None:
         """Add the part of a parameter-like tensor that belongs to ``piece``."""

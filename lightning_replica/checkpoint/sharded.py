@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
-from lightning_replica.checkpoint.chunks import Chunk, write_chunks, write_metadata
+from lightning_replica.checkpoint.boxes import Whole
+from lightning_replica.checkpoint.chunks import Chunk, ChunkReader, write_chunks, write_metadata
 from lightning_replica.checkpoint.contents import (
     CONTENTS,
     PLAIN,
@@ -41,6 +42,8 @@ from lightning_replica.checkpoint.files import Files
 from lightning_replica.checkpoint.location import Given, Location, locate
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.checkpoint.reads import Reads
+from lightning_replica.checkpoint.resharding import Resharding
+from lightning_replica.checkpoint.sources import Boxes, Sources, is_needed
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
 from lightning_replica.core.points import reach
@@ -113,6 +116,7 @@ def stage(
     *,
     aliases: Mapping[str, str] | None = None,
     parts: Sequence[str] = ("",),
+    whole: Whole | None = None,
     ranks: Collection[int] | None = None,
     step: int | None = None,
     written_for: str = "periodic",
@@ -123,12 +127,12 @@ def stage(
         path: The directory to write, or its URL.
         state: The sharded state.
         names: Name of every parameter, in registration order.
-        extra_tensors: What the module's state dict has beside the trained parameters, by name; the same on all ranks
-            that have the same part of the model.
+        extra_tensors: What the state dict has beside trained parameters, by name; the same on ranks with the same part.
         plain: Other tensors and plain data to save. Rank 0 of the group writes them.
         together: The ranks that save.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
         parts: Which parts of the model this rank has: what these names begin with; empty for the whole model.
+        whole: Where they lie in the whole model, as far as known.
         ranks: The ranks whose pieces this rank writes; None means its own. If only survivors save, one of them also
             writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
         step: Optimizer steps in the state. Readers use it to find the newer of two checkpoints.
@@ -154,8 +158,8 @@ def stage(
         for part in parts:
             if together.rank == sharers[part][0]:
                 own = [prepared[rank][2] for rank in sharers[part]]
-                all_of_it = describe(state, weights_of(state, names, extra_tensors), aliases or {}, names, own)
-                described.append(all_of_it.of_parts(part))
+                here = weights_of(state, names, extra_tensors)
+                described.append(describe(state, here, aliases or {}, names, own, whole or Whole()).of_parts(part))
         return described
 
     of_parts = together.all(describe_parts) if parts[0] else None  # the whole model is described where it is written
@@ -168,8 +172,8 @@ def stage(
         described = [describe_parts()] if of_parts is None else of_parts
         contents = merged([part for each in described for part in each])
         files = {
-            PLAIN: _as_bytes(plain, "the state beside the weights"),
-            CONTENTS: _as_bytes(contents.as_plain(), "the optimizers' state"),
+            PLAIN: as_bytes(plain, "the state beside the weights"),
+            CONTENTS: as_bytes(contents.as_plain(), "the optimizers' state"),
         }
         return files, contents
 
@@ -224,6 +228,7 @@ def load_sharded(
     *,
     group: dist.ProcessGroup | None = None,
     parts: Sequence[str] = ("",),
+    whole: Whole | None = None,
 ) -> None:
     """Read a checkpoint into parameters, main parameters, optimizers and ``extra_tensors``, in place. Collective.
 
@@ -237,34 +242,49 @@ def load_sharded(
         extra_tensors: What the module's state dict has beside the trained parameters, by name.
         group: The ranks that load; None means the default group.
         parts: What the names of this rank's parts of the model begin with; empty for the whole model.
+        whole: Where they lie in the whole model. If the checkpoint was written by ranks with other parts, it is needed.
 
     Raises:
         CheckpointError: On every rank of the group. If the checkpoint is damaged or of another model, nothing has
             changed yet. If a rank could not read, some of the state may have changed.
     """
     together = Together(group)
+    boxes = (whole or Whole()).boxes
 
-    def check() -> tuple[Files, Manifest, Contents]:
+    def check() -> tuple[Files, Manifest, Contents, Sources | None]:
         directory = publish.published(locate(path))
         manifest = publish.verify(directory, share=(together.rank, together.size))
         contents = read_contents(directory)
         coverage.check(directory, manifest, contents)
-        check_model(contents.of_parts(*parts), weights_of(state, names, extra_tensors), group_names(state, names))
-        return directory, manifest, contents
+        weights, groups = weights_of(state, names, extra_tensors), group_names(state, names)
+        if not is_needed(contents, parts, weights, boxes):
+            check_model(contents.of_parts(*parts), weights, groups)
+            return directory, manifest, contents, None
+        sources = Sources(contents, parts, weights, boxes)
+        sources.check_groups(groups)
+        return directory, manifest, contents, sources
 
-    directory, manifest, contents = together.run(check)
+    directory, manifest, contents, sources = together.run(check)
+    keys = {key for each in together.all(lambda: _keys_of(boxes)) for key in each}
+    together.run(lambda: None if sources is None else sources.refuse_unread(keys))
 
     @torch.no_grad()
     def read() -> None:
-        reads = Reads(contents)
+        reader = ChunkReader(directory, manifest.files)
+        reads: Reads | Resharding = Reads(contents, reader) if sources is None else Resharding(sources, reader)
         reads.values(state, names)
         reads.extras(extra_tensors)
         states = [reads.state(number, sharded, names) for number, sharded in enumerate(state.optimizers)]
-        reads.run(directory, manifest.files)
-        for sharded, found, info in zip(state.optimizers, states, contents.optimizers, strict=True):
-            sharded.load_state(found, info.groups)
+        reads.run()
+        for sharded, found, groups in zip(state.optimizers, states, reads.groups(state), strict=True):
+            sharded.load_state(found, groups)
 
     together.run(read)
+
+
+def _keys_of(boxes: Boxes) -> list[str]:
+    """Return the tensors of the whole model of which a rank has a part."""
+    return sorted({box.key for each in boxes.values() for box in each})
 
 
 def read_plain(path: Given | Files) -> dict[str, Any]:
@@ -297,7 +317,7 @@ def beside_trained(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor],
     return extra_tensors, aliases
 
 
-def _as_bytes(content: Mapping[str, Any], what: str) -> bytes:
+def as_bytes(content: Mapping[str, Any], what: str) -> bytes:
     """Check that ``content`` can be read again, and return it as ``torch.save`` writes it."""
     content = dict(content)
     if not _is_plain(content):

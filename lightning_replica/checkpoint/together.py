@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_replica.checkpoint.boxes import Box
 from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo
 from lightning_replica.checkpoint.manifest import FileInfo
 from lightning_replica.core import plain
@@ -13,7 +14,7 @@ from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.errors import CheckpointError
 
 T = TypeVar("T")
-_SENT = (Contents, FileInfo, OptimizerInfo, StateInfo, TensorInfo)
+_SENT = (Box, Contents, FileInfo, OptimizerInfo, StateInfo, TensorInfo)
 _POLL_S = 0.01
 
 

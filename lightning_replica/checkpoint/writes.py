@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica._compat.dtensor import local_of
+from lightning_replica.checkpoint.boxes import Whole
 from lightning_replica.checkpoint.chunks import Chunk
 from lightning_replica.checkpoint.contents import (
     Contents,
@@ -113,6 +114,7 @@ def describe(
     aliases: Mapping[str, str],
     names: Sequence[str],
     described: Sequence[Sequence[dict[str, StateInfo]]],
+    whole: Whole,
 ) -> Contents:
     """Merge the descriptions of all ranks into the contents of the checkpoint.
 
@@ -122,6 +124,7 @@ def describe(
         aliases: For every further name of a parameter or buffer, its first.
         names: Name of every parameter, in registration order.
         described: The `Writes.state` of each rank.
+        whole: Where the rank's tensors lie in the whole model.
     """
     optimizers = []
     for number, (sharded, groups) in enumerate(zip(state.optimizers, group_names(state, names), strict=True)):
@@ -135,7 +138,8 @@ def describe(
         for sharded in state.optimizers
         for order, dtype in sharded.main_dtypes().items()
     }
-    return Contents(weights, dict(aliases), main, optimizers)
+    boxes = {name: list(each) for name, each in whole.boxes.items()}
+    return Contents(weights, dict(aliases), main, optimizers, boxes, list(whole.objects))
 
 
 def _in_order(value: Tensor, parameter: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ from typing import Any
 from torch import nn
 
 from lightning_replica._compat import megatron
+from lightning_replica.checkpoint.boxes import Whole
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.megatron.places import places_in
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.trainer.model_part import ModelPart
 
@@ -36,12 +38,15 @@ def part_of(
         for order, (_, parameter) in enumerate(named)
         if megatron.counts_elsewhere(parameter, in_experts if megatron.is_expert(parameter) else tensor_rank)
     )
+    whole = places_in(module) if module is not None else Whole()
     return ModelPart(
         sizes.part_name(rank, world_size),
         frozenset(uncounted),
         frozenset(order for order, (name, _) in enumerate(named) if name in experts),
         sizes.experts_name(rank, world_size),
         modules,
+        whole.boxes,
+        whole.objects,
     )
 
 

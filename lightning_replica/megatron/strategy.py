@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica._compat import megatron
+from lightning_replica.checkpoint.directory import may_be_sharded
+from lightning_replica.checkpoint.location import locate
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.grids import Grids
@@ -27,7 +29,7 @@ from lightning_replica.megatron.schedule import ForwardStep, Losses, size_of, sp
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.sharding.engine import ReduceDtype
 from lightning_replica.trainer.model_part import ModelPart
-from lightning_replica.trainer.saving.checkpoints import is_absent
+from lightning_replica.trainer.saving.checkpoints import is_absent, weights_of_part
 from lightning_replica.trainer.saving.which_checkpoint import Resume
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
@@ -223,12 +225,13 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         """Read a checkpoint; outside of a fit, only the weights of this rank's part of the model.
 
         Raises:
-            CheckpointError: If it is damaged.
+            CheckpointError: If it is damaged, or of another model.
         """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._is_fitting or is_absent(checkpoint):
+        path, module = locate(checkpoint_path), self.lightning_module
+        if self._is_fitting or is_absent(checkpoint) or module is None or not may_be_sharded(path):
             return checkpoint
-        return {**checkpoint, "state_dict": self.part().own(checkpoint["state_dict"])}
+        return {**checkpoint, "state_dict": weights_of_part(path, self.part(), module, checkpoint["state_dict"])}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint.

@@ -1,9 +1,10 @@
 """Which part of the model a rank has."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from lightning_replica.checkpoint.boxes import Box, Whole
 from lightning_replica.checkpoint.contents import in_part, of_part
 
 T = TypeVar("T")
@@ -20,6 +21,8 @@ class ModelPart:
         experts_name: What the names of experts' tensors begin with in a checkpoint.
         expert_modules: Names of the modules that have these parameters.
         counts_zeros: Whether each commit counts the zeros in the whole model's gradient.
+        boxes: Where the module's tensors lie in those of the whole model, as far as known.
+        objects: What the whole model has beside tensors, by megatron-core's names.
     """
 
     name: str = ""
@@ -28,6 +31,8 @@ class ModelPart:
     experts_name: str = ""
     expert_modules: frozenset[str] = frozenset()
     counts_zeros: bool = False
+    boxes: Mapping[str, Sequence[Box]] = field(default_factory=dict)
+    objects: Sequence[str] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,3 +58,7 @@ class ModelPart:
     def all_named(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """Return ``tensors`` by their names in a checkpoint."""
         return {self.named(name): tensor for name, tensor in tensors.items()}
+
+    def whole(self) -> Whole:
+        """Return where this part's tensors lie in the whole model, by their names in a checkpoint."""
+        return Whole(self.all_named(self.boxes), self.objects)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint import publish
-from lightning_replica.checkpoint.chunks import Chunk, read_chunks
+from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import locate
 from lightning_replica.checkpoint.sharded import save_sharded
@@ -128,13 +128,13 @@ def test_metadata_that_points_elsewhere_is_not_followed(tmp_path: Path) -> None:
     assert run_ranks(1, save_one, str(tmp_path)) == [{}]
     chunk = Chunk("model.scale", 1, 0, torch.empty(1))
     files = publish.verify(tmp_path / "step").files
-    read_chunks(tmp_path / "step", [chunk], files)
+    ChunkReader(tmp_path / "step", files).read([chunk])
     with pytest.raises(CheckpointError, match=r"refers to '__0_0.distcp', which its manifest does not list"):
-        read_chunks(tmp_path / "step", [chunk], set(files) - {"__0_0.distcp"})
+        ChunkReader(tmp_path / "step", set(files) - {"__0_0.distcp"}).read([chunk])
     with pytest.raises(CheckpointError, match=r"does not hold tensor 'model.nothing'"):
-        read_chunks(tmp_path / "step", [Chunk("model.nothing", 1, 0, torch.empty(1))], files)
+        ChunkReader(tmp_path / "step", files).read([Chunk("model.nothing", 1, 0, torch.empty(1))])
     with pytest.raises(CheckpointError, match=r"holds only part of the tensor 'model.scale'"):
-        read_chunks(tmp_path / "step", [Chunk("model.scale", 2, 0, torch.empty(2))], files)
+        ChunkReader(tmp_path / "step", files).read([Chunk("model.scale", 2, 0, torch.empty(2))])
 
 
 def save_one(rank: int, store: Any, root: str) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_help_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     command = commands()[name]
-    assert set(commands()) == {"chaos", "doctor", "export", "inspect", "plan", "run", "save", "store", "timeline"}
+    assert set(commands()) == {
+        "chaos", "doctor", "export", "import", "inspect", "plan", "run", "save", "store", "timeline"
+    }  # fmt: skip
     assert all(action.help and action.help != argparse.SUPPRESS for action in command._actions)
     text = command.format_help()
     assert ("--json" in text) == (name in ("doctor", "inspect", "plan"))

@@ -38,6 +38,10 @@ class Case(job.Case):
     sequence: bool = False
     heads: int = 2
     scaled: bool = False  # fp16, with a loss scale that is too large at first
+    experts: bool = False  # even if one rank has all of them
+    gated: bool = False  # SwiGLU, which has two tensors in one
+    validate: bool = False  # and nothing else
+    head: bool = False  # a layer of megatron-core's outside of its model, on the last stage
     plain: bool = False  # no dropout, scheduler, validation; the values of weights are told
 
 
@@ -74,13 +78,13 @@ class GPT(L.LightningModule):
             pipeline_dtype=torch.float32,
             hidden_dropout=dropout,
             attention_dropout=dropout,
-            **_experts(self._case),
+            **{**_experts(self._case), **_gated(self._case)},
             **sizes_of(self._case).for_model,
         )
         chunks = [
             GPTModel(
                 config,
-                get_gpt_layer_local_spec(num_experts=EXPERTS if self._case.expert > 1 else None),
+                get_gpt_layer_local_spec(num_experts=EXPERTS if _has_experts(self._case) else None),
                 vocab_size=WORDS,
                 max_sequence_length=LENGTH,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -91,6 +95,10 @@ class GPT(L.LightningModule):
             for stage in ([None] if self._case.virtual is None else range(self._case.virtual))
         ]
         self.model = chunks[0] if self._case.virtual is None else torch.nn.ModuleList(chunks)
+        if self._case.head and parallel_state.is_pipeline_last_stage():
+            from megatron.core.tensor_parallel import ColumnParallelLinear
+
+            self.head = ColumnParallelLinear(16, 8, config=config, init_method=torch.nn.init.zeros_)
 
     def forward_step(self, batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         (tokens,) = next(batches)
@@ -127,9 +135,19 @@ def sizes_of(case: Case) -> ParallelSizes:
     return ParallelSizes(case.tensor, case.pipeline, 1, case.expert, case.experts_tensor, case.virtual, case.sequence)
 
 
+def _has_experts(case: Case) -> bool:
+    return case.experts or case.expert > 1
+
+
+def _gated(case: Case) -> dict[str, Any]:
+    if not case.gated:
+        return {}
+    return {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
+
+
 def _experts(case: Case) -> dict[str, Any]:
     """What TransformerConfig is told about experts."""
-    if case.expert == 1:
+    if not _has_experts(case):
         return {}
     return {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
 
@@ -183,6 +201,10 @@ def run(case: Case, out: Path, **options: Any) -> None:
         enable_model_summary=False,
     )
     loaders = DataLoader(TensorDataset(tokens), 4, shuffle=True), DataLoader(TensorDataset(tokens[:4]), 4)
+    if case.validate:
+        (found,) = trainer.validate(model, loaders[1], ckpt_path=case.load, verbose=False)
+        (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+        return
     trainer.fit(model, *loaders, ckpt_path=case.load or None)
     (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
 

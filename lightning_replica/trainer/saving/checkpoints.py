@@ -18,6 +18,7 @@ from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving import resume
 from lightning_replica.trainer.saving.save_beside import SaveBeside
 from lightning_replica.trainer.session import Session
@@ -183,6 +184,7 @@ class Checkpoints:
             together,
             aliases=aliases,
             parts=training.part.names,
+            whole=training.part.whole(),
             ranks=pieces,
             step=checkpoint["global_step"] if step is None else step,
             written_for=written_for,
@@ -280,7 +282,8 @@ def _load_shards(training: Training, module: pl.LightningModule, directory: Loca
     from lightning_replica.checkpoint import sharded
 
     names, extras, _ = _named(training, module)
-    sharded.load_sharded(directory, training.state, names, extras, parts=training.part.names)
+    part = training.part
+    sharded.load_sharded(directory, training.state, names, extras, parts=part.names, whole=part.whole())
 
 
 def _named(training: Training, module: pl.LightningModule) -> tuple[list[str], dict[str, Tensor], dict[str, str]]:
@@ -291,6 +294,31 @@ def _named(training: Training, module: pl.LightningModule) -> tuple[list[str], d
     extras, aliases = sharded.beside_trained(module, training.state)
     named = {part.named(alias): part.named(name) for alias, name in aliases.items()}
     return [part.named(name) for name, _ in module.named_parameters()], part.all_named(extras), named
+
+
+def weights_of_part(path: Location, part: ModelPart, module: pl.LightningModule, read: Mapping[str, Any]) -> Any:
+    """Return the state dict of a rank's part of the model, from a sharded checkpoint.
+
+    Args:
+        path: The checkpoint.
+        part: The part.
+        module: Its module.
+        read: All tensors of the checkpoint, by their names there.
+    """
+    from lightning_replica.checkpoint.contents import TensorInfo
+    from lightning_replica.checkpoint.resharding import read_weights
+
+    first: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
+    state = module.state_dict(keep_vars=True)
+    firsts = {name: first.setdefault(id(each), name) for name, each in state.items() if isinstance(each, Tensor)}
+    infos = {name: TensorInfo.of(state[name].detach().contiguous()) for name in {*firsts.values()} & state.keys()}
+    found = read_weights(path, part.names, part.all_named(infos), part.whole())
+    if found is None:
+        weights = part.own(read)
+    else:
+        own = part.own(found)
+        weights = {name: own[of] for name, of in firsts.items()}
+    return {**{name: each for name, each in state.items() if name not in firsts}, **weights}
 
 
 def absent(path: Location) -> dict[str, Any]:

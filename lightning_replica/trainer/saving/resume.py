@@ -16,10 +16,11 @@ No checkpoint holds gradients. A checkpoint that is written in the middle of a w
 window's start, of which every rank has a snapshot, and the window is done again.
 
 [Note: other worlds]
-Random numbers, workers and metrics under way belong to ranks. With another number of ranks, or from a checkpoint that
-another strategy has written, the fit resumes with the random numbers that its seed gives, and its metrics cover only
-what is still to come. It begins at the first window's start that repeats no sample of the epoch. After an update whose
-tail was still to come, schedulers step, but hooks that would have seen its batch are not called.
+Random numbers, workers and metrics under way belong to ranks. With another number of ranks, with a model that is
+divided otherwise among as many ranks, or from a checkpoint that another strategy has written, the fit resumes with the
+random numbers that its seed gives, and its metrics cover only what is still to come. It begins at the first window's
+start that repeats no sample of the epoch. After an update whose tail was still to come, schedulers step, but hooks that
+would have seen its batch are not called.
 """
 
 import copy
@@ -68,7 +69,8 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
     Returns:
         Nothing inside of a window without recovery; otherwise
         ``host``: replicated state (see `snapshot`), with the place; ``ranks``: each rank's private state;
-        ``world_size`` and ``samples``: the position for other worlds, in samples of all ranks, None if unknown.
+        ``world_size`` and ``division``: how many ranks there were, and which of them had the same part of the model;
+        ``samples``: the position for other worlds, in samples of all ranks, None if unknown.
     """
     taken = training.host.window(training.state.step)
     if training.host.is_past(training.state.step):
@@ -94,7 +96,8 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         "host": {"place": "batch", **taken.replicated, "modules": names_of_modules(trainer.lightning_module)},
         "ranks": [plain.load(each) for each in everyone],
         "world_size": len(everyone),
-        "samples": _samples(trainer, len(everyone), taken.replicated["loops"]),
+        "division": _division(trainer),
+        "samples": _samples(trainer, taken.replicated["loops"]),
     }
 
 
@@ -123,7 +126,8 @@ def record_last(
         },
         "ranks": [_private(each) for each in ranks],
         "world_size": len(ranks),
-        "samples": _samples(trainer, world_size, taken.replicated["loops"]),
+        "division": _division(trainer),
+        "samples": _samples(trainer, taken.replicated["loops"]),
     }
 
 
@@ -164,7 +168,8 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
     """
     if loops["epoch_progress"]["current"]["ready"] == 0:
         return None
-    if own and own["world_size"] == session.world.size:
+    same = bool(own) and own["world_size"] == session.world.size
+    if same and own.get("division", _division(trainer)) == _division(trainer):
         host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
         private = _as_today(private)
         read = Snapshot(
@@ -225,7 +230,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
     now = snapshots.capture_progress(trainer, Tree.of(trainer.lightning_module))
     host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
     if own:
-        host |= {key: own["host"][key] for key in ("logged", "accumulate")}
+        host |= {key: own["host"][key] for key in ("logged", "accumulate", "gradient") if key in own["host"]}
     place, batch = place_of(loops), host["loops"][_BATCHES]
     in_tail = bool(own) and own["host"]["place"] == "tail"
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
@@ -237,7 +242,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
         window = trainer.accumulate_grad_batches
         begun = done // window * window  # to the window's start: its gradients are not in the checkpoint
         if own:
-            begun = _batches(trainer, session.world.size, own["samples"], begun)
+            begun = _batches(trainer, own["samples"], begun)
         if begun != done or own:
             place, done = "batch", begun
         if place == "batch":
@@ -272,22 +277,36 @@ def _put_batches(progress: dict[str, Any], batches: int) -> None:
     progress["is_last_batch"] = False
 
 
-def _batch_samples(trainer: pl.Trainer, world_size: int) -> int | None:
+def _division(trainer: pl.Trainer) -> list[Any]:
+    """Return which ranks have the same part of the model, and how many read different data."""
+    strategy: Any = trainer.strategy
+    grids = strategy.grids
+    named = [[name, *grid.ranks] for name, grid in zip(grids.names, grids.grids, strict=True)]
+    return [_readers(trainer), named, [[*grid.ranks] for grid in grids.experts]]
+
+
+def _readers(trainer: pl.Trainer) -> int:
+    """Return how many ranks read different data."""
+    count: int = trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
+    return count
+
+
+def _batch_samples(trainer: pl.Trainer) -> int | None:
     """Return the number of samples of one batch on all ranks, by the first loader; None if unknown."""
     loaders = training_loaders(trainer)
     size = getattr(loaders[0], "batch_size", None) if loaders else None
-    return size * world_size if isinstance(size, int) else None
+    return size * _readers(trainer) if isinstance(size, int) else None
 
 
-def _samples(trainer: pl.Trainer, world_size: int, loops: dict[str, Any]) -> int | None:
+def _samples(trainer: pl.Trainer, loops: dict[str, Any]) -> int | None:
     batches = loops[_BATCHES]["current"]["ready"]
-    each = _batch_samples(trainer, world_size)
+    each = _batch_samples(trainer)
     return None if each is None else batches * each
 
 
-def _batches(trainer: pl.Trainer, world_size: int, samples: int | None, same: int) -> int:
+def _batches(trainer: pl.Trainer, samples: int | None, same: int) -> int:
     """Return the first start of a window in this world, in batches, behind ``samples``, or ``same`` if unknown."""
-    each = _batch_samples(trainer, world_size)
+    each = _batch_samples(trainer)
     batches = same if samples is None or each is None else math.ceil(samples / each)
     window = trainer.accumulate_grad_batches
     limit = trainer.num_training_batches
