@@ -45,8 +45,8 @@ def part_of(
         frozenset(order for order, (name, _) in enumerate(named) if name in experts),
         sizes.experts_name(rank, world_size),
         modules,
-        whole.boxes,
-        whole.objects,
+        boxes=whole.boxes,
+        objects=whole.objects,
     )
 
 
