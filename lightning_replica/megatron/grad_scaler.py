@@ -12,20 +12,20 @@ from lightning_replica.errors import ConfigurationError
 class DynamicGradScaler(torch.amp.GradScaler):
     """A loss scale that shrinks only after several infinities, as megatron-core's scaler of the same name.
 
-    Give it to Lightning's plugin: ``MixedPrecision("16-mixed", device="cuda", scaler=DynamicGradScaler())``.
+    Give it to Lightning's plugin: ``MixedPrecision("16-mixed", device, DynamicGradScaler(device))``.
 
     The rules (``megatron/core/optimizer/grad_scaler.py``): each step with an infinity or a NaN takes one from the
     hysteresis and begins the growth interval anew. From 0 on, each of them shrinks the scale. A whole growth interval
     without one grows the scale and restores the hysteresis.
 
     Args:
+        device: The type of the device that trains, as in torch's scaler.
         initial_scale: The scale to begin with.
         min_scale: The smallest scale.
         growth_factor: What the scale is multiplied by after a growth interval.
         backoff_factor: What it is multiplied by where it shrinks.
         growth_interval: Number of steps without an infinity before it grows.
         hysteresis: Number of steps with one before it shrinks.
-        device: The type of the device that trains.
 
     Raises:
         ConfigurationError: If a value makes no sense.
@@ -33,13 +33,13 @@ class DynamicGradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
+        device: str,
         initial_scale: float = 2.0**32,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 1000,
         hysteresis: int = 2,
-        device: str = "cuda",
     ) -> None:
         checks.whole(1, growth_interval=growth_interval, hysteresis=hysteresis)
         if not (0 < min_scale <= initial_scale and growth_factor > 1 and 0 < backoff_factor < 1):

@@ -23,7 +23,7 @@ from lightning_replica.errors import CheckpointError
 from lightning_replica.megatron.division import part_of
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.sharding.engine import EngineSettings, make_engine
-from tests.megatron import by_megatron, job
+from tests.megatron import job
 from tests.megatron.job import Case
 from tests.support.job import Faults
 from tests.support.ranks import open_world, run_ranks
@@ -223,7 +223,7 @@ def on_cpu() -> Iterator[None]:
     import megatron_cpu
 
     megatron_cpu.install()
-    by_megatron._pass_for_cuda()
+    megatron_cpu.pass_for_cuda()
     _let_torch_adam_load()
     yield
 

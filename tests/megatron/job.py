@@ -153,7 +153,7 @@ def _experts(case: Case) -> dict[str, Any]:
 
 
 def _half() -> MixedPrecision:
-    scaler = DynamicGradScaler(2.0**24, growth_interval=2, hysteresis=2, device="cpu")
+    scaler = DynamicGradScaler("cpu", 2.0**24, growth_interval=2, hysteresis=2)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 

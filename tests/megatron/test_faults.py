@@ -30,6 +30,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Untouched:
 
 # How the model is divided, and a rank of each kind: of each stage, each tensor rank, each group of experts.
 WORLDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "one": ({}, ()),
     "tp": ({"tensor": 2}, (0, 3)),
     "pp": ({"pipeline": 2}, (1, 2)),
     "ep": ({"expert": 2}, (0, 3)),

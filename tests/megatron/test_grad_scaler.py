@@ -18,7 +18,7 @@ def megatrons(**options: Any) -> Any:
     real = torch.tensor
     try:
         torch.tensor = lambda *args, **named: real(*args, **{**named, "device": "cpu"})  # type: ignore[assignment]
-        return theirs.DynamicGradScaler(**options)
+        return theirs.DynamicGradScaler("cpu", **options)
     finally:
         torch.tensor = real
 
@@ -41,11 +41,11 @@ def test_scales_are_megatrons(
         "growth_interval": interval,
         "hysteresis": hysteresis,
     }
-    ours, reference = DynamicGradScaler(**options, device="cpu"), megatrons(**options)
+    ours, reference = DynamicGradScaler("cpu", **options), megatrons(**options)
     for step, found in enumerate(infinities):
         if step == saved_after:
             saved = ours.state_dict()
-            ours = DynamicGradScaler(**options, device="cpu")
+            ours = DynamicGradScaler("cpu", **options)
             ours.load_state_dict(saved)
         update_scale(ours, found)
         reference.update(found)
@@ -57,7 +57,7 @@ def test_a_step_of_torch_s_own() -> None:
     """As plain loops use a scaler: infinities that ``unscale_`` finds."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler = DynamicGradScaler(initial_scale=4.0, hysteresis=2, growth_interval=100, device="cpu")
+    scaler = DynamicGradScaler("cpu", initial_scale=4.0, hysteresis=2, growth_interval=100)
     scales = []
     for factor in (1.0, torch.inf, torch.inf, 1.0):
         optimizer.zero_grad()
@@ -73,4 +73,4 @@ def test_a_step_of_torch_s_own() -> None:
 )
 def test_values_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
-        DynamicGradScaler(**options)
+        DynamicGradScaler("cpu", **options)
