@@ -18,7 +18,7 @@ def megatrons(**options: Any) -> Any:
     real = torch.tensor
     try:
         torch.tensor = lambda *args, **named: real(*args, **{**named, "device": "cpu"})  # type: ignore[assignment]
-        return theirs.DynamicGradScaler("cpu", **options)
+        return theirs.DynamicGradScaler(**options)
     finally:
         torch.tensor = real
 
