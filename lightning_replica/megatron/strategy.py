@@ -278,14 +278,21 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         if not forward_only:
             self._before_schedule()
         iterators = [iter(micro_batches) for _ in chunks]
-        scaler = self.precision_plugin.enabled_scaler()
-        with megatron.scaled_losses(chunks, None if scaler is None else scaler.scale):
+        with megatron.scaled_losses(chunks, self._scale_of_losses()):
             megatron.run_schedule(losses, iterators, chunks, len(micro_batches), tokens, samples, forward_only)
-        if not forward_only:
-            begin("backward")
-            megatron.finalize(chunks)
-            self._schedule_has_run = True
+        self._schedule_has_run = not forward_only
         return self._from_last_stage(losses.mean(self.root_device))
+
+    def _scale_of_losses(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what multiplies losses before the backward pass: the loss scale, and 1 / ``accumulate_grad_batches``.
+
+        Lightning divides only what ``training_step`` returns, which has no gradient here.
+        """
+        scaler, module = self.precision_plugin.enabled_scaler(), self.lightning_module
+        batches = 1 if module is None else module.trainer.accumulate_grad_batches
+        if batches == 1:
+            return None if scaler is None else scaler.scale
+        return lambda loss: (loss if scaler is None else scaler.scale(loss)) / batches
 
     def _chunks(self) -> list[nn.Module]:
         """Return the model's chunks on this rank, once they are known to fit to the strategy."""
@@ -323,6 +330,9 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
                 " `self.trainer.strategy.forward_backward(self.forward_step, batch)` in `training_step`."
             )
         self._schedule_has_run = False
+        begin("backward")
+        if not self._accumulating:  # it adds up over ranks, so once, when all batches of the step are there
+            megatron.finalize(self._chunks())
         self.training.before_backward(self._accumulating)
         self.training.after_backward()
         return closure_loss

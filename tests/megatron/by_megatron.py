@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def train(rank: int, store: Any, case: Case, instances: int) -> dict[str, Any]:
     norms, zeros = [], []
     for epoch in range(case.epochs):
         sampler.set_epoch(epoch)
-        for batch in DataLoader(TensorDataset(tokens), 4, sampler=sampler):
-            micro_batches = split(batch, 2)
+        loader = iter(DataLoader(TensorDataset(tokens), 4, sampler=sampler))
+        while batches := list(islice(loader, case.accumulate)):
+            micro_batches = [each for batch in batches for each in split(batch, 2)]
             chunk.zero_grad_buffer()
             optimizer.zero_grad()
             losses = Losses(module.forward_step)

@@ -15,6 +15,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_replica import ReplicaZeroStrategy
+from lightning_replica._compat import megatron
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from lightning_replica.megatron import DynamicGradScaler
 from lightning_replica.megatron.sizes import ParallelSizes
@@ -37,6 +39,9 @@ class Case(job.Case):
     virtual: int | None = None
     sequence: bool = False
     heads: int = 2
+    micro: int | None = 2
+    uneven: bool = False  # a last stage with fewer layers, and sequences of two lengths
+    bare: bool = False  # under ReplicaZeroStrategy, without a schedule of megatron-core's
     scaled: bool = False  # fp16, with a loss scale that is too large at first
     experts: bool = False  # even if one rank has all of them
     gated: bool = False  # SwiGLU, which has two tensors in one
@@ -57,7 +62,7 @@ class GPT(L.LightningModule):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.norms.append(self.trainer.strategy.grad_norm)
-        self.zeros.append(self.trainer.strategy.num_zeros_in_grad)
+        self.zeros.append(getattr(self.trainer.strategy, "num_zeros_in_grad", None))
         scaler = self.trainer.precision_plugin.enabled_scaler()
         self.scales += [] if scaler is None else [scaler.get_scale()]
 
@@ -69,9 +74,14 @@ class GPT(L.LightningModule):
 
         if hasattr(self, "model"):
             return
+        if self._case.bare:
+            megatron.initialize(sizes_of(self._case).for_groups, 1)
+            megatron.seed(7)
         dropout = 0.0 if self._case.plain else 0.1
         config = TransformerConfig(
-            num_layers=4 if self._case.virtual else 2,
+            num_layers=4 if self._case.virtual else 3 if self._case.uneven else 2,
+            num_layers_in_first_pipeline_stage=2 if self._case.uneven else None,
+            variable_seq_lengths=self._case.uneven,
             hidden_size=16,
             num_attention_heads=self._case.heads,
             use_cpu_initialization=True,
@@ -102,8 +112,11 @@ class GPT(L.LightningModule):
 
     def forward_step(self, batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         (tokens,) = next(batches)
-        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
-        output = model(tokens, torch.arange(LENGTH).repeat(len(tokens), 1), mask, labels=tokens.roll(-1, 1))
+        if self._case.uneven:
+            tokens = tokens[:, : LENGTH // (1 + int(tokens[0, 0]) % 2)]
+        length = tokens.shape[1]
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+        output = model(tokens, torch.arange(length).repeat(len(tokens), 1), mask, labels=tokens.roll(-1, 1))
         step = self.trainer.global_step if self._trainer is not None else 0
         self._faults[0].reach("forward", step)
         if output.requires_grad:
@@ -111,6 +124,9 @@ class GPT(L.LightningModule):
         return output, lambda losses: (losses.mean(), {})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self._case.bare:
+            losses, mean = self.forward_step(iter([batch]), self.model)
+            return mean(losses)[0]
         loss = self.trainer.strategy.forward_backward(self.forward_step, batch)
         self.log("loss", loss)
         return loss
@@ -157,6 +173,23 @@ def _half() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 
+def _strategy(case: Case, options: dict[str, Any]) -> ReplicaZeroStrategy:
+    common: dict[str, Any] = {
+        "replicas": case.replicas,
+        "bucket_bytes": 1024,
+        "shared_memory": case.shared_memory,
+        "max_tries": case.max_tries,
+        "hang_min_s": case.hang[0],
+        "hang_max_s": case.hang[1],
+        "guard": case.guard,
+        **options,
+    }
+    if case.bare:
+        return ReplicaZeroStrategy(**common)
+    sizes = sizes_of(case).for_model
+    return MegatronReplicaStrategy(**sizes, micro_batch_size=case.micro, log_num_zeros_in_grad=case.plain, **common)
+
+
 def run(case: Case, out: Path, **options: Any) -> None:
     """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
     warnings.simplefilter("ignore")  # of megatron-core, which knows that its generators are the CPU's here
@@ -170,19 +203,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
     faults = job.Faults(case, out)
     model = GPT(case, faults)
     trainer = L.Trainer(
-        strategy=MegatronReplicaStrategy(
-            **sizes_of(case).for_model,
-            micro_batch_size=2,
-            log_num_zeros_in_grad=case.plain,
-            replicas=case.replicas,
-            bucket_bytes=1024,
-            shared_memory=case.shared_memory,
-            max_tries=case.max_tries,
-            hang_min_s=case.hang[0],
-            hang_max_s=case.hang[1],
-            guard=case.guard,
-            **options,
-        ),
+        strategy=_strategy(case, options),
         accelerator="cpu",
         devices=case.devices,
         max_epochs=case.epochs,

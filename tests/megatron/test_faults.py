@@ -34,9 +34,9 @@ WORLDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "tp": ({"tensor": 2}, (0, 3)),
     "pp": ({"pipeline": 2}, (1, 2)),
     "ep": ({"expert": 2}, (0, 3)),
-    "vpp": ({"pipeline": 2, "virtual": 2}, (0, 3)),
+    "vpp": ({"pipeline": 2, "virtual": 2, "accumulate": 2, "epochs": 2}, (0, 3)),
     "fp16": ({"tensor": 2, "scaled": True}, (1, 2)),
-    "tp-pp": ({"tensor": 2, "pipeline": 2}, (1, 6)),
+    "tp-pp": ({"tensor": 2, "pipeline": 2, "uneven": True}, (1, 6)),
     "tp-ep": ({"tensor": 2, "expert": 2, "sequence": True}, (2, 5)),
 }
 KINDS = ("kill", "exception", "corrupt", "hang")
@@ -66,7 +66,7 @@ def make(name: str, *faults: Fault) -> Case:
     sizes = WORLDS[name][0]
     replicas = 2 * sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("expert", 1)
     hang = (1.0, 8.0) if any(fault.kind == "hang" for fault in faults) else HANG
-    return Case(faults, devices=replicas, accumulate=1, epochs=1, hang=hang, guard="full", **sizes)
+    return Case(faults, devices=replicas, hang=hang, guard="full", **{"accumulate": 1, "epochs": 1, **sizes})
 
 
 def cells() -> list[Any]:
