@@ -35,7 +35,11 @@ from lightning_replica.launch.node import start_script
 from lightning_replica.launch.supervisor import Supervisor
 
 WORDS, LENGTH, WIDTH, LAYERS, BATCH, MICRO = 4096, 64, 256, 6, 8, 2
-OURS, THEIRS = "replica_zero_megatron", "megatron-core's DDP + distributed optimizer"
+OURS, FUSED, THEIRS = (
+    "replica_zero_megatron",
+    "replica_zero_megatron, AdamW(fused=True)",
+    "megatron-core's DDP + distributed optimizer",
+)
 
 
 def build(sizes: dict[str, Any]) -> Any:
@@ -76,9 +80,9 @@ def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]
 class Module(L.LightningModule):
     """The model under the strategy."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Turn, fused: bool) -> None:
         super().__init__()
-        self.turn = (turn,)
+        self.turn, self.fused = (turn,), fused
 
     def configure_model(self) -> None:
         self.model = build(self.trainer.strategy.model_parallel_config)
@@ -88,10 +92,10 @@ class Module(L.LightningModule):
         return self.trainer.strategy.forward_backward(forward_step, batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
 
 
-def ours(turn: Turn, sizes: tuple[int, int], ranks: int, steps: int, sockets: bool) -> None:
+def ours(turn: Turn, sizes: tuple[int, int], ranks: int, steps: int, sockets: bool, fused: bool) -> None:
     """Train under the strategy."""
     turn.baton.take(turn.number)
     trainer = L.Trainer(
@@ -106,7 +110,7 @@ def ours(turn: Turn, sizes: tuple[int, int], ranks: int, steps: int, sockets: bo
         enable_model_summary=False,
     )
     tokens = torch.randint(0, WORDS, (BATCH * ranks * (steps + WARM_UP + 2), LENGTH))
-    trainer.fit(Module(turn), DataLoader(TensorDataset(tokens), batch_size=BATCH))
+    trainer.fit(Module(turn, fused), DataLoader(TensorDataset(tokens), batch_size=BATCH))
     turn.baton.leave(turn.number)
 
 
@@ -149,7 +153,7 @@ def report(sizes: tuple[int, int], ranks: int, sockets: bool, turns: dict[str, T
     """Write the table."""
     tensor, pipeline = sizes
     base, rows = turns[THEIRS].seconds, []
-    for name in (THEIRS, OURS):
+    for name in (THEIRS, OURS, FUSED):
         turn = turns[name]
         ratios = [one / other for one, other in zip(turn.seconds, base, strict=False)]
         sent = statistics.median(turn.bytes) / ranks / 2**20
@@ -158,7 +162,9 @@ def report(sizes: tuple[int, int], ranks: int, sockets: bool, turns: dict[str, T
 {LAYERS} layers of {WIDTH}, {WORDS} words, {LENGTH} tokens; {BATCH} samples a data parallel rank and step, {MICRO} in a micro-batch;
 fp32, gloo, TP {tensor} x PP {pipeline} x DP {ranks // tensor // pipeline}, 1 thread a rank. {len(base)} rounds; median and middle half. Ratios are
 those of steps of the same round. MiB are sent per rank and step through sockets, including what tensor ranks and stages
-send each other. {"Without" if sockets else "With"} shared memory for what data parallel ranks send.
+send each other. {"Without" if sockets else "With"} shared memory for what data parallel ranks send. With R = 2 and DP = 2, each rank
+updates all parameters of its part, where megatron-core's updates half of them. megatron-core's optimizer has torch's AdamW as it comes;
+on a GPU it would have a fused one.
 """
     name = f"megatron_step_tp{tensor}_pp{pipeline}{'_sockets' if sockets else ''}"
     raw = {name: {"seconds": turn.seconds, "bytes": turn.bytes} for name, turn in turns.items()}
@@ -167,10 +173,11 @@ send each other. {"Without" if sockets else "With"} shared memory for what data 
 
 def alternate(sizes: tuple[int, int], ranks: int, steps: int, sockets: bool) -> dict[str, Turn]:
     """Be a rank in which both train. The strategy comes first: it makes megatron-core's process groups."""
-    baton = Baton(2)
-    turns = {name: Turn(number, baton, "lo") for number, name in enumerate((OURS, THEIRS))}
+    baton = Baton(3)
+    turns = {name: Turn(number, baton, "lo") for number, name in enumerate((OURS, FUSED, THEIRS))}
     work = [
-        lambda: ours(turns[OURS], sizes, ranks, steps, sockets),
+        lambda: ours(turns[OURS], sizes, ranks, steps, sockets, fused=False),
+        lambda: ours(turns[FUSED], sizes, ranks, steps, sockets, fused=True),
         lambda: theirs(turns[THEIRS], sizes, steps),
     ]
     threads = [threading.Thread(target=enter, args=(each,)) for each in work]

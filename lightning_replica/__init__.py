@@ -21,6 +21,7 @@ from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
 from lightning_replica.launch.rank import enter as _enter
 from lightning_replica.megatron.strategy import MegatronReplicaStrategy
+from lightning_replica.sharding.replica_optimizer import ReplicaOptimizer
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 __version__ = "0.1.0.dev0"
@@ -36,6 +37,7 @@ __all__ = [
     "RecoveryError",
     "RecoveryReport",
     "ReplicaError",
+    "ReplicaOptimizer",
     "ReplicaZeroStrategy",
     "StepRollback",
     "__version__",

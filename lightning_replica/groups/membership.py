@@ -104,6 +104,22 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True,
     return replace(first, others=tuple(further))
 
 
+def groups_within(group: dist.ProcessGroup, replicas: int, timeout: timedelta, on_host: bool) -> Groups:
+    """Make the groups of a grid of the ranks of ``group``. Collective over ``group``.
+
+    Args:
+        group: The ranks.
+        replicas: Number of holders of each shard, R.
+        timeout: Time after which a collective fails by itself.
+        on_host: Whether parameters lie in the host's memory.
+
+    Raises:
+        ConfigurationError: If R does not divide the number of ranks.
+    """
+    grid = Grid(tuple(dist.get_process_group_ranks(group)), replicas)
+    return _of_grid(grid, dist.get_rank(), timeout, on_host, group)
+
+
 def _of_grid(grid: Grid, rank: int, timeout: timedelta, on_host: bool, world: dist.ProcessGroup) -> Groups:
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,50 +1,32 @@
-"""The flat tensors, and the parameters and gradients as views into them."""
+"""The flat gradients of parameters, beside their flat values."""
 
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_replica._compat.dtensor import like, local_gradient, local_of, set_local
+from lightning_replica._compat.dtensor import like, local_gradient
 from lightning_replica.core.grid import Grid
-from lightning_replica.devices.host import same_bits
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.sharding.layout import Bucket, Layout, ParameterPiece, Range, plan_layout
+from lightning_replica.sharding.layout import Bucket, ParameterPiece, Range
 from lightning_replica.sharding.settings import EngineSettings
-from lightning_replica.sharding.shared import Block
+from lightning_replica.sharding.values import MAIN_DTYPES, Values, part_of, view_like
 
-_MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _MAIN_GRAD, _ADDED = "main_grad", "grad_added_to_main_grad"  # megatron-core's names
-_ALIGN_BYTES = 64  # the alignment that torch gives a tensor on CPU; see [Note: alignment] in layout.py
 
 
-class Buffers:
-    """Flat storage of those parameters of one optimizer that share a dtype, a device and a grid.
+class Buffers(Values):
+    """Flat storage of values and gradients. A gradient, once it exists, is a view into ``grads``.
 
-    Every parameter's ``.data`` becomes a view into ``params``; a gradient, once it exists, a view into ``grads``. Of a
-    parameter that tensor ranks share (a DTensor), this is the part that the rank has: nothing here knows of the rest.
-    Values and memory format are kept. The shard's own values are in ``main``, apart from ``params``: a gather may
-    fail half-way and overwrite any part of ``params``, and user code may write there; neither changes ``main``.
-
-    Args:
-        grid: The table of ranks.
-        rank: This rank.
-        parameters: The parameters to store, of one dtype and device, in registration order.
-        order: Position of each parameter among all parameters of the module; decides which is reduced first.
-        settings: How the state is sharded.
+    The arguments and the other attributes are those of `values.Values`.
 
     Attributes:
-        params: (world_numel,) in the parameters' dtype. Forward reads these values.
         grads: (world_numel,) in the parameters' dtype; in 32 bits if `accumulates`. Backward accumulates here. After a
             reduction, the pieces of the own shard hold the averaged gradient, and after `gather_gradients` all
             pieces do.
-        main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
-            optimizer updates.
-        block: The memory of these tensors, which ranks of the same machine may read.
         accumulates: Whether gradients of 16 bits are accumulated in 32, apart from the parameters' ``.grad``. Then a
             parameter's ``main_grad`` is its view into ``grads``, as under megatron-core: what finds it there may add to
             it by itself (``gradient_accumulation_fusion``), and sets ``grad_added_to_main_grad``.
-        used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
     """
 
     def __init__(
@@ -55,46 +37,30 @@ class Buffers:
         order: Sequence[int],
         settings: EngineSettings,
     ) -> None:
-        dtype, device, partition = parameters[0].dtype, parameters[0].device, settings.partition
-        main_dtype = _MAIN_DTYPES.get(dtype, dtype)
-        grad_dtype = dtype if settings.reduce_dtype is None else main_dtype
-        self.accumulates = grad_dtype != dtype
-        if self.accumulates and (settings.whole_gradients or settings.manual):
+        super().__init__(grid, rank, parameters, order, settings)
+        self.grads = self.block.grads
+        self.accumulates = self.grads.dtype != self.params.dtype
+        self._counted = self._counted_ranges(settings.uncounted)
+        self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
+        self._grad_views = [
+            view_like(form, self.grads, where) for form, where in zip(self._forms, self.layout.world, strict=True)
+        ]
+        for index, parameter in enumerate(self.parameters):
+            if self.accumulates:
+                setattr(parameter, _ADDED, False)
+                setattr(parameter, _MAIN_GRAD, self._grad_views[index])
+            if parameter.grad is not None:
+                self.attach(index)
+
+    def _gradient_dtype(self, dtype: torch.dtype, settings: EngineSettings) -> torch.dtype:
+        found = dtype if settings.reduce_dtype is None else MAIN_DTYPES.get(dtype, dtype)
+        if found != dtype and (settings.whole_gradients or settings.manual):
             raise ConfigurationError(
                 f"reduce_dtype={settings.reduce_dtype!r} keeps the gradients of {dtype} parameters in 32 bits, apart"
                 " from `.grad`, but hooks or manual optimization look at `.grad`. Use `reduce_dtype=None`, or"
                 " `whole_gradients=False` if they can do without."
             )
-        bucket_numel = max(1, settings.bucket_bytes_on(grid.nodes) // grad_dtype.itemsize)
-        align = max(1, _ALIGN_BYTES // dtype.itemsize)
-        self.layout: Layout = plan_layout(
-            grid, [local_of(p).numel() for p in parameters], bucket_numel, partition, align
-        )
-        self._place, self.partition = grid.place_of(rank), partition
-        self.parameters, self.order = tuple(parameters), tuple(order)
-        local_numel = self.layout.local_numels[grid.shard_of(rank)]
-        dtypes = grad_dtype, main_dtype, dtype
-        shared = settings.shared_memory and grid.size > 1
-        self.block = Block(self.layout.world_numel, local_numel, dtypes, device, shared, grid.replicas_span_nodes)
-        self.grads, self.main, self.params = self.block.grads, self.block.main, self.block.params
-        self.pieces = self.layout.pieces(grid.shard_of(rank))
-        self._counted = self._counted_ranges(settings.uncounted)
-        self.used = [False] * len(self.parameters)
-        self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
-        self._grad_views: list[Tensor] = []
-        for parameter, where in zip(self.parameters, self.layout.world, strict=True):
-            values = local_of(parameter).detach()
-            view = _view_like(values, self.params, where)
-            view.copy_(values)
-            self._grad_views.append(_view_like(values, self.grads, where))
-            set_local(parameter, view)
-            if self.accumulates:
-                self._offer_main_grad(parameter)
-            if parameter.grad is not None:
-                self.attach(len(self._grad_views) - 1)
-        self.main_from_params()
-
-    # Gradients
+        return found
 
     @torch.no_grad()  # under `backward(create_graph=True)` gradients have a graph; the buffer must not have one
     def attach(self, index: int) -> None:
@@ -123,7 +89,7 @@ class Buffers:
         for index in bucket.parameters:
             self.attach(index)
             if not self._is_present(index):
-                _part(self.grads, self.layout.world[index].overlap(bucket.world)).zero_()
+                part_of(self.grads, self.layout.world[index].overlap(bucket.world)).zero_()
 
     def present(self) -> list[bool]:
         """Return for every parameter whether it has a gradient on this rank."""
@@ -153,7 +119,7 @@ class Buffers:
 
     def own_gradients(self) -> list[Tensor]:
         """Return the averaged gradient that this rank counts: over all ranks, each element of the model once."""
-        return [_part(self.grads, where) for where in self._counted]
+        return [part_of(self.grads, where) for where in self._counted]
 
     @property
     def counted_numel(self) -> int:
@@ -168,83 +134,16 @@ class Buffers:
         )
         return [part for bucket in self.layout.buckets for part in _without(bucket.pieces[self._place], left_out)]
 
-    # Values
-
-    def reclaim(self) -> None:
-        """Move weights that user code has moved to other memory (``p.data = x``) back into ``params``."""
-        for parameter, gradient, where in zip(self.parameters, self._grad_views, self.layout.world, strict=True):
-            view = self.params.as_strided(gradient.shape, gradient.stride(), where.start)
-            values = local_of(parameter).detach()
-            if values.data_ptr() != view.data_ptr():
-                view.copy_(values)
-                set_local(parameter, view)
-
-    def main_from_params(self) -> None:
-        """Take the shard's values from the parameters, but keep 32-bit values that round to the 16-bit parameters."""
-        for world, local in self._shard_ranges():
-            main, params = _part(self.main, local), _part(self.params, world)
-            if main.dtype == params.dtype:
-                main.copy_(params)
-            else:
-                torch.where(params == main.to(params.dtype), main, params.to(main.dtype), out=main)
-
-    def is_params(self) -> bool:
-        """Return whether the parameters hold the shard's values; False if user code has written to them."""
-        return all(
-            same_bits(_part(self.params, world), _part(self.main, local).to(self.params.dtype))
-            for world, local in self._shard_ranges()
-        )
-
-    def params_from_main(self) -> None:
-        """Copy the shard's values into the parameters, before they are gathered."""
-        for world, local in self._shard_ranges():
-            _part(self.params, world).copy_(_part(self.main, local))
-
-    def piece_of(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
-        """Return a piece of a flat tensor laid out as ``main`` is; whole parameters keep their shape."""
-        return self._shape(piece, flat, piece.local)
-
-    def world_piece(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
-        """Return a piece of a flat tensor laid out as ``params`` is; whole parameters keep their shape."""
-        return self._shape(piece, flat, piece.world)
-
     def gradient_of(self, piece: ParameterPiece) -> Tensor:
         """Return the averaged gradient of a piece, in the dtype of ``main``; a view if parameters have that dtype."""
         return self.world_piece(piece, self.grads).to(self.main.dtype)
 
-    def split(self, piece: ParameterPiece, whole: Tensor) -> Tensor:
-        """Return the part of ``whole``, a tensor in the shape of the piece's parameter, that belongs to the piece."""
-        form = self._grad_views[piece.parameter]
-        flat = torch.empty(form.numel(), dtype=whole.dtype, device=form.device)
-        _view_like(form, flat, Range(0, flat.numel())).copy_(whole)
-        return self._shape(piece, flat, piece.param).clone()
-
-    def whole(self, index: int, flat: Tensor) -> Tensor:
-        """Return parameter ``index`` in a flat tensor laid out as ``params`` is."""
-        return _view_like(self._grad_views[index], flat, self.layout.world[index])
-
     def release(self) -> None:
         """Give every parameter memory of its own again."""
-        for parameter in self.parameters:
-            parameter.grad = None
-            set_local(parameter, local_of(parameter).detach().clone(memory_format=torch.preserve_format))
-            if self.accumulates:
-                delattr(parameter, _MAIN_GRAD)
-                delattr(parameter, _ADDED)
-
-    def _offer_main_grad(self, parameter: nn.Parameter) -> None:
-        setattr(parameter, _ADDED, False)
-        setattr(parameter, _MAIN_GRAD, self._grad_views[-1])
-
-    def _shape(self, piece: ParameterPiece, flat: Tensor, where: Range) -> Tensor:
-        if self.partition == "parameter":
-            return _view_like(self._grad_views[piece.parameter], flat, where)
-        return _part(flat, where)
-
-    def _shard_ranges(self) -> list[tuple[Range, Range]]:
-        grid = self.layout.grid
-        places = grid.places_of(grid.shard_at(self._place))
-        return [(bucket.pieces[place], bucket.locals[place]) for bucket in self.layout.buckets for place in places]
+        super().release()
+        for parameter in self.parameters if self.accumulates else ():
+            delattr(parameter, _MAIN_GRAD)
+            delattr(parameter, _ADDED)
 
 
 def _without(whole: Range, left_out: Sequence[Range]) -> Iterator[Range]:
@@ -258,23 +157,3 @@ def _without(whole: Range, left_out: Sequence[Range]) -> Iterator[Range]:
             start = gap.stop
     if start < whole.stop or start == whole.start:
         yield Range(start, whole.stop)
-
-
-def _part(flat: Tensor, where: Range) -> Tensor:
-    return flat[where.start : where.stop]
-
-
-def _view_like(parameter: Tensor, flat: Tensor, where: Range) -> Tensor:
-    """Return a view into ``flat`` with the parameter's shape, and with its strides if its elements leave no holes."""
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + where.start)
-    return _part(flat, where).view(parameter.shape)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((st, si) for si, st in zip(tensor.shape, tensor.stride(), strict=True) if si != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -5,7 +5,7 @@ blocks. Where replicas do not fill nodes, there is one level.
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Bucket
 from lightning_replica.sharding.shared import SharedMemory
+from lightning_replica.sharding.values import Values
 
+Stored = TypeVar("Stored", bound=Values)
 Part: TypeAlias = tuple[Bucket, Tensor]
 """A bucket, and the (world_numel,) tensor that it is a part of, in which the pieces of the own shard are valid."""
 
@@ -44,7 +46,7 @@ def gather(parts: Sequence[Part], groups: Groups, check: Check, is_in_step: bool
             reach("gather")
 
 
-def gather_parameters(active: Sequence[Buffers], groups: Groups, check: Check, memory: SharedMemory | None) -> None:
+def gather_parameters(active: Sequence[Values], groups: Groups, check: Check, memory: SharedMemory | None) -> None:
     """Fill ``params`` of every buffer from ``main`` of all shards. Collective.
 
     Args:
@@ -86,7 +88,7 @@ def gather_gradients(active: Sequence[Buffers], groups: Groups, check: Check, me
 
 
 def _gather_through(
-    kind: Literal["grads", "params"], active: Sequence[Buffers], groups: Groups, check: Check, memory: SharedMemory
+    kind: Literal["grads", "params"], active: Sequence[Values], groups: Groups, check: Check, memory: SharedMemory
 ) -> None:
     """Gather between nodes, then read the blocks of the other ranks of this node. Replicas fill nodes."""
     buckets = _buckets(active)
@@ -100,7 +102,7 @@ def _gather_through(
             reach("gather")
 
 
-def _read_shards(active: Sequence[Buffers], memory: SharedMemory) -> None:
+def _read_shards(active: Sequence[Values], memory: SharedMemory) -> None:
     """Read the shards of this replica, which is all on this node."""
     memory.fence()
     for number, (buffers, bucket) in enumerate(_buckets(active)):
@@ -110,7 +112,7 @@ def _read_shards(active: Sequence[Buffers], memory: SharedMemory) -> None:
     memory.release()
 
 
-def _buckets(active: Sequence[Buffers]) -> list[tuple[Buffers, Bucket]]:
+def _buckets(active: Sequence[Stored]) -> list[tuple[Stored, Bucket]]:
     return [(buffers, bucket) for buffers in active for bucket in buffers.layout.buckets]
 
 

@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ _WORD = 8
 _PLAIN = (Tensor, nn.Parameter)  # it is not known what subclasses of tensors hold
 
 
-def shard_tensors(optimizers: Iterable[ShardedOptimizer]) -> Iterator[tuple[str, Tensor]]:
+def shard_tensors(optimizers: Iterable[ShardedOptimizer[Any]]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the shard with its kind: values, then state by piece; peers have the same order."""
     for optimizer in optimizers:
         for buffers in optimizer.buffers:
@@ -71,7 +72,7 @@ class Listings:
         self._listed: list[int] | None = None  # identities; None once a tensor is gone, as its identity may be reused
         self._seen: list[weakref.ref[Tensor]] = []
 
-    def of(self, optimizers: Sequence[ShardedOptimizer]) -> Listing:
+    def of(self, optimizers: Sequence[ShardedOptimizer[Any]]) -> Listing:
         """Return the listing of ``optimizers``."""
         present = _present(optimizers)
         identities = list(map(id, present))
@@ -84,7 +85,7 @@ class Listings:
         self._listed = None
 
 
-def _present(optimizers: Iterable[ShardedOptimizer]) -> list[Tensor]:
+def _present(optimizers: Iterable[ShardedOptimizer[Any]]) -> list[Tensor]:
     """Return at least the tensors that `shard_tensors` yields, in any order, in a tenth of the time."""
     found: list[Tensor] = []
     for optimizer in optimizers:

@@ -16,7 +16,9 @@ from lightning_replica.sharding.optimizer import ShardedOptimizer
 _LARGE_BYTES = 2**20
 
 
-def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -> tuple[dict[str, Any], list[Tensor]]:
+def export_shard(
+    optimizers: Sequence[ShardedOptimizer[Any]], with_gradients: bool
+) -> tuple[dict[str, Any], list[Tensor]]:
     """Describe and list the shard.
 
     Returns:
@@ -42,7 +44,7 @@ def export_shard(optimizers: Sequence[ShardedOptimizer], with_gradients: bool) -
 
 
 def import_shard(
-    optimizers: Sequence[ShardedOptimizer], manifest: dict[str, Any], receive: Callable[[Tensor], None]
+    optimizers: Sequence[ShardedOptimizer[Any]], manifest: dict[str, Any], receive: Callable[[Tensor], None]
 ) -> None:
     """Fill the shard with what ``receive`` brings; buffers must already be laid out as ``manifest`` says."""
     gradients = iter(manifest["gradients"])

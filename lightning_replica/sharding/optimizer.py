@@ -3,11 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import TypeVar
 
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
@@ -15,6 +16,7 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.piece import Piece
 from lightning_replica.sharding.settings import EngineSettings
+from lightning_replica.sharding.values import Values
 
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -85,7 +87,11 @@ def _asks_for_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-class ShardedOptimizer:
+Store = TypeVar("Store", bound=Values, default=Buffers)
+"""How parameters are stored: with their gradients, or without (`replica_optimizer`)."""
+
+
+class ShardedOptimizer(Generic[Store]):
     """Makes an optimizer update the pieces of this rank's shard instead of whole parameters.
 
     The optimizer stays the user's object: schedulers, hooks and ``param_groups[i]["lr"]`` work as before. Its param
@@ -98,6 +104,7 @@ class ShardedOptimizer:
         grids: The grids that the rank is in; the second, if there is one, shards experts.
         rank: This rank.
         settings: How the state is sharded.
+        store: How parameters are stored.
     """
 
     def __init__(
@@ -107,20 +114,21 @@ class ShardedOptimizer:
         grids: Sequence[Grid],
         rank: int,
         settings: EngineSettings,
+        store: type[Store] = Buffers,  # type: ignore[assignment]
     ) -> None:
         check_optimizer(optimizer, settings.partition)
         self.optimizer = optimizer
         self._parameters = [(parameter, order) for order, parameter in enumerate(parameters)]
         self._order = {id(parameter): order for parameter, order in self._parameters}
-        self._grids, self._rank, self._settings = tuple(grids), rank, settings
-        self.buffers: list[Buffers] = []
+        self._grids, self._rank, self._settings, self._store = tuple(grids), rank, settings, store
+        self.buffers: list[Store] = []
         self.pieces: list[Piece] = []
         self._step_takes: tuple[Any, ...] = (_has_run,) if _asks_for_closure(optimizer) else ()
         self._user_zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self.follow_groups()
 
-    def follow_groups(self) -> tuple[list[Buffers], list[Buffers]]:
+    def follow_groups(self) -> tuple[list[Store], list[Store]]:
         """Lay out parameters that are in a param group but in no buffer; drop buffers that no param group uses.
 
         Parameters join when they are first trained: after `add_param_group`, or once unfrozen. They get buffers of
@@ -137,7 +145,14 @@ class ShardedOptimizer:
             return [], []
         return self._replace(gone, self._lay_out(sorted(missing, key=lambda p: self._order.get(id(p), -1)))), gone
 
-    def follow_layout(self, layout: Sequence[Sequence[int]]) -> tuple[list[Buffers], list[Buffers]]:
+    def admit(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count ``parameters`` among those of the module, after all others, so that a param group may hold them."""
+        for parameter in parameters:
+            if id(parameter) not in self._order:
+                self._order[id(parameter)] = len(self._parameters)
+                self._parameters.append((parameter, len(self._parameters)))
+
+    def follow_layout(self, layout: Sequence[Sequence[int]]) -> tuple[list[Store], list[Store]]:
         """Do what `follow_groups` does, but lay out the buffers that a peer has. For replacements.
 
         Args:
@@ -149,7 +164,7 @@ class ShardedOptimizer:
         new = [b for each in layout if list(each) not in kept for b in self._lay_out([parameters[i] for i in each])]
         return self._replace(gone, new), gone
 
-    def _replace(self, gone: list[Buffers], new: list[Buffers]) -> list[Buffers]:
+    def _replace(self, gone: list[Store], new: list[Store]) -> list[Store]:
         self.buffers = [buffers for buffers in self.buffers if buffers not in gone] + new
         for piece in self.pieces:
             if piece.buffers in gone:
@@ -161,7 +176,7 @@ class ShardedOptimizer:
                 self.put_state(parameter, self.optimizer.state.pop(parameter))
         return new
 
-    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Buffers]:
+    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Store]:
         kinds: dict[tuple[Grid, torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in parameters:
             if id(parameter) not in self._order:
@@ -177,7 +192,7 @@ class ShardedOptimizer:
             grid = self._grids[self._order[id(parameter)] in self._settings.experts]
             kinds.setdefault((grid, parameter.dtype, parameter.device), []).append(parameter)
         return [
-            Buffers(grid, self._rank, members, [self._order[id(p)] for p in members], self._settings)
+            self._store(grid, self._rank, members, [self._order[id(p)] for p in members], self._settings)
             for (grid, *_), members in kinds.items()
         ]
 
@@ -222,11 +237,6 @@ class ShardedOptimizer:
         """Take the shard's values from the parameters, where they differ."""
         for buffers in self.buffers:
             buffers.main_from_params()
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the whole gradient by ``factor``."""
-        for buffers in self.buffers:
-            buffers.grads.mul_(factor)
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""
@@ -316,6 +326,12 @@ class ShardedOptimizer:
                     parameter.grad = parameter.grad.detach().zero_()
         for buffers in self.buffers:
             buffers.zero_accumulated(set_to_none)
+
+
+def scale_gradients(optimizer: ShardedOptimizer, factor: float) -> None:
+    """Multiply the whole gradient of an optimizer by ``factor``."""
+    for buffers in optimizer.buffers:
+        buffers.grads.mul_(factor)
 
 
 def buffers_of(optimizers: Iterable[ShardedOptimizer]) -> list[Buffers]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica._compat.dtensor import local_of
-from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import ParameterPiece
+from lightning_replica.sharding.values import Values
 
 # State entries that are one number for every parameter. For a parameter of shape (), only the name shows this.
 _NUMBERS = ("step", "mu", "mu_product", "eta")
@@ -29,7 +29,7 @@ class Piece:
         parameter: The parameter in the optimizer's param group during an update: a view into ``buffers.main``.
     """
 
-    def __init__(self, optimizer: Optimizer, buffers: Buffers, where: ParameterPiece) -> None:
+    def __init__(self, optimizer: Optimizer, buffers: Values, where: ParameterPiece) -> None:
         self._optimizer, self.buffers, self.where = optimizer, buffers, where
         self.parameter = nn.Parameter(buffers.piece_of(where, buffers.main))
 

@@ -49,8 +49,9 @@ class Block:
     """Flat tensors that other processes of this machine can map, if the platform has such memory.
 
     Args:
-        world_numel: Number of elements of ``grads`` and ``params``.
+        grads_numel: Number of elements of ``grads``.
         local_numel: Number of elements of ``main``.
+        params_numel: Number of elements of ``params``.
         dtypes: Dtypes of ``grads``, ``main`` and ``params``.
         device: Device of all tensors.
         shared: Whether other processes must be able to map ``grads`` and ``main``, which then lie in the host's memory.
@@ -59,15 +60,16 @@ class Block:
 
     def __init__(
         self,
-        world_numel: int,
+        grads_numel: int,
         local_numel: int,
+        params_numel: int,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         device: torch.device,
         shared: bool,
         params_shared: bool = False,
     ) -> None:
         self._file = -1
-        self._shape = _Shape((world_numel, local_numel, world_numel if params_shared else 0), dtypes)
+        self._shape = _Shape((grads_numel, local_numel, params_numel if params_shared else 0), dtypes)
         if shared and hasattr(os, "memfd_create"):
             # Unlike /dev/shm, a memfd has no size limit of its own, and a killed process leaves nothing behind.
             self._file = os.memfd_create("lightning_replica")
@@ -75,10 +77,10 @@ class Block:
             views = self._shape.views(self._file)
             self.grads, self.main, self.params = views.grads, views.main, views.params
         else:
-            self.grads = torch.zeros(world_numel, dtype=dtypes[0], device=device)
+            self.grads = torch.zeros(grads_numel, dtype=dtypes[0], device=device)
             self.main = torch.zeros(local_numel, dtype=dtypes[1], device=device)
         if self._file < 0 or not params_shared:
-            self.params = torch.zeros(world_numel, dtype=dtypes[2], device=device)
+            self.params = torch.zeros(params_numel, dtype=dtypes[2], device=device)
 
     def of_another(self, path: str, local_numel: int) -> "Views":
         """Map the block of another rank of this machine.
@@ -92,8 +94,8 @@ class Block:
         """
         file = os.open(path, os.O_RDWR)
         try:
-            world_numel, _, params_numel = self._shape.numels
-            return _Shape((world_numel, local_numel, params_numel), self._shape.dtypes).views(file)
+            grads_numel, _, params_numel = self._shape.numels
+            return _Shape((grads_numel, local_numel, params_numel), self._shape.dtypes).views(file)
         finally:
             os.close(file)  # the mapping stays
 

@@ -28,7 +28,7 @@ from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.gradients import Gradients
 from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.listing import shard_tensors
-from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, shard_optimizers
+from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, scale_gradients, shard_optimizers
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.voting import vote
 from lightning_replica.sharding.whole import WholeOptimizer, gather_optimizer, load_optimizer
@@ -128,7 +128,7 @@ class ShardedState:
 
     def unscale(self, optimizer: Optimizer, scale: float) -> None:
         """Divide an optimizer's whole gradient by the loss scale."""
-        self._sharded(optimizer).scale_gradients(1.0 / scale)
+        scale_gradients(self._sharded(optimizer), 1.0 / scale)
 
     def clip(self, optimizer: Optimizer, limit: float) -> None:
         """Scale an optimizer's whole gradient to a global 2-norm of at most ``limit``. Collective."""
@@ -138,7 +138,7 @@ class ShardedState:
         collectives.all_reduce(vector, self._groups.world, self._check)
         coefficient = clip_coefficient(limit, math.sqrt(float(vector[0])))
         if coefficient != 1.0:
-            sharded.scale_gradients(coefficient)
+            scale_gradients(sharded, coefficient)
 
     def reduce(self) -> None:
         """Complete the shard's averaged gradient."""

@@ -17,10 +17,10 @@ from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.works import Check, finish
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
-from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.gathering import gather
 from lightning_replica.sharding.optimizer import ELEMENT_WISE, ShardedOptimizer
 from lightning_replica.sharding.piece import Piece
+from lightning_replica.sharding.values import Values
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,19 @@ class WholeOptimizer:
     main: dict[int, Tensor] = field(default_factory=dict)
 
 
-def gather_optimizer(optimizer: ShardedOptimizer, groups: Groups, check: Check) -> WholeOptimizer:
-    """Collect an optimizer's state. Collective over the first replica; other ranks need not call it.
+def gather_optimizer(optimizer: ShardedOptimizer[Any], groups: Groups, check: Check, place: int = 0) -> WholeOptimizer:
+    """Collect an optimizer's state. Collective over the replica of ``place``; other ranks need not call it.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The process groups.
+        check: Raises when waiting has become pointless.
+        place: The place in the grid of the rank that gets it.
 
     Returns:
-        The whole state on rank 0, an empty one on the other ranks.
+        The whole state on that rank, an empty one on the other ranks.
     """
-    if groups.replica_index != 0:
+    if place not in groups.grid.replica_places(groups.rank):
         return WholeOptimizer()
     described = _share(_describe(optimizer), groups, check)
     positions = _positions(optimizer)
@@ -64,13 +70,13 @@ def gather_optimizer(optimizer: ShardedOptimizer, groups: Groups, check: Check) 
             _collect(flat, groups, buffers, check)
             for index, parameter in enumerate(buffers.parameters):
                 main[positions[id(parameter)]] = _own_copy(buffers.whole(index, flat))
-    if groups.place != 0:
+    if groups.place != place:
         return WholeOptimizer()
     return WholeOptimizer({"state": state, "param_groups": _param_groups(optimizer)}, main)
 
 
 def load_optimizer(
-    optimizer: ShardedOptimizer, saved: Mapping[str, Any], main: Mapping[int, Tensor] | None = None
+    optimizer: ShardedOptimizer[Any], saved: Mapping[str, Any], main: Mapping[int, Tensor] | None = None
 ) -> None:
     """Load this rank's part of a state that `gather_optimizer`, or any unsharded optimizer, has written.
 
@@ -100,7 +106,7 @@ def load_optimizer(
         buffers.main_from_params()
 
 
-def _describe(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
+def _describe(optimizer: ShardedOptimizer[Any]) -> dict[int, dict[str, Any]]:
     """Describe this rank's state of each parameter: the dtype of an entry that must be gathered, else the value."""
     described: dict[int, dict[str, Any]] = {}
     for piece in optimizer.pieces:
@@ -136,7 +142,7 @@ def _entry(key: str, piece: Piece) -> Tensor | None:
 
 
 def _gather_flat(
-    optimizer: ShardedOptimizer, buffers: Buffers, dtype: torch.dtype, value_of: Callable[[Piece], Tensor | None]
+    optimizer: ShardedOptimizer[Any], buffers: Values, dtype: torch.dtype, value_of: Callable[[Piece], Tensor | None]
 ) -> Tensor:
     """Return a flat tensor laid out as ``buffers.params``, with the pieces of the own shard filled in."""
     flat = torch.zeros(buffers.layout.world_numel, dtype=dtype, device=buffers.params.device)
@@ -147,7 +153,7 @@ def _gather_flat(
     return flat
 
 
-def _collect(flat: Tensor, groups: Groups, buffers: Buffers, check: Check) -> None:
+def _collect(flat: Tensor, groups: Groups, buffers: Values, check: Check) -> None:
     gather([(bucket, flat) for bucket in buffers.layout.buckets], groups, check)
     finish(check)  # values must be complete before they are written to a file
 
@@ -156,13 +162,13 @@ def _own_copy(view: Tensor) -> Tensor:
     return view.clone(memory_format=torch.preserve_format)
 
 
-def _positions(optimizer: ShardedOptimizer) -> dict[int, int]:
+def _positions(optimizer: ShardedOptimizer[Any]) -> dict[int, int]:
     """Return the position of every parameter, by id, in the joined param groups: torch's parameter ids."""
     listed: list[nn.Parameter] = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     return {id(parameter): position for position, parameter in enumerate(listed)}
 
 
-def _param_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+def _param_groups(optimizer: ShardedOptimizer[Any]) -> list[dict[str, Any]]:
     positions = _positions(optimizer)
     return [
         {**group, "params": [positions[id(parameter)] for parameter in group["params"]]}
@@ -170,7 +176,7 @@ def _param_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _check_groups(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> None:
+def _check_groups(optimizer: ShardedOptimizer[Any], saved: Mapping[str, Any]) -> None:
     name = type(optimizer.optimizer).__name__
     if "state" not in saved or "param_groups" not in saved:
         raise ConfigurationError(

@@ -163,6 +163,8 @@ def _gated(case: Case) -> dict[str, Any]:
 
 def _experts(case: Case) -> dict[str, Any]:
     """What TransformerConfig is told about experts."""
+    if case.uneven:  # lengths that vary exclude megatron-core's default, also without experts
+        return {"moe_token_dispatcher_type": "alltoall"}
     if not _has_experts(case):
         return {}
     return {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}

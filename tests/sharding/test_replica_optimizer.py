@@ -1,0 +1,205 @@
+"""`ReplicaOptimizer` against the optimizer that it shards, under DDP and alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from lightning_replica import ReplicaOptimizer
+from lightning_replica.errors import ConfigurationError, ReplicaError
+from tests.support.ranks import open_world, run_ranks
+
+WORLD = 4
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(net: nn.Module, optimizer: Any, rank: int, steps: range) -> list[list[float]]:
+    """Under DDP, which averages the gradients."""
+    ddp = DDP(net)
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().flatten().tolist() for p in net.parameters()]
+
+
+def same_as(rank: int, store: Any, name: str, options: dict[str, Any], **sharded: Any) -> Any:
+    open_world(rank, store, WORLD)
+    made: Callable[..., Any] = getattr(torch.optim, name)
+    whole, net = model(), model()
+    plain = made(whole.parameters(), **options)
+    expected = train(whole, plain, rank, range(4))
+    ours = ReplicaOptimizer(net.parameters(), made, **sharded, **options)
+    found = train(net, ours, rank, range(4))
+    digests: list[Any] = [None] * WORLD
+    dist.all_gather_object(digests, (ours.shard, ours.shard_digest()))
+    ours.consolidate_state_dict(to=1)
+    state = ours.state_dict() if rank == 1 else None
+    same_state = state is None or all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(state["state"][number][key]))
+        for number, entries in plain.state_dict()["state"].items()
+        for key, value in entries.items()
+    )
+    return [found == expected, len(set(digests)), same_state]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_the_bits_are_those_of_the_optimizer_itself(replicas: int, shared_memory: bool) -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    kwargs = {"replicas": replicas, "shared_memory": shared_memory, "bucket_bytes": 200}
+    for result in run_ranks(WORLD, _with, "AdamW", options, kwargs):
+        assert result == [True, WORLD // replicas, True]
+
+
+def _with(rank: int, store: Any, name: str, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    return same_as(rank, store, name, options, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adafactor", {"lr": 0.1})])
+def test_other_optimizers(name: str, options: dict[str, Any]) -> None:
+    partition = "parameter" if name == "Adafactor" else "element"
+    for same, _, same_state in run_ranks(WORLD, _with, name, options, {"partition": partition}):
+        assert (same, same_state) == (True, True)
+
+
+def goes_on(rank: int, store: Any) -> Any:
+    """A state that was collected, or that a plain optimizer has written, is loaded by another."""
+    open_world(rank, store, WORLD)
+    options = {"lr": 1e-2}
+    whole = model()
+    plain = torch.optim.AdamW(whole.parameters(), **options)
+    train(whole, plain, rank, range(2))
+    net = model()
+    net.load_state_dict(whole.state_dict())
+    ours = ReplicaOptimizer(net.parameters(), torch.optim.AdamW, replicas=2, **options)
+    ours.load_state_dict(plain.state_dict())
+    expected, found = train(whole, plain, rank, range(2, 4)), train(net, ours, rank, range(2, 4))
+    schedule = torch.optim.lr_scheduler.StepLR(ours, 1, 0.5)
+    ours.step()
+    schedule.step()
+    return [found == expected, ours.param_groups[0]["lr"], ours.optim.param_groups[0]["lr"]]
+
+
+def test_a_plain_state_is_loaded() -> None:
+    assert run_ranks(WORLD, goes_on) == [[True, 5e-3, 5e-3]] * WORLD
+
+
+def added(rank: int, store: Any) -> Any:
+    open_world(rank, store, WORLD)
+    results = []
+    for make in (torch.optim.Adam, lambda params, lr: ReplicaOptimizer(params, torch.optim.Adam, lr=lr)):
+        net = model()
+        optimizer: Any = make(net[0].parameters(), lr=1e-2)
+        train(net, optimizer, rank, range(2))
+        optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 1e-3})
+        results.append(train(net, optimizer, rank, range(2, 5)))
+    return results[0] == results[1]
+
+
+def test_a_param_group_that_is_added() -> None:
+    assert run_ranks(WORLD, added) == [True] * WORLD
+
+
+def moved(rank: int, store: Any) -> Any:
+    """A new process would do what rank 0 does here: it takes the shard of its peer."""
+    open_world(rank, store, WORLD)
+    net = model()
+    ours = ReplicaOptimizer(net.parameters(), torch.optim.AdamW, replicas=2, lr=1e-2)
+    train(net, ours, rank, range(3))
+    before, (first, peer) = ours.shard_digest(), ours.peers if rank in (0, 2) else (1, 3)
+    if rank in (0, 2):
+        manifest, tensors = ours.export_shard()
+        if rank == peer:
+            for tensor in tensors:
+                dist.send(tensor.contiguous(), first)
+        else:
+            for values in ours._sharded.buffers:
+                values.main.fill_(torch.nan)
+            ours.optim.state.clear()
+            ours.import_shard(manifest, lambda tensor: dist.recv(tensor, peer) and None)
+    dist.barrier()
+    return [ours.shard_digest() == before, train(net, ours, rank, range(3, 5))]
+
+
+def test_a_shard_comes_from_a_peer() -> None:
+    results = run_ranks(WORLD, moved)
+    assert [same for same, _ in results] == [True] * WORLD
+    assert all(weights == results[0][1] for _, weights in results)
+
+
+def joined(rank: int, store: Any) -> Any:
+    """Ranks have inputs of different numbers; those that are done go on making steps."""
+    open_world(rank, store, WORLD)
+    net = model()
+    ddp = DDP(net)
+    optimizer = ReplicaOptimizer(net.parameters(), torch.optim.SGD, replicas=2, lr=0.1, momentum=0.9, bucket_bytes=200)
+    with Join([ddp, optimizer]):
+        for step in range(3 + rank):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+    return [[p.detach().flatten().tolist() for p in net.parameters()], optimizer.shard_digest()]
+
+
+def alone() -> list[list[float]]:
+    """The same in one process: the average over the initial number of ranks, of those that have inputs."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3 + WORLD - 1):
+        optimizer.zero_grad()
+        for rank in (rank for rank in range(WORLD) if step < 3 + rank):
+            (net(batch(rank, step)).square().mean() / WORLD).backward()
+        optimizer.step()
+    return [p.detach().flatten().tolist() for p in net.parameters()]
+
+
+def test_uneven_inputs_under_torch_s_join() -> None:
+    results = run_ranks(WORLD, joined)
+    assert all(weights == results[0][0] for weights, _ in results)
+    assert [each for _, each in results[:2]] == [each for _, each in results[2:]], "peers have the same shard"
+    for ours, expected in zip(results[0][0], alone(), strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def refused(rank: int, store: Any) -> Any:
+    open_world(rank, store, WORLD)
+    said = []
+    for make in (
+        lambda params: ReplicaOptimizer(params, torch.optim.AdamW, replicas=3),
+        lambda params: ReplicaOptimizer(params, torch.optim.LBFGS),
+        lambda params: ReplicaOptimizer(params, torch.optim.Adafactor),
+        lambda params: ReplicaOptimizer(params, torch.optim.AdamW(params)),  # type: ignore[arg-type]
+    ):
+        try:
+            make(list(model().parameters()))
+        except ConfigurationError as error:
+            said.append(str(error))
+    try:
+        ReplicaOptimizer(model().parameters(), torch.optim.AdamW).state_dict()
+    except ReplicaError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_is_refused() -> None:
+    for found in run_ranks(WORLD, refused):
+        replicas, lbfgs, adafactor, no_class, state = found
+        assert "replicas=3 does not divide world_size=4" in replicas
+        assert "cannot shard LBFGS" in lbfgs
+        assert "partition='parameter'" in adafactor
+        assert "must be a class of torch.optim" in no_class
+        assert "does not have the whole state. Call `consolidate_state_dict" in state
