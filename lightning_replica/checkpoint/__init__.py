@@ -2,5 +2,6 @@
 
 Read the files bottom-up: manifest, publish (replaces a directory atomically), contents, coverage (checks that every
 element is there), directory (the checkpoints of a run), together, chunks (uses PyTorch Distributed Checkpoint), reads,
-writes, sharded, export. May import `sharding.engine` and below.
+writes, boxes (where a rank's tensors lie in the whole model), sources, resharding, sharded, export, whole_model,
+torch_dist and from_torch_dist (megatron-core's format). May import `sharding.engine` and below.
 """

@@ -93,7 +93,7 @@ class Resharding:
             found[place] = copy.deepcopy(info.plain)
             for key, dtype in info.like.items():
                 target = torch.empty_like(piece.parameter, dtype=named_dtype(dtype), requires_grad=False)
-                self._piece(partial(_state_key, there, key), name, piece, target)
+                self._piece(partial(state_key, there, key=key), name, piece, target)
                 found[place][key] = target
             for key, whole in info.whole.items():
                 (stored,) = self._sources.names(name)
@@ -215,7 +215,3 @@ class Batch:
 def strided(flat: Tensor, box: Box, block: Block, low: int) -> Tensor:
     """Return a view of ``block`` in ``flat``, the elements of a tensor from position ``low`` on, which has ``box``."""
     return flat.as_strided(block.size, box.strides, flat.storage_offset() + box.position(block) - low)
-
-
-def _state_key(optimizer: int, key: str, name: str) -> str:
-    return state_key(optimizer, name, key)

@@ -90,7 +90,7 @@ class WholeModel:
         for number, key, infos in self._states():
             for entry, dtype in infos[0].like.items():
                 if all(each.like.get(entry) == dtype for each in infos):
-                    tensor = self._tensor(key, dtype, partial(_state_key, number, entry))
+                    tensor = self._tensor(key, dtype, partial(state_key, number, key=entry))
                     found.setdefault(entry, {})[key] = tensor
         return found
 
@@ -149,7 +149,3 @@ def _all_of(key: str, stored: Stored) -> list[Found]:
             f" model of shape {list(shape or ())}. Use another checkpoint."
         )
     return found
-
-
-def _state_key(optimizer: int, entry: str, name: str) -> str:
-    return state_key(optimizer, name, entry)

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any, get_args
 
 from lightning_replica.cli import costs, losses
-from lightning_replica.cli.divided import Division, memory, of_stage, parts
+from lightning_replica.cli.division import Division, memory, of_stage, parts
 from lightning_replica.core import checks
 from lightning_replica.core.output import size, table, write
 from lightning_replica.errors import ConfigurationError

@@ -185,7 +185,28 @@ class Grid:
         return tuple(shard for shard, places in held.items() if len(set(places)) < len(places))
 
 
-def nodes_of(ranks: tuple[int, ...], per_node: int) -> int:
+def grids_of_every(
+    apart: int, ranks: range, replicas: int, per_node: int, averaged_over: int | None = None
+) -> tuple[Grid, ...]:
+    """Return ``apart`` grids of ``ranks``, each of every ``apart``-th of them.
+
+    Args:
+        apart: How far apart the ranks of a grid are.
+        ranks: The ranks.
+        replicas: Complete copies of the optimizer state, R.
+        per_node: Number of ranks on each node of the plan.
+        averaged_over: As in `Grid`.
+    """
+    found = []
+    for first in range(apart):
+        own = tuple(ranks[first::apart])
+        found.append(
+            Grid(own, replicas, _nodes_of(own, per_node), None if averaged_over == len(own) else averaged_over)
+        )
+    return tuple(found)
+
+
+def _nodes_of(ranks: tuple[int, ...], per_node: int) -> int:
     """Return on how many nodes the ranks of a grid stand; 1 if they are not spread evenly."""
     counts: dict[int, int] = {}
     for rank in ranks:

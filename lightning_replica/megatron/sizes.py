@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_replica.core import checks
-from lightning_replica.core.grid import Grid, nodes_of
+from lightning_replica.core.grid import Grid, grids_of_every
 from lightning_replica.core.grids import Grids
 from lightning_replica.errors import ConfigurationError
 
@@ -196,14 +196,13 @@ class ParallelSizes:
         self, apart: int, replicas: int, world_size: int, nodes: int, averaged_over: int | None = None
     ) -> tuple[Grid, ...]:
         """Return the grids of every ``apart``-th rank of each stage."""
-        in_stage, per_node = world_size // self.pipeline_model_parallel_size, world_size // nodes
-        found = []
-        for stage in range(0, world_size, in_stage):
-            for first in range(stage, stage + apart):
-                ranks = tuple(range(first, stage + in_stage, apart))
-                divisor = None if averaged_over == len(ranks) else averaged_over
-                found.append(Grid(ranks, replicas, nodes_of(ranks, per_node), divisor))
-        return tuple(found)
+        in_stage = world_size // self.pipeline_model_parallel_size
+        stages = (range(first, first + in_stage) for first in range(0, world_size, in_stage))
+        return tuple(
+            grid
+            for stage in stages
+            for grid in grids_of_every(apart, stage, replicas, world_size // nodes, averaged_over)
+        )
 
     def _in_stage(self, rank: int, world_size: int) -> int:
         return rank % (world_size // self.pipeline_model_parallel_size)

@@ -233,18 +233,6 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
             return checkpoint
         return {**checkpoint, "state_dict": weights_of_part(path, self.part(), module, checkpoint["state_dict"])}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a sharded checkpoint.
-
-        Raises:
-            ConfigurationError: Outside of a fit, where there are no shards and no rank has all of the model.
-        """
-        if self._training is None and self.part().name:
-            raise ConfigurationError(
-                f"{filepath} cannot be written outside of a fit: no rank has all of the model. Save it while fitting."
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def _device(self) -> Device:
         return with_tracker(super()._device())
 

@@ -1,5 +1,6 @@
 """The engine: what a rank owns, how it is reduced, updated and gathered. Other packages use `engine` only.
 
-Read the modules bottom-up: layout, buffers, collectives, reducer, gradients, piece, optimizer, guard, state.
+Read the modules bottom-up: layout, values, buffers, collectives, reducer, gradients, piece, optimizer, guard, state.
+`replica_optimizer` is for users, without the engine.
 May import `recovery.interface`, `groups` and below.
 """

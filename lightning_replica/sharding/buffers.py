@@ -1,6 +1,7 @@
 """The flat gradients of parameters, beside their flat values."""
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +106,7 @@ class Buffers(Values):
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        super().drop_gradients()
         self._accumulated = [False] * len(self.parameters)
 
     def zero_accumulated(self, set_to_none: bool) -> None:
@@ -121,7 +121,7 @@ class Buffers(Values):
         """Return the averaged gradient that this rank counts: over all ranks, each element of the model once."""
         return [part_of(self.grads, where) for where in self._counted]
 
-    @property
+    @cached_property
     def counted_numel(self) -> int:
         """Number of elements of parameters in `own_gradients`, without the gaps between them."""
         return sum(where.overlap(part).numel for where in self.layout.world for part in self._counted)

@@ -91,8 +91,8 @@ class ReplicaOptimizer(Optimizer, Joinable):
         self._sharded: ShardedOptimizer[Values] = ShardedOptimizer(
             self.optim, parameters, [grid], rank, settings, Values
         )
-        self._map(settings.shared_memory)
         self._can_map = settings.shared_memory
+        self._map()
         self._whole: dict[str, Any] | None = None
         self._is_made = True
 
@@ -137,21 +137,21 @@ class ReplicaOptimizer(Optimizer, Joinable):
         DDP's join hook reduces with them, but leaves what their last inputs gave in ``.grad``. torch's
         ``ZeroRedundancyOptimizer`` updates their shards with that.
         """
-        have = torch.zeros(self._groups.grid.size, dtype=torch.int64)
+        have = torch.zeros(self._groups.grid.size, dtype=torch.int64, device=self.join_device)
         have[self._groups.place] = int(has_inputs)
         dist.all_reduce(have, group=self._group)
         source = self._groups.grid.ranks[int(have.argmax())]
         if int(have.sum()) == len(have):
             return
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        present = [parameter.grad is not None for parameter in parameters]
+        there = torch.tensor(present, dtype=torch.uint8, device=self.join_device)
         dist.broadcast(there, source, group=self._group)
-        for parameter, present in zip(parameters, there.tolist(), strict=True):
-            if not present:
-                parameter.grad = None if not has_inputs else parameter.grad
-                continue
-            gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            dist.broadcast(gradient, source, group=self._group)
+        for parameter, is_there in zip(parameters, there.tolist(), strict=True):
+            gradient = None
+            if is_there:
+                gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                dist.broadcast(gradient, source, group=self._group)
             if not has_inputs:
                 parameter.grad = gradient
 
@@ -272,11 +272,11 @@ class ReplicaOptimizer(Optimizer, Joinable):
     def _follow_groups(self) -> None:
         new, gone = self._sharded.follow_groups()
         if new or gone:
-            self._map(self._can_map)
+            self._map()
 
-    def _map(self, can: bool) -> None:
+    def _map(self) -> None:
         blocks = [(values.block, values.layout) for values in self._sharded.buffers]
-        self._memory = shared.connect(self._groups, _go_on, blocks) if can else None
+        self._memory = shared.connect(self._groups, _go_on, blocks) if self._can_map else None
 
 
 class _Shadow(JoinHook):

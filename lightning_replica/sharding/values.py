@@ -94,7 +94,11 @@ class Values:
         gradient = local_gradient(self.parameters[piece.parameter])
         if gradient is None:
             raise ProtocolError(f"Parameter {self.order[piece.parameter]} has no gradient on this rank.")
-        return self.split(piece, gradient.to_dense() if gradient.is_sparse else gradient).to(self.main.dtype)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient.stride() != self._forms[piece.parameter].stride():
+            return self.split(piece, gradient).to(self.main.dtype)
+        flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+        return self._shape(piece, flat, piece.param).to(self.main.dtype)
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""
@@ -156,8 +160,8 @@ class Values:
 
     def release(self) -> None:
         """Give every parameter memory of its own again."""
+        self.drop_gradients()
         for parameter in self.parameters:
-            parameter.grad = None
             set_local(parameter, local_of(parameter).detach().clone(memory_format=torch.preserve_format))
 
     def _shape(self, piece: ParameterPiece, flat: Tensor, where: Range) -> Tensor:

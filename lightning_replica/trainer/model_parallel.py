@@ -131,9 +131,10 @@ class ModelParallel(LightningCheckpoints):
         """Write a checkpoint.
 
         Raises:
-            ConfigurationError: Outside of a fit under tensor parallelism: there are no shards, and no whole model.
+            ConfigurationError: Outside of a fit of a model that is divided among ranks: there are no shards, and no
+                rank has all of it.
         """
-        if self._tensor.on and self._training is None:
+        if self._training is None and self.part().name:
             raise ConfigurationError(
                 f"{filepath} cannot be written outside of a fit: no rank has all of the model. Save it while fitting."
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from lightning_replica._compat.dtensor import is_divided, is_shared, names_of_mesh, ranks_of
-from lightning_replica.core.grid import Grid, nodes_of
+from lightning_replica.core.grid import grids_of_every
 from lightning_replica.core.grids import Grids
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.engine import Partition
@@ -99,8 +99,7 @@ class TensorParallel:
                 f"{replicas=} does not divide the {copies} ranks that have the same parameters, with"
                 f" tensor_parallel_size={self.size} and world_size={world_size}. Choose one of {choices}."
             )
-        of_tensor_ranks = [tuple(range(first, world_size, self.size)) for first in range(self.size)]
-        grids = tuple(Grid(ranks, replicas, nodes_of(ranks, world_size // nodes)) for ranks in of_tensor_ranks)
+        grids = grids_of_every(self.size, range(world_size), replicas, world_size // nodes)
         return Grids(grids, tuple(f"tensor rank {first}" for first in range(self.size)))
 
     def mesh(self, kind: str, world_size: int) -> DeviceMesh:

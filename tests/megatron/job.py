@@ -176,16 +176,7 @@ def _half() -> MixedPrecision:
 
 
 def _strategy(case: Case, options: dict[str, Any]) -> ReplicaZeroStrategy:
-    common: dict[str, Any] = {
-        "replicas": case.replicas,
-        "bucket_bytes": 1024,
-        "shared_memory": case.shared_memory,
-        "max_tries": case.max_tries,
-        "hang_min_s": case.hang[0],
-        "hang_max_s": case.hang[1],
-        "guard": case.guard,
-        **options,
-    }
+    common = {**job.strategy_options(case), **options}
     if case.bare:
         return ReplicaZeroStrategy(**common)
     sizes = sizes_of(case).for_model

@@ -109,7 +109,7 @@ def test_the_loss_scale(untouched: Untouched) -> None:
 
 
 def test_a_fault_in_a_recovery(untouched: Untouched, tmp_path: Path) -> None:
-    """Of another stage, while the first rank's replacement joins."""
+    """A rank of another stage is lost in the same step."""
     faults = Fault("kill", 2, "backward", 2), Fault("kill", 0, "forward", 2)
     outcome = world.run(make("pp", *faults), tmp_path, target=job.run)
     outcome.assert_same(untouched("pp"))

@@ -297,6 +297,19 @@ class Model(L.LightningModule):
         self.log("own_sum", total)
 
 
+def strategy_options(case: Case) -> dict[str, Any]:
+    """What a case says of any strategy."""
+    return {
+        "replicas": case.replicas,
+        "bucket_bytes": 1024,
+        "shared_memory": case.shared_memory,
+        "max_tries": case.max_tries,
+        "hang_min_s": case.hang[0],
+        "hang_max_s": case.hang[1],
+        "guard": case.guard,
+    }
+
+
 def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any = None, **options: Any) -> None:
     """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
     torch.set_num_threads(1)
@@ -308,14 +321,8 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
     OfNodes.nodes = case.nodes
     trainer = L.Trainer(
         strategy=OfNodes(
-            case.replicas,
-            bucket_bytes=1024,
-            shared_memory=case.shared_memory,
+            **strategy_options(case),
             reduce_dtype=case.reduce_dtype,
-            max_tries=case.max_tries,
-            hang_min_s=case.hang[0],
-            hang_max_s=case.hang[1],
-            guard=case.guard,
             **options,
         ),
         accelerator=accelerator(case.accelerator),

@@ -155,15 +155,9 @@ def run(case: Case, out: Path, **options: Any) -> None:
 def _trainer(case: Case, out: Path, faults: job.Faults, max_steps: int = -1, **options: Any) -> L.Trainer:
     return L.Trainer(
         strategy=ReplicaZeroStrategy(
-            case.replicas,
+            **job.strategy_options(case),
             tensor_parallel_size=case.tensor,
             whole_gradients=case.whole_gradients,
-            bucket_bytes=1024,
-            shared_memory=case.shared_memory,
-            max_tries=case.max_tries,
-            hang_min_s=case.hang[0],
-            hang_max_s=case.hang[1],
-            guard=case.guard,
             **options,
         ),
         accelerator="cpu",
