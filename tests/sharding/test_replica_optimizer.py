@@ -114,6 +114,29 @@ def test_a_param_group_that_is_added() -> None:
     assert run_ranks(WORLD, added) == [True] * WORLD
 
 
+def without_ddp(rank: int, store: Any) -> Any:
+    """Ranks begin with weights of their own, compute the same gradients, and one parameter gets none."""
+    open_world(rank, store, WORLD)
+    torch.manual_seed(rank)
+    first, later, unused = (nn.Parameter(torch.randn(7, 5)) for _ in range(3))
+    ours = ReplicaOptimizer([first, unused], torch.optim.AdamW, replicas=2, lr=1e-2, weight_decay=0.5)
+    before = unused.tolist()
+    for step in range(4):
+        if step == 2:
+            ours.add_param_group({"params": [later]})
+        for parameter in (first, later) if step >= 2 else (first,):
+            parameter.grad = torch.full_like(parameter, float(step + 1))
+        ours.step()
+    return [first.tolist(), later.tolist(), unused.tolist() == before, ours.shard, ours.shard_digest()]
+
+
+def test_alone() -> None:
+    results = run_ranks(WORLD, without_ddp)
+    assert all(each[:3] == results[0][:3] for each in results)
+    assert results[0][2], "without a gradient, weight decay does not touch it"
+    assert len({(shard, found) for *_, shard, found in results}) == 2
+
+
 def moved(rank: int, store: Any) -> Any:
     """A new process would do what rank 0 does here: it takes the shard of its peer."""
     open_world(rank, store, WORLD)
@@ -148,7 +171,7 @@ def joined(rank: int, store: Any) -> Any:
     ddp = DDP(net)
     optimizer = ReplicaOptimizer(net.parameters(), torch.optim.SGD, replicas=2, lr=0.1, momentum=0.9, bucket_bytes=200)
     with Join([ddp, optimizer]):
-        for step in range(3 + rank):
+        for step in range(3 * rank):  # the first has none
             optimizer.zero_grad()
             ddp(batch(rank, step)).square().mean().backward()
             optimizer.step()
@@ -159,9 +182,9 @@ def alone() -> list[list[float]]:
     """The same in one process: the average over the initial number of ranks, of those that have inputs."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3 + WORLD - 1):
+    for step in range(3 * (WORLD - 1)):
         optimizer.zero_grad()
-        for rank in (rank for rank in range(WORLD) if step < 3 + rank):
+        for rank in (rank for rank in range(WORLD) if step < 3 * rank):
             (net(batch(rank, step)).square().mean() / WORLD).backward()
         optimizer.step()
     return [p.detach().flatten().tolist() for p in net.parameters()]
