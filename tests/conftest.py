@@ -1,5 +1,6 @@
 """What the whole run has to say, and what takes long to start."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -48,6 +49,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, likewise; this process is to outlive it
         signal.signal(signal.SIGHUP, lambda *_: None)
+    tests = os.getpid()
+    # Tests leave process groups in reference cycles, as failures do. A child that collects these hangs or crashes. A
+    # child of a rank is protected by the library alone (tests/groups/test_forks.py).
+    os.register_at_fork(after_in_child=lambda: gc.freeze() if os.getppid() == tests else None)
 
 
 @pytest.hookimpl(wrapper=True)
