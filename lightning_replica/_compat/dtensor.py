@@ -50,9 +50,11 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     to be added up over them.
     """
     gradient = parameter.grad
-    if is_divided(gradient) and is_divided(parameter) and gradient.placements != parameter.placements:
+    if not is_divided(gradient):
+        return gradient
+    if is_divided(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else local_of(gradient)
+    return local_of(gradient)
 
 
 def is_shared(tensor: Tensor) -> bool:

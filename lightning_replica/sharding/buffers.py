@@ -46,6 +46,7 @@ class Buffers(Values):
         self._grad_views = [
             view_like(form, self.grads, where) for form, where in zip(self._forms, self.layout.world, strict=True)
         ]
+        self._places = [(view.data_ptr(), view.stride()) for view in self._grad_views]
         for index, parameter in enumerate(self.parameters):
             if self.accumulates:
                 setattr(parameter, _ADDED, False)
@@ -63,27 +64,35 @@ class Buffers(Values):
             )
         return found
 
-    @torch.no_grad()  # under `backward(create_graph=True)` gradients have a graph; the buffer must not have one
     def attach(self, index: int) -> None:
         """Move a parameter's gradient into ``grads``, if it is not there yet.
 
         ``zero_grad`` leaves ``None``, so that the first gradient is written and not added. Users get an alias of the
         view: otherwise ``parameter.grad.data = x`` would make the view itself point to other memory than ``grads``.
         """
+        gradient = local_gradient(self.parameters[index])
+        if gradient is not None and (self.accumulates or self._is_elsewhere(index, gradient)):
+            self._move(index, gradient)
+
+    def _is_elsewhere(self, index: int, gradient: Tensor) -> bool:
+        if gradient.is_sparse:
+            return True
+        address, strides = self._places[index]
+        return gradient.data_ptr() != address or gradient.stride() != strides
+
+    @torch.no_grad()  # under `backward(create_graph=True)` gradients have a graph; the buffer must not have one
+    def _move(self, index: int, gradient: Tensor) -> None:
         parameter, view = self.parameters[index], self._grad_views[index]
-        gradient = local_gradient(parameter)
-        if gradient is None:
-            return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        if self.accumulates:
-            if getattr(parameter, _ADDED, False):  # the gradient is in the view already, and this one is a dummy
-                setattr(parameter, _ADDED, False)
-            else:
-                view.add_(gradient) if self._accumulated[index] else view.copy_(gradient)
-            parameter.grad, self._accumulated[index] = None, True
-        elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+        if not self.accumulates:
             view.copy_(gradient)
             parameter.grad = like(parameter, view.detach())
+            return
+        if getattr(parameter, _ADDED, False):  # the gradient is in the view already, and this one is a dummy
+            setattr(parameter, _ADDED, False)
+        else:
+            view.add_(gradient) if self._accumulated[index] else view.copy_(gradient)
+        parameter.grad, self._accumulated[index] = None, True
 
     def complete(self, bucket: Bucket) -> None:
         """Make all of a bucket's gradients ready to be sent; a missing gradient counts as zero."""

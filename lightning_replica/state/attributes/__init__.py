@@ -86,6 +86,40 @@ class Taken:
         return plain_values(self.values, None)
 
 
+class _Constants:
+    """A module whose state was only immutable values at a snapshot. If it still has them, nothing need be copied.
+
+    Most modules are like that in all steps of a run: what they keep are settings.
+
+    Args:
+        module: The module.
+        values: What the snapshot holds of it.
+        changed: Those of ``values`` that are not as they were when training began.
+    """
+
+    def __init__(self, module: nn.Module, values: dict[str, Kept], changed: dict[str, Kept]) -> None:
+        attributes = vars(module)
+        self.values, self.changed = values, changed
+        self._attributes, self._names = attributes, list(attributes)
+        self._types = list(map(type, attributes.values()))  # an attribute of another type may have become state
+
+    @staticmethod
+    def suits(module: nn.Module, values: dict[str, Kept]) -> bool:
+        """Return whether all of a module's state is immutable."""
+        attributes = vars(module)
+        return not isinstance(module, Metric) and all(kept is attributes[name] for name, kept in values.items())
+
+    def hold(self, module: nn.Module) -> bool:
+        """Return whether the module has the same values as then."""
+        now = vars(module)
+        return (
+            now is self._attributes
+            and list(now) == self._names
+            and list(map(type, now.values())) == self._types
+            and all(map(operator.is_, map(now.__getitem__, self.values), self.values.values()))
+        )
+
+
 class Copies:
     """Copies of tensors, kept from one snapshot to the next, and the attributes as they were when training began.
 
@@ -98,29 +132,44 @@ class Copies:
         self._first: dict[int, dict[str, Kept]] = {}
         self._tree: Tree | None = None
         self._keepers: list[int] = []  # modules of the tree that may have state whatever their hooks are
+        self._constants: dict[int, _Constants] = {}  # by number of the module
         first = self.take(Tree.of(module)).values
         if type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint:
             first.pop(0, None)  # a replacement loads no checkpoint, so all of these are sent to it
         self._first = first
+        self._constants.clear()  # these have been compared with nothing
 
     def take(self, tree: Tree) -> Taken:
         """Return copies of the attributes that the modules of a tree have now."""
         former, self._tensors = self._tensors, {}
         taken = Taken()
         for number in self._numbers(tree):
-            module = tree.modules[number]
-            own = _own(module)
-            values = {
-                name: self._keep(value, former, not _is_large(value))
-                for name, value in vars(module).items()
-                if name not in own and is_state(value)
-            }
+            values, changed = self._take(number, tree.modules[number], former)
             taken.values[number] = values
-            first = self._first.get(number, {})
-            changed = {n: kept for n, kept in values.items() if n not in first or not same(kept, first[n])}
             if changed:
                 taken.changed[number] = changed
         return taken
+
+    def _take(
+        self, number: int, module: nn.Module, former: dict[int, KeptTensor]
+    ) -> tuple[dict[str, Kept], dict[str, Kept]]:
+        """Return all of a module's attributes, and those of them that have changed since training began."""
+        constants = self._constants.get(number)
+        if constants is not None and constants.hold(module):
+            return constants.values, constants.changed
+        own = _own(module)
+        values = {
+            name: self._keep(value, former, not _is_large(value))
+            for name, value in vars(module).items()
+            if name not in own and is_state(value)
+        }
+        first = self._first.get(number, {})
+        changed = {n: kept for n, kept in values.items() if n not in first or not same(kept, first[n])}
+        if _Constants.suits(module, values):
+            self._constants[number] = _Constants(module, values, changed)
+        else:
+            self._constants.pop(number, None)
+        return values, changed
 
     def _numbers(self, tree: Tree) -> list[int]:
         """Return the numbers of the modules that may have state.
@@ -129,6 +178,7 @@ class Copies:
         """
         if tree is not self._tree:
             self._tree = tree
+            self._constants.clear()
             self._keepers = [number for number, each in enumerate(tree.modules) if not number or not _is_torchs(each)]
         hooked = tree.hooked()
         return sorted({*self._keepers, *hooked}) if hooked else self._keepers
