@@ -1,6 +1,8 @@
 """The training of a small GPT of megatron-core, with everything that model parallelism adds and can go out of step."""
 
 import json
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -48,6 +50,24 @@ class Case(job.Case):
     validate: bool = False  # and nothing else
     head: bool = False  # a layer of megatron-core's outside of its model, on the last stage
     plain: bool = False  # no dropout, scheduler, validation; the values of weights are told
+    workers: int = 0
+    worker_dies: int | None = None  # the rank whose DataLoader worker is killed once
+
+
+class Samples(TensorDataset):
+    """Tokens, and in the second batch of one rank, once, a death of the worker that loads it."""
+
+    def __init__(self, tokens: Tensor, case: Case, out: Path) -> None:
+        super().__init__(tokens)
+        self._is_fatal = case.worker_dies == int(os.environ["LOCAL_RANK"])
+        self._marker, self._loaded = out / "worker", 0
+
+    def __getitem__(self, index: int) -> Any:
+        self._loaded += 1
+        if self._is_fatal and self._loaded == 6 and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
 
 
 class GPT(L.LightningModule):
@@ -214,7 +234,8 @@ def run(case: Case, out: Path, **options: Any) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loaders = DataLoader(TensorDataset(tokens), 4, shuffle=True), DataLoader(TensorDataset(tokens[:4]), 4)
+    train = DataLoader(Samples(tokens, case, out), 4, shuffle=True, num_workers=case.workers)
+    loaders = train, DataLoader(TensorDataset(tokens[:4]), 4)
     if case.validate:
         (found,) = trainer.validate(model, loaders[1], ckpt_path=case.load, verbose=False)
         (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))

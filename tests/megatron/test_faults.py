@@ -1,6 +1,7 @@
 """Faults of every kind, on every coordinate: the bits are those of the untouched run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_a_fault(untouched: Untouched, tmp_path: Path, kind: str, point: str, na
     outcome = world.run(make(name, Fault(kind, rank, point, 2)), tmp_path, target=job.run)
     outcome.assert_same(untouched(name))
     assert any("recovered" in line for line in outcome.said + outcome.logs.splitlines())
+
+
+@pytest.mark.parametrize(("name", "rank"), [("tp", 3), ("pp", 1)])
+def test_a_worker_of_a_data_loader_dies(untouched: Untouched, tmp_path: Path, name: str, rank: int) -> None:
+    """Tensor ranks and stages read the same batches, each with its own workers: the death is one rank's."""
+    outcome = world.run(replace(make(name), workers=1, worker_dies=rank), tmp_path, target=job.run)
+    outcome.assert_same(untouched(name))
+    assert (tmp_path / "worker").exists()
+    assert f"worker death: rank {rank}" in outcome.logs
 
 
 def test_the_loss_scale(untouched: Untouched) -> None:
