@@ -77,10 +77,15 @@ def train(kind: str, count: int, ranks: int, standby: int, marks: Path) -> None:
 
 
 def measure(kind: str, count: int, ranks: int, standby: int) -> dict[str, list[float]]:
+    options = ["--kind", kind, "--count", str(count), "--ranks", str(ranks), "--standby", str(standby)]
+    return recoveries([sys.executable, __file__, *options], count)
+
+
+def recoveries(command: list[str], count: int) -> dict[str, list[float]]:
+    """Run a training that breaks ``count`` times, and return the seconds of its recoveries, in total and by phase."""
     with tempfile.TemporaryDirectory() as marks:
-        options = ["--kind", kind, "--count", str(count), "--ranks", str(ranks), "--standby", str(standby)]
         done = subprocess.run(
-            [sys.executable, __file__, *options, "--marks", marks],
+            [*command, "--marks", marks],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -309,6 +309,8 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Complete what the schedule has computed. The schedule has run the backward passes.
 
+        Hooks around them are called here: those before as soon as a loss exists, those after with reduced gradients.
+
         Raises:
             ConfigurationError: If the training step has not run a schedule.
         """
@@ -318,12 +320,17 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
                 " `self.trainer.strategy.forward_backward(self.forward_step, batch)` in `training_step`."
             )
         self._schedule_has_run = False
+        plugin, module = self.precision_plugin, self.lightning_module
+        if module is None:
+            raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
         begin("backward")
+        closure_loss = plugin.pre_backward(closure_loss, module)
         if not self._accumulating:  # it adds up over ranks, so once, when all batches of the step are there
             megatron.finalize(self._chunks())
         self.training.before_backward(self._accumulating)
         self.training.after_backward()
-        return closure_loss
+        loss: Tensor = plugin.post_backward(closure_loss, module)
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make one step. See `ReplicaZeroStrategy.optimizer_step`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -68,6 +68,31 @@ class Samples(TensorDataset):
             self._marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
+
+
+class Calls(Callback):
+    """The hooks of a step, in the order in which Lightning calls them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"names": list(self.names)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.names = list(state["names"])
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.names.append("zero")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.names.append("backward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.names.append("after backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.names.append("step")
 
 
 class GPT(L.LightningModule):
@@ -227,6 +252,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
         plugins=[_half()] if case.scaled else None,
         callbacks=[
             faults,
+            calls := Calls(),
             ModelCheckpoint(out / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1),
             *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
         ],
@@ -241,7 +267,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
         (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
         return
     trainer.fit(model, *loaders, ckpt_path=case.load or None)
-    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
+    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps({**_result(trainer, model), "calls": calls.names}))
 
 
 def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:

@@ -13,5 +13,5 @@ def test_the_same_bits(tmp_path: Path) -> None:
     ours = world.run(divided, tmp_path / "megatron", target=job.run)
     bare = world.run(replace(divided, bare=True), tmp_path / "bare", target=job.run)
     assert ours.code == bare.code == 0, ours.logs + bare.logs
-    for name in ("values", "main", "optimizer", "norms"):
+    for name in ("values", "main", "optimizer", "norms", "calls"):
         assert [rank[name] for rank in ours.ranks] == [rank[name] for rank in bare.ranks], name
