@@ -50,6 +50,20 @@ def is_initialized() -> bool:
     return bool(parallel_state.model_parallel_is_initialized())
 
 
+def sizes() -> dict[str, int | None]:
+    """Return the sizes that megatron-core's process groups were made with, by the names that `initialize` takes."""
+    from megatron.core import parallel_state as state
+
+    return {
+        "tensor_model_parallel_size": state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": state.get_expert_tensor_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": state.get_virtual_pipeline_model_parallel_world_size(),
+    }
+
+
 def seed(value: int) -> None:
     """Seed the random generators of tensor parallel regions."""
     from megatron.core import tensor_parallel

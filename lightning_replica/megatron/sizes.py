@@ -1,5 +1,6 @@
 """How a world is divided into model parallel and data parallel ranks: pure functions of integers."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,6 +105,21 @@ class ParallelSizes:
     def model_size(self) -> int:
         """Number of ranks that hold one copy of the model, and read the same data."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def check_groups(self, made: Mapping[str, int | None]) -> None:
+        """Check the sizes of process groups that were made before, for an earlier trainer or by the user.
+
+        Raises:
+            ConfigurationError: If they are not these.
+        """
+        wanted = {**self.for_groups, "expert_tensor_parallel_size": self.experts_tensor_size}
+        other = {name: size for name, size in made.items() if size != wanted[name]}
+        if other:
+            raise ConfigurationError(
+                f"megatron-core's process groups exist already, with {', '.join(f'{n}={s}' for n, s in other.items())},"
+                f" but the strategy has {', '.join(f'{name}={wanted[name]}' for name in other)}. Let the strategy make"
+                " them, and use the same sizes for all trainers of a script."
+            )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of ranks that read different data, DP.

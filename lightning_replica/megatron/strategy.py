@@ -191,9 +191,17 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
     # Setting up
 
     def setup_environment(self) -> None:
-        """Join the world, and make megatron-core's process groups."""
+        """Join the world, and make megatron-core's process groups.
+
+        Raises:
+            ConfigurationError: If they exist already, with other sizes.
+        """
         super().setup_environment()
-        if is_rank(self.cluster_environment) and not megatron.is_initialized():
+        if not is_rank(self.cluster_environment):
+            return
+        if megatron.is_initialized():
+            self._sizes.check_groups(megatron.sizes())
+        else:
             megatron.initialize(self._sizes.for_groups, max(1, int(self._timeout_s / 60)))
             megatron.seed(int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED)))
 

@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lightning_replica import MegatronReplicaStrategy
+from lightning_replica._compat import megatron
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.megatron.division import check_chunks
 from lightning_replica.megatron.sizes import ParallelSizes
 from tests.megatron import job
 from tests.megatron.test_faults import make
 from tests.support import world
+from tests.support.ranks import run_ranks
 
 SIZES = ParallelSizes(tensor_model_parallel_size=2)
 
@@ -69,6 +72,27 @@ def test_no_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_release_that_ci_installs_is_known() -> None:
     assert importlib.metadata.version("megatron-core").startswith("0.16.")
+
+
+def groups_of_others(rank: int, store: Any) -> list[str]:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    warnings.simplefilter("ignore")  # of parallel_state
+    megatron.initialize(ParallelSizes(tensor_model_parallel_size=2).for_groups, 1)
+    ParallelSizes(tensor_model_parallel_size=2).check_groups(megatron.sizes())
+    try:
+        ParallelSizes(pipeline_model_parallel_size=2).check_groups(megatron.sizes())
+    except ConfigurationError as error:
+        return [str(error)]
+    finally:
+        dist.destroy_process_group()
+    return []
+
+
+def test_groups_that_exist_with_other_sizes() -> None:
+    ((said,), other) = run_ranks(2, groups_of_others)
+    assert other == [said]
+    assert "with tensor_model_parallel_size=2, pipeline_model_parallel_size=1, expert_tensor" in said
+    assert "but the strategy has tensor_model_parallel_size=1, pipeline_model_parallel_size=2, expert" in said
 
 
 def test_heads_that_tensor_ranks_do_not_divide(tmp_path: Path) -> None:
