@@ -46,6 +46,7 @@ class Case(job.Case):
     bare: bool = False  # under ReplicaZeroStrategy, without a schedule of megatron-core's
     scaled: bool = False  # fp16, with a loss scale that is too large at first
     experts: bool = False  # even if one rank has all of them
+    biased: bool = False  # routers keep a bias for each expert, which follows the tokens of all ranks
     gated: bool = False  # SwiGLU, which has two tensors in one
     validate: bool = False  # and nothing else
     head: bool = False  # a layer of megatron-core's outside of its model, on the last stage
@@ -212,7 +213,10 @@ def _experts(case: Case) -> dict[str, Any]:
         return {"moe_token_dispatcher_type": "alltoall"}
     if not _has_experts(case):
         return {}
-    return {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+    found = {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+    if case.biased:
+        found |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    return found
 
 
 def _half() -> MixedPrecision:
@@ -281,6 +285,7 @@ def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:
         "norms": model.norms,
         "zeros": model.zeros,
         "scales": model.scales,
+        "bias": [values.tolist() for name, values in model.named_buffers() if name.endswith("expert_bias")],
         "weights": job._digest(*model.parameters(), *model.buffers()),
         "main": job._digest(*[buffers.main for buffers in state.buffers]),
         "optimizer": job._digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),

@@ -34,7 +34,7 @@ WORLDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "one": ({}, ()),
     "tp": ({"tensor": 2}, (0, 3)),
     "pp": ({"pipeline": 2}, (1, 2)),
-    "ep": ({"expert": 2}, (0, 3)),
+    "ep": ({"expert": 2, "biased": True}, (0, 3)),
     "vpp": ({"pipeline": 2, "virtual": 2, "accumulate": 2, "epochs": 2}, (0, 3)),
     "fp16": ({"tensor": 2, "scaled": True}, (1, 2)),
     "tp-pp": ({"tensor": 2, "pipeline": 2, "uneven": True}, (1, 6)),
@@ -116,6 +116,13 @@ def test_the_loss_scale(untouched: Untouched) -> None:
     assert scales[0] == 2.0**24, "one infinity does not shrink it yet"
     assert min(scales) < 2.0**24
     assert others == [scales] * 3
+
+
+def test_the_bias_of_experts(untouched: Untouched) -> None:
+    """It moves, the same on all ranks of a stage: what the faults of this world have to restore."""
+    (bias, *others) = [found["bias"] for found in untouched("ep").ranks]
+    assert any(any(values) for values in bias)
+    assert others == [bias] * 3
 
 
 def test_a_fault_in_a_recovery(untouched: Untouched, tmp_path: Path) -> None:
