@@ -107,10 +107,14 @@ def _common(model: WholeModel, contents: Contents, iteration: int) -> bytes:
     """Return what is no tensor, as ``torch.save`` writes it."""
     common: dict[str, Any] = {"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": _CONTENT}
     if model.state():
-        own = {"optimizer": {"param_groups": _groups(contents, model.steps() or iteration)}}
-        own["param_state_sharding_type"] = _SHARDING  # type: ignore[assignment]
+        steps = model.steps() or iteration
         apart = any("experts" in part for part in contents.parts)  # then megatron-core has a second optimizer for them
-        common["optimizer"] = {0: own, 1: own} if apart else own
+        # Each is an object of its own: megatron-core puts the tensors that it reads into them.
+        first, second = (
+            {"optimizer": {"param_groups": _groups(contents, steps)}, "param_state_sharding_type": _SHARDING}
+            for _ in range(2)
+        )
+        common["optimizer"] = {0: first, 1: second} if apart else first
     buffer = io.BytesIO()
     torch.save(common, buffer)
     return buffer.getvalue()

@@ -44,7 +44,7 @@ class Case(job.Case):
     micro: int | None = 2
     uneven: bool = False  # a last stage with fewer layers, and sequences of two lengths
     bare: bool = False  # under ReplicaZeroStrategy, without a schedule of megatron-core's
-    scaled: bool = False  # fp16, with a loss scale that is too large at first
+    scaled: bool = False  # fp16, with a loss scale that soon grows too large
     experts: bool = False  # even if one rank has all of them
     biased: bool = False  # routers keep a bias for each expert, which follows the tokens of all ranks
     gated: bool = False  # SwiGLU, which has two tensors in one
@@ -220,7 +220,7 @@ def _experts(case: Case) -> dict[str, Any]:
 
 
 def _half() -> MixedPrecision:
-    scaler = DynamicGradScaler("cpu", 2.0**24, growth_interval=2, hysteresis=2)
+    scaler = DynamicGradScaler("cpu", 2.0**18, growth_interval=2, hysteresis=2)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 

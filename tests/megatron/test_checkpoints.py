@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_replica.cli.main import main
 from tests.megatron import job
 from tests.megatron.test_faults import make
 from tests.support import world
@@ -76,3 +77,27 @@ def test_validation_in_other_sizes(tmp_path: Path) -> None:
         losses.append(sorted({rank["val"] for rank in found.ranks}))
     assert len(losses[0]) == 2  # each half of the ranks has other data
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tp", "ep"])
+def test_a_run_starts_from_what_megatron_core_would_read(tmp_path: Path, name: str) -> None:
+    """By way of megatron-core's form of a checkpoint, and back: the same weights, in any sizes; steps count from 0."""
+    case = replace(make(name), plain=True)
+    assert world.run(case, tmp_path / "untouched", target=job.run).code == 0
+    saved, exported, imported = tmp_path / "untouched/checkpoints/step=4.ckpt", tmp_path / "theirs", tmp_path / "ours"
+    assert main(["export", "--format", "megatron", str(saved), str(exported)]) == 0
+    assert main(["import", str(exported), str(imported)]) == 0
+    (found,) = imported.glob("step_*")
+    validated = [
+        world.run(replace(case, load=str(path), validate=True), tmp_path / path.name, target=job.run).ranks
+        for path in (saved, found)
+    ]
+    assert validated[0] == validated[1]
+    norms = []
+    for number, other in enumerate((case, replace(case, tensor=1, expert=1, experts=name == "ep", devices=2))):
+        run = world.run(replace(other, load=str(found)), tmp_path / f"fit{number}", target=job.run)
+        assert run.code == 0, run.logs
+        assert run.ranks[0]["progress"][0] == 4
+        norms.append(run.ranks[0]["norms"])
+    if name == "tp":  # with experts, four ranks read other batches than two
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
