@@ -101,8 +101,7 @@ def fails(rank: int, store: Any, folder: str) -> Any:
         fabric.barrier()
         if fabric.is_global_zero:
             damaged = bytearray(path.read_bytes())
-            for place in range(len(damaged) // 4, len(damaged) // 2):  # some of it is padding
-                damaged[place] ^= 1
+            damaged[damaged.find(training.model.last.weight.detach().numpy().tobytes())] ^= 1  # torch sees nothing
             (Path(folder) / "damaged.pt").write_bytes(damaged)
         fabric.barrier()
         try:

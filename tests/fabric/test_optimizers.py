@@ -58,6 +58,24 @@ def test_it_stays_what_it_is() -> None:
     assert run_ranks(WORLD, kept) == [[True] * 5] * WORLD
 
 
+def compiled(rank: int, store: Any) -> Any:
+    """The wrapper of DDP is under the compiled module, as Fabric has it."""
+    open_world(rank, store, 2)
+    results = []
+    for strategy in ("ddp", "replica_zero"):
+        fabric, net = launch(rank, 2, strategy), model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        wrapped, optimizer = fabric.setup(torch.compile(net, backend="eager"), optimizer)
+        for number in range(3):
+            step(fabric, wrapped, optimizer, number)
+        results.append([p.tolist() for p in net.parameters()])
+    return results[0] == results[1]
+
+
+def test_a_compiled_model() -> None:
+    assert run_ranks(2, compiled) == [True] * 2
+
+
 def sharded(rank: int, store: Any) -> Any:
     open_world(rank, store, WORLD)
     fabric = launch(rank, WORLD, "replica_zero")
