@@ -1,9 +1,10 @@
 """A PyTorch Lightning strategy with which a training job loses no step and no bit when ranks fail.
 
-Importing it registers the strategies ``replica_zero`` and ``replica_zero_megatron`` and the accelerator ``npu`` by
-their names, and does nothing else; but in a rank, it has the supervisor see it (`launch.rank`).
+Importing it registers the strategies ``replica_zero`` (of Trainer and of Fabric) and ``replica_zero_megatron`` and the
+accelerator ``npu`` by their names, and does nothing else; but in a rank, it has the supervisor see it (`launch.rank`).
 """
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -19,6 +20,7 @@ from lightning_replica.callbacks import (
 )
 from lightning_replica.devices.registered import register_fault
 from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
+from lightning_replica.fabric.strategy import FabricStrategy
 from lightning_replica.launch.rank import enter as _enter
 from lightning_replica.megatron.strategy import MegatronReplicaStrategy
 from lightning_replica.sharding.replica_optimizer import ReplicaOptimizer
@@ -29,6 +31,7 @@ __all__ = [
     "CheckpointPublisher",
     "ConfigurationError",
     "DyingGaspCheckpoint",
+    "FabricStrategy",
     "MegatronReplicaStrategy",
     "NPUAccelerator",
     "PeerRepair",
@@ -46,5 +49,6 @@ __all__ = [
 
 ReplicaZeroStrategy.register_strategies(StrategyRegistry)
 MegatronReplicaStrategy.register_strategies(StrategyRegistry)
+FabricStrategy.register_strategies(STRATEGY_REGISTRY)
 NPUAccelerator.register_accelerators(AcceleratorRegistry)
 _enter()

@@ -27,6 +27,7 @@ FOLDERS = [
     "nodes",
     "state",
     "accelerators",
+    "fabric",
     "trainer",
     "megatron",
     "chaos",
@@ -107,7 +108,8 @@ def test_each_room_says_what_it_may_import(folder: Path) -> None:
 def test_nothing_else_of_the_engine_is_used(path: Path) -> None:
     if not module_of(path).startswith("sharding"):
         found = [name for name in own_imports(path) if name.startswith("sharding")]
-        allowed = (ENGINE, "sharding.replica_optimizer") if module_of(path) == "" else ENGINE  # what users get of it
+        users_get = (ENGINE, "sharding.replica_optimizer")
+        allowed = users_get if room_of(path) in ("", "fabric") else (ENGINE,)
         assert not [name for name in found if not name.startswith(allowed)]
 
 
@@ -235,6 +237,7 @@ def test_public_names() -> None:
         "CheckpointPublisher",
         "ConfigurationError",
         "DyingGaspCheckpoint",
+        "FabricStrategy",
         "MegatronReplicaStrategy",
         "NPUAccelerator",
         "PeerRepair",
@@ -267,6 +270,9 @@ assert not [name for name in sys.modules if name.startswith(("lightning_replica.
 from lightning.pytorch.strategies import StrategyRegistry
 assert "replica_zero" in StrategyRegistry
 lightning_replica.ReplicaZeroStrategy.register_strategies(StrategyRegistry)  # twice is no error
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+assert STRATEGY_REGISTRY["replica_zero"]["strategy"] is lightning_replica.FabricStrategy
+lightning_replica.FabricStrategy.register_strategies(STRATEGY_REGISTRY)
 from lightning.pytorch.accelerators import AcceleratorRegistry
 assert "npu" in AcceleratorRegistry
 lightning_replica.NPUAccelerator.register_accelerators(AcceleratorRegistry)

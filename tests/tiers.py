@@ -25,6 +25,7 @@ LONG = (
     "tests/conf/test_wheel.py",
     "tests/devices/test_torch_npu_contract.py",
     "tests/examples",
+    "tests/fabric/test_launch.py",
     "tests/faults",
     "tests/groups/test_groups.py::test_a_peer_that_leaves_half_way",
     "tests/launch/test_external.py",

@@ -137,6 +137,11 @@ def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:
         _unregister_process_group(name)
 
 
+def default_store() -> Store:
+    """Return the store through which the ranks of the default group have found each other."""
+    return distributed_c10d._get_default_store()
+
+
 def is_registered(group: ProcessGroup) -> bool:
     """Return whether ``group`` is registered with torch, which means that it is not destroyed."""
     return group in distributed_c10d._world.pg_map

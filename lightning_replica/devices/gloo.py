@@ -11,6 +11,12 @@ NAME = "gloo"
 _ABORT_TAG = 0x7E57
 
 
+def backend_beside(device: torch.device) -> str:
+    """Return the backend argument with which gloo carries the host's tensors, and torch's choice the device's."""
+    own = dist.Backend.default_device_backend_map.get(device.type, NAME)
+    return NAME if device.type == "cpu" else f"cpu:{NAME},{device.type}:{own}"
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Make every collective of ``group`` fail, on this rank and on the others. Can be called from any thread.
 

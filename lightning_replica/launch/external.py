@@ -134,7 +134,7 @@ class ExternalEnvironment:
                 os.environ.setdefault(name, value)
         host, port = cluster.main_address, cluster.main_port
         served = None
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        if not _has_store():
             host = LOOPBACK if num_nodes == 1 else host
             served = _serve(host, port, num_nodes) if rank == 0 else None
         environment = cls(host, port, attempt, served)
@@ -230,6 +230,21 @@ def roll_call(
     if rank not in decided:
         raise RecoveryError(f"Rank {rank} came too late: ranks {decided} are writing the last checkpoint without it.")
     return [json.loads(each) for each in store.multi_get([keys.share(topic, each) for each in decided])]
+
+
+def store_of_attempt(cluster: ClusterEnvironment) -> dist.Store | None:
+    """Return the launcher's store, under a prefix that names the attempt; None if the launcher has none.
+
+    torchrun keeps its store when it starts all ranks again, and torch's process groups have the same names in every
+    attempt. So without the prefix, a rank may find the address of a process that is gone, and wait for it.
+    """
+    if not _has_store():
+        return None
+    return part_of(connect(cluster.main_address, cluster.main_port), f"lightning_replica/{_attempt(os.environ)}")
+
+
+def _has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _attempt(environment: Mapping[str, str]) -> str:

@@ -54,7 +54,7 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
         raise ConfigurationError(
             f"partition='element' cuts parameters into pieces, but {name} is not known to update every element on its"
             " own, so it might compute something else on pieces. If it updates each parameter on its own, use"
-            " `ReplicaZeroStrategy(partition='parameter')`, which keeps parameters whole. Otherwise, use one of"
+            " `partition='parameter'`, which keeps parameters whole. Otherwise, use one of"
             f" {known} (or a subclass)."
         )
 

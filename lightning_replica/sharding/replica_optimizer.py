@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lightning_replica.core import checks
+from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.devices.host import on_host
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.groups.membership import groups_within
@@ -27,6 +28,7 @@ from lightning_replica.sharding.values import Values
 from lightning_replica.sharding.whole import gather_optimizer, load_optimizer
 
 _MASK = 2**64 - 1
+_MAIN = "main_parameters"
 
 
 class ReplicaOptimizer(Optimizer, Joinable):
@@ -46,6 +48,7 @@ class ReplicaOptimizer(Optimizer, Joinable):
             keeps them whole.
         shared_memory: Whether ranks on one machine's CPU read each other's memory instead of sending.
         bucket_bytes: Size of a bucket in which parameters are sent; None for 16 MiB.
+        timeout_s: Time after which a collective fails on its own, in seconds.
         **defaults: Arguments of ``optimizer_class``.
 
     Raises:
@@ -61,23 +64,68 @@ class ReplicaOptimizer(Optimizer, Joinable):
         partition: Partition = "element",
         shared_memory: bool = True,
         bucket_bytes: int | None = None,
+        timeout_s: float = 1800.0,
         **defaults: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise ConfigurationError(f"{optimizer_class=} must be a class of torch.optim, such as torch.optim.AdamW.")
+        optimizer = optimizer_class(params, **defaults)
+        self._shard(optimizer, replicas, process_group, partition, shared_memory, bucket_bytes, timeout_s)
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        replicas: int = 2,
+        process_group: dist.ProcessGroup | None = None,
+        partition: Partition = "element",
+        shared_memory: bool = True,
+        bucket_bytes: int | None = None,
+        timeout_s: float = 1800.0,
+    ) -> ReplicaOptimizer:
+        """Shard the state of an optimizer that exists. Collective.
+
+        It stays the object that updates, so its hooks are called, and schedulers that were made for it have an effect.
+        Do not call its ``step`` any more.
+
+        Args:
+            optimizer: The optimizer. If it has state already, that must be the same on all ranks.
+            replicas: See the class, as for all others.
+            process_group: The ranks.
+            partition: How parameters are cut.
+            shared_memory: Whether ranks on one machine's CPU read each other's memory.
+            bucket_bytes: Size of a bucket.
+            timeout_s: Time after which a collective fails on its own, in seconds.
+
+        Raises:
+            ConfigurationError: If R does not divide the number of ranks, or the optimizer cannot be sharded.
+        """
+        made = cls.__new__(cls)
+        made._shard(optimizer, replicas, process_group, partition, shared_memory, bucket_bytes, timeout_s)
+        return made
+
+    def _shard(
+        self,
+        optimizer: Optimizer,
+        replicas: int,
+        process_group: dist.ProcessGroup | None,
+        partition: Partition,
+        shared_memory: bool,
+        bucket_bytes: int | None,
+        timeout_s: float,
     ) -> None:
         Joinable.__init__(self)
         checks.whole(1, replicas=replicas)
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise ConfigurationError(f"{optimizer_class=} must be a class of torch.optim, such as torch.optim.AdamW.")
         self._is_made = False
-        super().__init__(params, defaults)
-        group = dist.group.WORLD if process_group is None else process_group
-        if group is None:
+        self._group = dist.group.WORLD if process_group is None else process_group
+        if self._group is None:
             raise ConfigurationError("There is no process group: call `torch.distributed.init_process_group` before.")
-        self._group = group
-        self.optim = optimizer_class(self.param_groups, **defaults)
+        Optimizer.__init__(self, optimizer.param_groups, optimizer.defaults)
+        self.optim = optimizer
         self._share()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._groups = groups_within(
-            self._group, replicas, timedelta(minutes=30), all(on_host(parameter) for parameter in parameters)
+            self._group, replicas, timedelta(seconds=timeout_s), all(on_host(parameter) for parameter in parameters)
         )
         self._equalize(parameters)
         settings = EngineSettings(
@@ -91,6 +139,7 @@ class ReplicaOptimizer(Optimizer, Joinable):
         self._sharded: ShardedOptimizer[Values] = ShardedOptimizer(
             self.optim, parameters, [grid], rank, settings, Values
         )
+        self._compare()
         self._can_map = settings.shared_memory
         self._map()
         self._whole: dict[str, Any] | None = None
@@ -165,8 +214,7 @@ class ReplicaOptimizer(Optimizer, Joinable):
         if not self._is_made:
             super().add_param_group(param_group)
             return
-        self.optim.add_param_group(param_group)
-        self._share()
+        self.optim.add_param_group(param_group)  # to the list that both have
         added = self.param_groups[-1]["params"]
         self._equalize(added)
         self._sharded.admit(added)
@@ -181,10 +229,14 @@ class ReplicaOptimizer(Optimizer, Joinable):
         """
         self._follow_groups()
         found = gather_optimizer(self._sharded, self._groups, _go_on, to)
-        self._whole = found.state_dict if self._groups.place == to else None
+        self._whole = None
+        if self._groups.place == to:
+            self._whole = {**found.state_dict, **({_MAIN: found.main} if found.main else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, as ``optimizer_class`` would without sharding.
+
+        Where parameters have 16 bits, their values in 32 bits are in it too, which other optimizers pass over.
 
         Raises:
             ReplicaError: If `consolidate_state_dict` has not collected it on this rank since the last step.
@@ -209,7 +261,7 @@ class ReplicaOptimizer(Optimizer, Joinable):
         for values in self._sharded.buffers:
             values.reclaim()
             values.main_from_params()
-        load_optimizer(self._sharded, state_dict)
+        load_optimizer(self._sharded, state_dict, state_dict.get(_MAIN))
         self._share()
 
     # Shards, for recovery by others
@@ -268,6 +320,19 @@ class ReplicaOptimizer(Optimizer, Joinable):
         """Give all ranks the parameters of the first, as DDP does: otherwise holders of a shard would differ."""
         for parameter in parameters:
             dist.broadcast(parameter.data, self._groups.grid.ranks[0], group=self._group)
+
+    def _compare(self) -> None:
+        """Raise unless all holders of this shard have the same: what an optimizer brings may differ.
+
+        Raises:
+            ConfigurationError: On all of them.
+        """
+        own = self.shard_digest().to_bytes(8, "little")
+        if len(set(all_gather_bytes(own, self._groups.peers, _go_on))) > 1:
+            raise ConfigurationError(
+                f"The {type(self.optim).__name__} of ranks {', '.join(map(str, self.peers))} has state already, and not"
+                " the same on each. Load the same state on all ranks, or shard the optimizer before its first step."
+            )
 
     def _follow_groups(self) -> None:
         new, gone = self._sharded.follow_groups()

@@ -30,13 +30,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica.core.machine import machine
 from lightning_replica.core.works import Check, Work, track, wait
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
@@ -216,7 +216,7 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]
     if groups.node is None:
         return None
     grid, group = groups.grid, groups.node
-    own = torch.tensor([_machine(), os.getpid(), *(block.file for block, _ in blocks)])
+    own = torch.tensor([machine(), os.getpid(), *(block.file for block, _ in blocks)])
     table = [torch.empty_like(own) for _ in range(group.size())]
     wait(track(dist.all_gather(table, own, group=group, async_op=True)), check)
     windows: dict[int, Sequence[Views]] | None = None
@@ -238,15 +238,6 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]
     failed = torch.tensor([float(windows is None)])
     wait(track(dist.all_reduce(failed, group=group, async_op=True)), check)
     return None if windows is None or failed.item() else SharedMemory(groups, group, check, windows)
-
-
-def _machine() -> int:
-    """Return a number that ranks have in common if they run under one kernel and see the same processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return -1
-    processes = os.stat("/proc/self/ns/pid").st_ino
-    return (int(boot.read_text().replace("-", ""), 16) ^ processes) % 2**62
 
 
 def _copy(to: Tensor, where: Range, source: Tensor, there: Range) -> None:

@@ -98,6 +98,38 @@ def test_a_plain_state_is_loaded() -> None:
     assert run_ranks(WORLD, goes_on) == [[True, 5e-3, 5e-3]] * WORLD
 
 
+def of_16_bits(rank: int, store: Any) -> Any:
+    """An optimizer that exists, of 16-bit weights: small steps add up in 32 bits, also after its state was loaded."""
+    open_world(rank, store, WORLD)
+    net, other = model().bfloat16(), model().bfloat16()
+    mine = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    ours = ReplicaOptimizer.of(mine, replicas=2, bucket_bytes=200)
+    again = ReplicaOptimizer.of(torch.optim.SGD(other.parameters(), lr=1.0), replicas=4)
+
+    def train(net: nn.Module, optimizer: Any, steps: int) -> list[list[float]]:
+        for _ in range(steps):
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+        return [p.tolist() for p in net.parameters()]
+
+    before = [p.tolist() for p in net.parameters()]
+    train(net, ours, 3)
+    ours.consolidate_state_dict()
+    (state,) = [ours.state_dict()] if rank == 0 else [None]
+    received = [state]
+    dist.broadcast_object_list(received)
+    other.load_state_dict(net.state_dict())
+    again.load_state_dict(received[0])
+    torch.optim.SGD(model().parameters()).load_state_dict(received[0])  # passes over what it does not know
+    rates = {group["lr"] for optimizer in (mine, ours, again) for group in optimizer.param_groups}
+    return [train(net, ours, 20) == train(other, again, 20), [p.tolist() for p in net.parameters()] != before, *rates]
+
+
+def test_weights_of_16_bits() -> None:
+    assert run_ranks(WORLD, of_16_bits) == [[True, True, 1e-4]] * WORLD
+
+
 def added(rank: int, store: Any) -> Any:
     open_world(rank, store, WORLD)
     results = []
