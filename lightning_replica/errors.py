@@ -9,6 +9,7 @@ ReplicaError
 ├── TransferError            a shard or a snapshot arrived damaged or not at all
 ├── HookError                a recovery hook of the user's raised; recovery is tried again
 ├── CheckpointError          a checkpoint is damaged, unfinished, of another model, or could not be written
+├── UncollectedStateError    the whole state of a `ReplicaOptimizer` was asked of a rank that has not collected it
 ├── WorkerDiedError          a worker of a DataLoader has died; its loader begins again where the batch was to come
 ├── DeviceLostError          this process cannot use its device any more; it ends, and is replaced
 ├── ProtocolError            ranks report what the commit rule rules out: a bug here, never a fault of the machine
@@ -53,6 +54,10 @@ class CheckpointError(ReplicaError):
 
     Not a ``ValueError``: what was asked for is fine, what lies on the disk is not.
     """
+
+
+class UncollectedStateError(ReplicaError, RuntimeError):
+    """This rank has not collected the whole state. A ``RuntimeError``, as that of torch's `ZeroRedundancyOptimizer`."""
 
 
 class WorkerDiedError(ReplicaError, RuntimeError):

@@ -114,6 +114,27 @@ def open_group(wanted: NewGroup, name: str, store: Store) -> ProcessGroup:
     return opened
 
 
+def open_group_within(group: ProcessGroup, ranks: tuple[int, ...], name: str, timeout: timedelta) -> ProcessGroup:
+    """Open a process group of some ranks of another, in this order, with its backend. All members call this.
+
+    ``new_group(use_local_synchronization=True)`` derives the name from the number of groups that a rank is in. So it
+    hangs where its members are in different numbers of groups.
+
+    Args:
+        group: The group that all members are in.
+        ranks: The members, by their global numbers.
+        name: Name of the new group, on which the members have agreed, and which no other group has.
+        timeout: The time after which a collective fails.
+
+    Raises:
+        RuntimeError: If the members do not connect in time.
+    """
+    default = distributed_c10d._get_default_group()
+    world = distributed_c10d._world
+    wanted = NewGroup(ranks, ranks.index(default.rank()), str(world.pg_map[group][0]), timeout)
+    return open_group(wanted, name, world.pg_map[default][1])
+
+
 def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:
     """Do what ``destroy_process_group`` does for one group; do nothing if the group is destroyed already.
 

@@ -43,7 +43,6 @@ class FabricStrategy(DDPStrategy):
         partition: "element" cuts parameters anywhere, for optimizers that update every element on its own. "parameter"
             keeps parameters whole, for all other optimizers (Muon, Adafactor ...).
         shared_memory: Whether ranks on one machine's CPU read each other's memory where they can, instead of sending.
-        bucket_bytes: Size of the buckets in which parameters are sent; None is 16 MiB.
         find_unused_parameters: As in torch's DistributedDataParallel.
         static_graph: As in torch's DistributedDataParallel.
         gradient_as_bucket_view: As in torch's DistributedDataParallel; saves a copy of the gradients.
@@ -70,7 +69,6 @@ class FabricStrategy(DDPStrategy):
         replicas: int = 2,
         partition: Partition = "element",
         shared_memory: bool = True,
-        bucket_bytes: int | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -84,7 +82,7 @@ class FabricStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        checks.whole(1, replicas=replicas, **{} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})
+        checks.whole(1, replicas=replicas)
         checks.seconds(timeout_s=timeout_s)
         checks.choice("partition", partition, ("element", "parameter"))
         checks.choice("shared_memory", shared_memory, (True, False))
@@ -104,7 +102,7 @@ class FabricStrategy(DDPStrategy):
             **{} if broadcast_buffers else {"broadcast_buffers": False},  # torch 2.13 warns of its name
         )
         self._replicas, self._partition, self._timeout_s = replicas, partition, timeout_s
-        self._shared_memory, self._bucket_bytes = shared_memory, bucket_bytes
+        self._shared_memory = shared_memory
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -186,7 +184,6 @@ class FabricStrategy(DDPStrategy):
                 replicas=self._replicas if self.world_size > 1 else 1,
                 partition=self._partition,
                 shared_memory=self._shared_memory,
-                bucket_bytes=self._bucket_bytes,
                 timeout_s=self._timeout_s,
             )
 

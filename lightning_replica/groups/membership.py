@@ -8,12 +8,15 @@ on all grids, and a rank can roll forward with the commit of any other rank (tes
 is in two grids has groups of both.
 """
 
-from collections.abc import Sequence
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_replica._compat.groups import open_group_within
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import CollectiveError
 
@@ -99,8 +102,16 @@ def make_groups(grid: Grid, rank: int, timeout: timedelta, on_host: bool = True,
         others: The further grids that this rank is in. Its peers are the same in all of them.
     """
     world = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
+
     # A group of peers for each grid, too: what one grid sends must not fall between two buckets of another.
-    first, *further = [_of_grid(each, rank, timeout, on_host, world) for each in (grid, *others)]
+    def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        if group is None or isinstance(group, int):
+            raise CollectiveError(f"rank {rank} is not in the process group of {ranks=}")
+        found: dist.ProcessGroup = group
+        return found
+
+    first, *further = [_of_grid(each, rank, on_host, world, new) for each in (grid, *others)]
     return replace(first, others=tuple(further))
 
 
@@ -117,18 +128,23 @@ def groups_within(group: dist.ProcessGroup, replicas: int, timeout: timedelta, o
         ConfigurationError: If R does not divide the number of ranks.
     """
     grid = Grid(tuple(dist.get_process_group_ranks(group)), replicas)
-    return _of_grid(grid, dist.get_rank(), timeout, on_host, group)
-
-
-def _of_grid(grid: Grid, rank: int, timeout: timedelta, on_host: bool, world: dist.ProcessGroup) -> Groups:
+    agreed = [uuid.uuid4().hex]
+    dist.broadcast_object_list(agreed, grid.ranks[0], group)
+    numbers = itertools.count()
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        if group is None or isinstance(group, int):
-            raise CollectiveError(f"rank {rank} is not in the process group of {ranks=}")
-        found: dist.ProcessGroup = group
-        return found
+        return open_group_within(group, ranks, f"lightning_replica/{agreed[0]}/{next(numbers)}/{ranks}", timeout)
 
+    return _of_grid(grid, dist.get_rank(), on_host, group, new)
+
+
+def _of_grid(
+    grid: Grid,
+    rank: int,
+    on_host: bool,
+    world: dist.ProcessGroup,
+    new: Callable[[tuple[int, ...]], dist.ProcessGroup],
+) -> Groups:
     members = world if grid.ranks == tuple(range(dist.get_world_size())) else new(grid.ranks)
     replica, peers = new(grid.replica_ranks(rank)), new(grid.peers(rank))
     groups = Groups(grid, rank, world, members, replica, peers, members, on_host=on_host)

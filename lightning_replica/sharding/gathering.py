@@ -118,10 +118,10 @@ def _buckets(active: Sequence[Stored]) -> list[tuple[Stored, Bucket]]:
 
 def _in_replica(bucket: Bucket, flat: Tensor, groups: Groups) -> list[Work]:
     """Begin the gather of a bucket in one level: one collective for each replica that a shard has pieces of."""
-    shards, places = groups.grid.shards, range(groups.grid.size)
+    shards, places = groups.grid.shards, range(len(bucket.pieces))
     return [
         work
-        for first in range(0, groups.grid.size, shards)
+        for first in range(0, len(places), shards)
         for work in collectives.collect(
             flat, [bucket.pieces[place] for place in places[first : first + shards]], groups.replica, groups.on_host
         )

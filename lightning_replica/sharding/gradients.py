@@ -96,7 +96,7 @@ class Gradients:
         """Map the other ranks' memory where that is possible and not done yet. Collective."""
         if self._can_map and not self._mapped:
             for way in self.ways(self._all()):
-                blocks = [(buffers.block, buffers.layout) for buffers in way.active]
+                blocks = [(buffers.block, buffers.main_numels) for buffers in way.active]
                 way.reducer.map(shared.connect(way.groups, self._check, blocks))
             self._mapped = True
 

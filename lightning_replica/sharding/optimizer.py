@@ -47,15 +47,16 @@ def check_optimizer(optimizer: Optimizer, partition: Partition) -> None:
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise ConfigurationError(
-                f"`replica_zero` cannot shard {name}: {reason}. Use another optimizer, or `strategy='ddp'`."
+                f"`replica_zero` cannot shard {name}: {reason}. Use another optimizer, or do not shard this one"
+                " (`strategy='ddp'`)."
             )
     if partition == "element" and not isinstance(optimizer, ELEMENT_WISE):
         known = ", ".join(cls.__name__ for cls in ELEMENT_WISE)
         raise ConfigurationError(
             f"partition='element' cuts parameters into pieces, but {name} is not known to update every element on its"
-            " own, so it might compute something else on pieces. If it updates each parameter on its own, use"
-            " `partition='parameter'`, which keeps parameters whole. Otherwise, use one of"
-            f" {known} (or a subclass)."
+            " own, so it might compute something else on pieces. If it updates each parameter on its own, set"
+            " partition='parameter' (of the strategy or of `ReplicaOptimizer`), which keeps parameters whole."
+            f" Otherwise, use one of {known} (or a subclass)."
         )
 
 
@@ -243,17 +244,18 @@ class ShardedOptimizer(Generic[Store]):
         for buffers in self.buffers:
             buffers.drop_gradients()
 
-    def update(self, prepare: Callable[[list[Tensor]], None]) -> None:
+    def update(self, prepare: Callable[[list[Tensor]], None], **kwargs: Any) -> None:
         """Make one optimizer step on the shard; parameters without a gradient on any rank are left out.
 
         Args:
             prepare: Called with the gradients, in 32 bits where parameters have 16, to scale or clip them in place.
+            **kwargs: Further arguments of the optimizer's ``step``.
         """
         for piece in self.pieces:
             piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
         prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
         with self.swapped():
-            self.optimizer.step(*self._step_takes)  # schedulers have wrapped this method since
+            self.optimizer.step(*self._step_takes, **kwargs)  # schedulers have wrapped this method since
         for piece in self.pieces:
             piece.parameter.grad = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -9,22 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lightning_replica.core import checks
 from lightning_replica.core.exchange import all_gather_bytes
+from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import on_host
-from lightning_replica.errors import ConfigurationError, ReplicaError
+from lightning_replica.errors import ConfigurationError, UncollectedStateError
 from lightning_replica.groups.membership import groups_within
 from lightning_replica.sharding import moving, shared
-from lightning_replica.sharding.gathering import gather_parameters
+from lightning_replica.sharding.arguments import check_dense, check_optimizer_class, group_of
 from lightning_replica.sharding.guard import digest
+from lightning_replica.sharding.in_place import InPlace, gather_in_place
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.listing import shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer
 from lightning_replica.sharding.settings import EngineSettings
-from lightning_replica.sharding.values import Values
 from lightning_replica.sharding.whole import gather_optimizer, load_optimizer
 
 _MASK = 2**64 - 1
@@ -47,12 +49,12 @@ class ReplicaOptimizer(Optimizer, Joinable):
         partition: "element" cuts parameters anywhere, for optimizers that update every element on its own; "parameter"
             keeps them whole.
         shared_memory: Whether ranks on one machine's CPU read each other's memory instead of sending.
-        bucket_bytes: Size of a bucket in which parameters are sent; None for 16 MiB.
         timeout_s: Time after which a collective fails on its own, in seconds.
         **defaults: Arguments of ``optimizer_class``.
 
     Raises:
-        ConfigurationError: If R does not divide the number of ranks, or the optimizer cannot be sharded.
+        ConfigurationError: If R does not divide the number of ranks, the optimizer or a parameter cannot be sharded, or
+            an argument is one of torch's or FairScale's sharded optimizers only.
     """
 
     def __init__(
@@ -63,14 +65,12 @@ class ReplicaOptimizer(Optimizer, Joinable):
         process_group: dist.ProcessGroup | None = None,
         partition: Partition = "element",
         shared_memory: bool = True,
-        bucket_bytes: int | None = None,
         timeout_s: float = 1800.0,
         **defaults: Any,
     ) -> None:
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise ConfigurationError(f"{optimizer_class=} must be a class of torch.optim, such as torch.optim.AdamW.")
+        check_optimizer_class(optimizer_class, defaults)
         optimizer = optimizer_class(params, **defaults)
-        self._shard(optimizer, replicas, process_group, partition, shared_memory, bucket_bytes, timeout_s)
+        self._shard(optimizer, replicas, process_group, partition, shared_memory, timeout_s)
 
     @classmethod
     def of(
@@ -80,7 +80,6 @@ class ReplicaOptimizer(Optimizer, Joinable):
         process_group: dist.ProcessGroup | None = None,
         partition: Partition = "element",
         shared_memory: bool = True,
-        bucket_bytes: int | None = None,
         timeout_s: float = 1800.0,
     ) -> ReplicaOptimizer:
         """Shard the state of an optimizer that exists. Collective.
@@ -94,14 +93,13 @@ class ReplicaOptimizer(Optimizer, Joinable):
             process_group: The ranks.
             partition: How parameters are cut.
             shared_memory: Whether ranks on one machine's CPU read each other's memory.
-            bucket_bytes: Size of a bucket.
             timeout_s: Time after which a collective fails on its own, in seconds.
 
         Raises:
             ConfigurationError: If R does not divide the number of ranks, or the optimizer cannot be sharded.
         """
         made = cls.__new__(cls)
-        made._shard(optimizer, replicas, process_group, partition, shared_memory, bucket_bytes, timeout_s)
+        made._shard(optimizer, replicas, process_group, partition, shared_memory, timeout_s)
         return made
 
     def _shard(
@@ -111,15 +109,12 @@ class ReplicaOptimizer(Optimizer, Joinable):
         process_group: dist.ProcessGroup | None,
         partition: Partition,
         shared_memory: bool,
-        bucket_bytes: int | None,
         timeout_s: float,
     ) -> None:
         Joinable.__init__(self)
         checks.whole(1, replicas=replicas)
+        self._group = group_of(process_group)
         self._is_made = False
-        self._group = dist.group.WORLD if process_group is None else process_group
-        if self._group is None:
-            raise ConfigurationError("There is no process group: call `torch.distributed.init_process_group` before.")
         Optimizer.__init__(self, optimizer.param_groups, optimizer.defaults)
         self.optim = optimizer
         self._share()
@@ -129,15 +124,16 @@ class ReplicaOptimizer(Optimizer, Joinable):
         )
         self._equalize(parameters)
         settings = EngineSettings(
-            bucket_bytes,
+            sys.maxsize,  # one bucket: nothing is reduced, so nothing is gained by several
             partition,
             manual=True,
             shared_memory=shared_memory and self._groups.on_host,
             recoverable=False,
         )
-        grid, rank = self._groups.grid, self._groups.rank
-        self._sharded: ShardedOptimizer[Values] = ShardedOptimizer(
-            self.optim, parameters, [grid], rank, settings, Values
+        rank = self._groups.rank
+        replica = Grid(self._groups.grid.replica_ranks(rank), 1)
+        self._sharded: ShardedOptimizer[InPlace] = ShardedOptimizer(
+            self.optim, parameters, [replica], rank, settings, InPlace
         )
         self._compare()
         self._can_map = settings.shared_memory
@@ -147,36 +143,36 @@ class ReplicaOptimizer(Optimizer, Joinable):
 
     # A step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the own shard with the gradients in ``.grad``, and gather all parameters. Collective.
 
         Args:
             closure: Computes the loss and its gradients; called once, before the update.
+            **kwargs: Further arguments of ``optimizer_class.step``.
 
         Returns:
             What the closure returned.
         """
+        Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._join_config.enable:
             self._share_gradients(has_inputs=True)
-        self._update()
+        self._update(**kwargs)
         return loss
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, **kwargs: Any) -> None:
         self._follow_groups()
-        if self._memory is not None:
-            self._memory.reclaim()
         for values in self._sharded.buffers:
             values.reclaim()
             if not values.is_params():
                 values.main_from_params()
             values.used = values.present()
-        self._sharded.update(lambda gradients: None)
-        gather_parameters(self._sharded.buffers, self._groups, _go_on, self._memory)
+        self._sharded.update(lambda gradients: None, **kwargs)
+        gather_in_place(self._sharded.buffers, self._groups, _go_on, self._memory)
         self._whole = None
 
     @torch.no_grad()
@@ -210,7 +206,14 @@ class ReplicaOptimizer(Optimizer, Joinable):
         self._update()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group; all ranks must add the same. Its state is sharded in the next step."""
+        """Add a param group; all ranks must add the same. Its state is sharded in the next step.
+
+        Raises:
+            ConfigurationError: If a parameter cannot be sharded.
+        """
+        params = param_group["params"]
+        param_group = {**param_group, "params": params if isinstance(params, Tensor) else list(params)}
+        check_dense(param_group["params"])
         if not self._is_made:
             super().add_param_group(param_group)
             return
@@ -226,7 +229,11 @@ class ReplicaOptimizer(Optimizer, Joinable):
 
         Args:
             to: The rank, in the process group; `state_dict` works there afterwards.
+
+        Raises:
+            ConfigurationError: If there is no such rank.
         """
+        checks.choice("to", to, tuple(range(self._groups.grid.size)))
         self._follow_groups()
         found = gather_optimizer(self._sharded, self._groups, _go_on, to)
         self._whole = None
@@ -239,10 +246,10 @@ class ReplicaOptimizer(Optimizer, Joinable):
         Where parameters have 16 bits, their values in 32 bits are in it too, which other optimizers pass over.
 
         Raises:
-            ReplicaError: If `consolidate_state_dict` has not collected it on this rank since the last step.
+            UncollectedStateError: If `consolidate_state_dict` has not collected it on this rank since the last step.
         """
         if self._whole is None:
-            raise ReplicaError(
+            raise UncollectedStateError(
                 f"Rank {self._groups.place} does not have the whole state. Call `consolidate_state_dict(to="
                 f"{self._groups.place})` on all ranks before, and after the last step."
             )
@@ -289,6 +296,8 @@ class ReplicaOptimizer(Optimizer, Joinable):
         """
         self._sharded.follow_layout(manifest["layouts"][0])
         moving.import_shard([self._sharded], manifest, receive)
+        for values in self._sharded.buffers:
+            values.params_from_main()  # otherwise a step would take them for what user code has written
 
     def shard_digest(self) -> int:
         """Return the sum of the 64-bit words of this rank's shard, which is the same on all of its peers."""
@@ -322,17 +331,20 @@ class ReplicaOptimizer(Optimizer, Joinable):
             dist.broadcast(parameter.data, self._groups.grid.ranks[0], group=self._group)
 
     def _compare(self) -> None:
-        """Raise unless all holders of this shard have the same: what an optimizer brings may differ.
+        """Raise unless all holders of each shard have the same: what an optimizer brings may differ.
 
         Raises:
-            ConfigurationError: On all of them.
+            ConfigurationError: On all ranks.
         """
-        own = self.shard_digest().to_bytes(8, "little")
-        if len(set(all_gather_bytes(own, self._groups.peers, _go_on))) > 1:
-            raise ConfigurationError(
-                f"The {type(self.optim).__name__} of ranks {', '.join(map(str, self.peers))} has state already, and not"
-                " the same on each. Load the same state on all ranks, or shard the optimizer before its first step."
-            )
+        grid = self._groups.grid
+        found = all_gather_bytes(self.shard_digest().to_bytes(8, "little"), self._group, _go_on)
+        of_rank = dict(zip(grid.ranks, found, strict=True))
+        for peers in sorted({grid.peers(rank) for rank in grid.ranks}):
+            if len({of_rank[rank] for rank in peers}) > 1:
+                raise ConfigurationError(
+                    f"The {type(self.optim).__name__} of ranks {', '.join(map(str, peers))} has state already, and not"
+                    " the same on each. Load the same state on all ranks, or shard the optimizer before its first step."
+                )
 
     def _follow_groups(self) -> None:
         new, gone = self._sharded.follow_groups()
@@ -340,7 +352,7 @@ class ReplicaOptimizer(Optimizer, Joinable):
             self._map()
 
     def _map(self) -> None:
-        blocks = [(values.block, values.layout) for values in self._sharded.buffers]
+        blocks = [(values.block, values.main_numels) for values in self._sharded.buffers]
         self._memory = shared.connect(self._groups, _go_on, blocks) if self._can_map else None
 
 

@@ -15,6 +15,7 @@ enters once it has finished reading:
 | ``grads``, whole | after `Reducer.finish` | the agreement on who has a gradient (`ShardedState._expose`) |
 | ``main`` | in the parameter gather | `SharedMemory.release`, waited for before the next update |
 | ``params``, the own block | in the gather, where replicas have several nodes | the end of the gather (see below) |
+| ``params``, the own shard | in `in_place.gather_in_place` | the second fence there |
 
 Averages of block l that other ranks send may arrive in ``grads`` without a fence: the sum of this node's rank at
 position l is part of them, so that rank has finished reading block l here.
@@ -40,7 +41,7 @@ from lightning_replica.core.machine import machine
 from lightning_replica.core.works import Check, Work, track, wait
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
-from lightning_replica.sharding.layout import Bucket, Layout, Range
+from lightning_replica.sharding.layout import Bucket, Range
 
 _ALIGN = 4096
 
@@ -207,8 +208,13 @@ class SharedMemory:
             _copy(params, bucket.pieces[piece], source, bucket.locals[piece])
 
 
-def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]) -> SharedMemory | None:
+def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Sequence[int]]]) -> SharedMemory | None:
     """Map the blocks of all ranks of this node. Collective: every rank has laid out the same buffers.
+
+    Args:
+        groups: The process groups.
+        check: Raises when waiting has become pointless.
+        blocks: The blocks of this rank, each with the number of elements of ``main`` in that of each shard.
 
     Returns:
         The shared memory; None on every rank of the node if some rank cannot map the memory of another.
@@ -220,7 +226,7 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]
     table = [torch.empty_like(own) for _ in range(group.size())]
     wait(track(dist.all_gather(table, own, group=group, async_op=True)), check)
     windows: dict[int, Sequence[Views]] | None = None
-    if all(int(row[0]) == int(own[0]) and min(row[2:].tolist()) >= 0 for row in table):
+    if all(int(row[0]) == int(own[0]) and all(file >= 0 for file in row[2:].tolist()) for row in table):
         shards = [grid.shard_of(rank) for rank in grid.node_ranks(groups.rank)]
         paths = [[f"/proc/{row[1]}/fd/{file}" for file in row[2:].tolist()] for row in table]
         try:
@@ -228,10 +234,10 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Layout]]
                 id(block): [
                     block.views()
                     if position == group.rank()
-                    else block.of_another(paths[position][number], layout.local_numels[shard])
+                    else block.of_another(paths[position][number], main_numels[shard])
                     for position, shard in enumerate(shards)
                 ]
-                for number, (block, layout) in enumerate(blocks)
+                for number, (block, main_numels) in enumerate(blocks)
             }
         except OSError:
             windows = None

@@ -37,8 +37,12 @@ class Values:
         main: (local_numel,) in the parameters' dtype, or in 32 bits where that has 16. The shard's values, which the
             optimizer updates.
         block: The memory of these tensors, which ranks of the same machine may read.
+        main_numels: How many elements of ``main`` the block of each shard has.
         used: For every parameter, whether any rank has a gradient for it, once the ranks have agreed on that.
+        shares_params: Whether other ranks of the machine read ``params`` on a single node, too.
     """
+
+    shares_params = False
 
     def __init__(
         self,
@@ -56,18 +60,19 @@ class Values:
         self.layout: Layout = plan_layout(grid, numels, bucket_numel, settings.partition, align)
         self._place, self.partition = grid.place_of(rank), settings.partition
         self.parameters, self.order = tuple(parameters), tuple(order)
-        world_numel, local_numel = self.layout.world_numel, self.layout.local_numels[grid.shard_of(rank)]
-        shared = settings.shared_memory and grid.size > 1
+        world_numel = self.layout.world_numel
+        self.main_numels = self._main_numels(main_dtype != dtype)
         self.block = Block(
             0 if grad_dtype is None else world_numel,
-            local_numel,
+            self.main_numels[grid.shard_of(rank)],
             world_numel,
             (grad_dtype or dtype, main_dtype, dtype),
             device,
-            shared,
-            grid.replicas_span_nodes,
+            settings.shared_memory and grid.size > 1,
+            grid.replicas_span_nodes or self.shares_params,
         )
-        self.main, self.params = self.block.main, self.block.params
+        self.params = self.block.params
+        self.main = self._main()
         self.pieces = self.layout.pieces(grid.shard_of(rank))
         self.used = [False] * len(self.parameters)
         self._forms: list[Tensor] = []  # views into `params`
@@ -82,6 +87,14 @@ class Values:
     def _gradient_dtype(self, dtype: torch.dtype, settings: EngineSettings) -> torch.dtype | None:
         """Return the dtype of stored gradients; None if there are none."""
         return None
+
+    def _main_numels(self, has_more_bits: bool) -> tuple[int, ...]:
+        """Return for each shard how many of its values lie apart from ``params``."""
+        return self.layout.local_numels
+
+    def _main(self) -> Tensor:
+        """Return where the shard's values lie."""
+        return self.block.main
 
     # Gradients
 

@@ -124,7 +124,7 @@ def compare(rank: int, store: Any, world: int, replicas: int, cases: dict[str, C
         found = []
         for kind in ("ddp", "replica_zero"):
             unused = {"find_unused_parameters": case.unused}
-            made: Any = FabricStrategy(replicas=replicas, bucket_bytes=200, **case.strategy, **unused)
+            made: Any = FabricStrategy(replicas=replicas, **case.strategy, **unused)
             if kind == "ddp":
                 made = "ddp_find_unused_parameters_true" if case.unused else "ddp"
             training = Training(launch(rank, world, made, case), case)

@@ -18,7 +18,7 @@ WORLD = 4
 
 
 def begin(rank: int, replicas: int | None, case: Case, world: int = WORLD) -> Training:
-    strategy: Any = "ddp" if replicas is None else FabricStrategy(replicas=replicas, bucket_bytes=200, **case.strategy)
+    strategy: Any = "ddp" if replicas is None else FabricStrategy(replicas=replicas, **case.strategy)
     return Training(launch(rank, world, strategy, case), case)
 
 

@@ -1,5 +1,6 @@
 """`ReplicaOptimizer` against the optimizer that it shards, under DDP and alone."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lightning_replica import ReplicaOptimizer
-from lightning_replica.errors import ConfigurationError, ReplicaError
+from lightning_replica.errors import ConfigurationError, UncollectedStateError
 from tests.support.ranks import open_world, run_ranks
 
 WORLD = 4
@@ -60,7 +61,7 @@ def same_as(rank: int, store: Any, name: str, options: dict[str, Any], **sharded
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_the_bits_are_those_of_the_optimizer_itself(replicas: int, shared_memory: bool) -> None:
     options = {"lr": 1e-2, "weight_decay": 0.1}
-    kwargs = {"replicas": replicas, "shared_memory": shared_memory, "bucket_bytes": 200}
+    kwargs = {"replicas": replicas, "shared_memory": shared_memory}
     for result in run_ranks(WORLD, _with, "AdamW", options, kwargs):
         assert result == [True, WORLD // replicas, True]
 
@@ -103,7 +104,7 @@ def of_16_bits(rank: int, store: Any) -> Any:
     open_world(rank, store, WORLD)
     net, other = model().bfloat16(), model().bfloat16()
     mine = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-    ours = ReplicaOptimizer.of(mine, replicas=2, bucket_bytes=200)
+    ours = ReplicaOptimizer.of(mine, replicas=2)
     again = ReplicaOptimizer.of(torch.optim.SGD(other.parameters(), lr=1.0), replicas=4)
 
     def train(net: nn.Module, optimizer: Any, steps: int) -> list[list[float]]:
@@ -201,7 +202,7 @@ def joined(rank: int, store: Any) -> Any:
     open_world(rank, store, WORLD)
     net = model()
     ddp = DDP(net)
-    optimizer = ReplicaOptimizer(net.parameters(), torch.optim.SGD, replicas=2, lr=0.1, momentum=0.9, bucket_bytes=200)
+    optimizer = ReplicaOptimizer(net.parameters(), torch.optim.SGD, replicas=2, lr=0.1, momentum=0.9)
     with Join([ddp, optimizer]):
         for step in range(3 * rank):  # the first has none
             optimizer.zero_grad()
@@ -230,31 +231,111 @@ def test_uneven_inputs_under_torch_s_join() -> None:
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
+def message_of(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except (ConfigurationError, UncollectedStateError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def refused(rank: int, store: Any) -> Any:
     open_world(rank, store, WORLD)
-    said = []
-    for make in (
-        lambda params: ReplicaOptimizer(params, torch.optim.AdamW, replicas=3),
-        lambda params: ReplicaOptimizer(params, torch.optim.LBFGS),
-        lambda params: ReplicaOptimizer(params, torch.optim.Adafactor),
-        lambda params: ReplicaOptimizer(params, torch.optim.AdamW(params)),  # type: ignore[arg-type]
-    ):
-        try:
-            make(list(model().parameters()))
-        except ConfigurationError as error:
-            said.append(str(error))
-    try:
-        ReplicaOptimizer(model().parameters(), torch.optim.AdamW).state_dict()
-    except ReplicaError as error:
-        said.append(str(error))
-    return said
+    params = list(model().parameters())
+    adamw, alone = torch.optim.AdamW, dist.new_group([0])
+
+    def given(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return lambda: ReplicaOptimizer(params, *args, **kwargs)
+
+    made = ReplicaOptimizer(model().parameters(), adamw)
+    sparse = torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)
+    wrong: dict[str, Callable[[], Any]] = {
+        "replicas=3 does not divide world_size=4": given(adamw, replicas=3),
+        "cannot shard LBFGS: ": given(torch.optim.LBFGS),
+        "cannot shard SparseAdam: it needs sparse gradients": given(torch.optim.SparseAdam),
+        "set partition='parameter' (of `ReplicaZeroStrategy` or `ReplicaOptimizer`)": given(torch.optim.Adafactor),
+        "must be a class of torch.optim, such as torch.optim.AdamW": given(adamw(params)),
+        "partition='row' must be one of 'element', 'parameter'": given(adamw, partition="row"),
+        "overlap_with_ddp=True: DDP's hooks make no updates here. Register no `hook_": given(
+            adamw, overlap_with_ddp=True
+        ),
+        "parameters_as_bucket_view=True: parameters are always": given(adamw, parameters_as_bucket_view=True),
+        "broadcast_fp16=True: parameters are gathered in their own dtype": given(adamw, broadcast_fp16=True),
+        "broadcast_buffer_size=0: parameters are sent from where they": given(adamw, broadcast_buffer_size=0),
+        "force_broadcast_object=True: the state of": given(adamw, force_broadcast_object=True),
+        "group=None: the ranks are `process_group=`": given(adamw, group=None),
+        "process_group='all' must be a process group, as": given(adamw, process_group="all"),
+        "has layout torch.sparse_coo, but parameters live in flat": lambda: ReplicaOptimizer([sparse], adamw),
+        "(2, 3) has layout torch.sparse_coo": lambda: made.add_param_group({"params": [sparse]}),
+        "to=4 must be one of 0, 1, 2, 3": lambda: made.consolidate_state_dict(to=4),
+        f"Rank {rank} does not have the whole state. Call `consolidate_state_dict(to={rank})` on all": made.state_dict,
+    }
+    if rank:
+        wrong[f"Rank {rank} is not in the process group. Make"] = given(adamw, process_group=alone)
+    said = {start: message_of(make) for start, make in wrong.items()}
+    return [f"{message!r} does not contain {start!r}" for start, message in said.items() if start not in message]
 
 
 def test_what_is_refused() -> None:
-    for found in run_ranks(WORLD, refused):
-        replicas, lbfgs, adafactor, no_class, state = found
-        assert "replicas=3 does not divide world_size=4" in replicas
-        assert "cannot shard LBFGS" in lbfgs
-        assert "partition='parameter'" in adafactor
-        assert "must be a class of torch.optim" in no_class
-        assert "does not have the whole state. Call `consolidate_state_dict" in state
+    assert run_ranks(WORLD, refused) == [[]] * WORLD
+
+
+def test_without_any_process_group() -> None:
+    with pytest.raises(ConfigurationError, match=r"call `torch.distributed.init_process_group` before"):
+        ReplicaOptimizer(model().parameters(), torch.optim.AdamW)
+
+
+def fresh(rank: int, store: Any, dtype: str) -> Any:
+    """Rank 0 has other weights, as a new process has, and takes the shard of its peer."""
+    open_world(rank, store, WORLD)
+    net = model().to(getattr(torch, dtype))
+    ours = ReplicaOptimizer(net.parameters(), torch.optim.AdamW, replicas=2, lr=1e-2)
+    for step in range(3):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, step - 1.5)
+        ours.step()
+    if rank in (0, 2):
+        manifest, tensors = ours.export_shard()
+        if rank == 0:
+            for parameter in net.parameters():
+                parameter.data.zero_()
+            ours.optim.state.clear()
+            ours.import_shard(manifest, lambda tensor: dist.recv(tensor, 2) and None)
+        else:
+            for tensor in tensors:
+                dist.send(tensor.contiguous(), 0)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours.step()
+    return [[p.tolist() for p in net.parameters()], ours.shard_digest()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shard_goes_to_a_new_process(dtype: str) -> None:
+    results = run_ranks(WORLD, fresh, dtype)
+    assert all(weights == results[0][0] for weights, _ in results)
+    assert [each for _, each in results[:2]] == [each for _, each in results[2:]]
+
+
+def written(rank: int, store: Any, shared_memory: bool) -> Any:
+    """User code writes to the parameters between two steps, at once or later, on each rank."""
+    open_world(rank, store, WORLD)
+    net, whole = model(), model()
+    ours = ReplicaOptimizer(net.parameters(), torch.optim.SGD, replicas=2, shared_memory=shared_memory, lr=0.5)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for step in range(20):
+        for each, optimizer in ((net, ours), (whole, plain)):
+            for parameter in each.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01 * (step - 3))
+            optimizer.step()
+            if step % 4 == rank:
+                time.sleep(0.002)
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.mul_(0.9)
+    return all(map(torch.equal, net.parameters(), whole.parameters()))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_weights_that_user_code_writes(shared_memory: bool) -> None:
+    assert run_ranks(WORLD, written, shared_memory) == [True] * WORLD
