@@ -253,7 +253,7 @@ def refused(rank: int, store: Any) -> Any:
         "replicas=3 does not divide world_size=4": given(adamw, replicas=3),
         "cannot shard LBFGS: ": given(torch.optim.LBFGS),
         "cannot shard SparseAdam: it needs sparse gradients": given(torch.optim.SparseAdam),
-        "set partition='parameter' (of `ReplicaZeroStrategy` or `ReplicaOptimizer`)": given(torch.optim.Adafactor),
+        "set partition='parameter' (of the strategy or of `ReplicaOptimizer`)": given(torch.optim.Adafactor),
         "must be a class of torch.optim, such as torch.optim.AdamW": given(adamw(params)),
         "partition='row' must be one of 'element', 'parameter'": given(adamw, partition="row"),
         "overlap_with_ddp=True: DDP's hooks make no updates here. Register no `hook_": given(

@@ -31,10 +31,11 @@ SUBJECTS = {OWN: 1, "R=1": 1, "R=2": 2}
 INTRODUCTION = f"""# torch's and FairScale's own tests
 
 The tests of `ZeroRedundancyOptimizer` (torch's test/distributed/optim/test_zero_redundancy_optimizer.py) and of `OSS` (FairScale's
-tests/optim/test_oss.py), unchanged, against [`ReplicaOptimizer`](replica_optimizer.md) under their names and with their arguments
+tests/optim/test_oss.py) against [`ReplicaOptimizer`](replica_optimizer.md) under their names and with their arguments
 (`tests/upstream/adapters.py`): with torch {torch.__version__}, on CPUs over gloo, with up to {plugin.RANKS} ranks, and R holders of every shard
 where R divides the number of ranks. Decorators that ask for GPUs are lifted where a test runs without. In the column "own" stands
-how the optimizer for which the test was written fares in the same way.
+how the optimizer for which the test was written fares in the same way. torch's file is not that of the installed release: it is that of
+commit 0807990d, restored from a fork, and may differ in a character or two.
 
 `python -m tests.upstream.run FOLDER` writes this page. The files are in no package, and are not copied here.
 `tests/upstream/test_upstream.py` runs them where `LIGHTNING_REPLICA_UPSTREAM` names a folder that has them, and fails if one ends
