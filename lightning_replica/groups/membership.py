@@ -9,15 +9,17 @@ is in two grids has groups of both.
 """
 
 import itertools
-import uuid
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from lightning_replica._compat.groups import open_group_within
 from lightning_replica.core.grid import Grid
+from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CollectiveError
 
 
@@ -128,12 +130,13 @@ def groups_within(group: dist.ProcessGroup, replicas: int, timeout: timedelta, o
         ConfigurationError: If R does not divide the number of ranks.
     """
     grid = Grid(tuple(dist.get_process_group_ranks(group)), replicas)
-    agreed = [uuid.uuid4().hex]
-    dist.broadcast_object_list(agreed, grid.ranks[0], group)
-    numbers = itertools.count()
+    where = HOST if on_host else torch.accelerator.current_accelerator()
+    agreed = torch.tensor([random.SystemRandom().getrandbits(62)], device=where)  # as no other group has been named
+    dist.broadcast(agreed, grid.ranks[0], group)
+    prefix, numbers = f"lightning_replica/{int(agreed)}", itertools.count()
 
     def new(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        return open_group_within(group, ranks, f"lightning_replica/{agreed[0]}/{next(numbers)}/{ranks}", timeout)
+        return open_group_within(group, ranks, f"{prefix}/{next(numbers)}/{ranks}", timeout)
 
     return _of_grid(grid, dist.get_rank(), on_host, group, new)
 

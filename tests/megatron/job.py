@@ -51,6 +51,7 @@ class Case(job.Case):
     validate: bool = False  # and nothing else
     head: bool = False  # a layer of megatron-core's outside of its model, on the last stage
     plain: bool = False  # no dropout, scheduler, validation; the values of weights are told
+    hooks: bool = False  # notes calls of hooks; as these may look at gradients, they are made whole
     workers: int = 0
     worker_dies: int | None = None  # the rank whose DataLoader worker is killed once
 
@@ -244,6 +245,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
     tokens = data(case)
     faults = job.Faults(case, out)
     model = GPT(case, faults)
+    calls = Calls()
     trainer = L.Trainer(
         strategy=_strategy(case, options),
         accelerator="cpu",
@@ -256,7 +258,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
         plugins=[_half()] if case.scaled else None,
         callbacks=[
             faults,
-            calls := Calls(),
+            *([calls] if case.hooks else ()),
             ModelCheckpoint(out / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1),
             *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
         ],

@@ -9,7 +9,7 @@ from tests.support import world
 
 
 def test_the_same_bits(tmp_path: Path) -> None:
-    divided = Case(devices=2, accumulate=2, epochs=2, plain=True, micro=None)
+    divided = Case(devices=2, accumulate=2, epochs=2, plain=True, micro=None, hooks=True)
     ours = world.run(divided, tmp_path / "megatron", target=job.run)
     bare = world.run(replace(divided, bare=True), tmp_path / "bare", target=job.run)
     assert ours.code == bare.code == 0, ours.logs + bare.logs
