@@ -7,7 +7,6 @@ this file follows it line by line (`_epochs`, `_end_epoch`, `ReplicaEpochLoop.ru
 tests/compat/test_compat.py watches the original.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +34,6 @@ from lightning_replica.state.data import deaths
 from lightning_replica.state.data.in_loops import put_in, take_out, training_loaders, validation_loaders
 from lightning_replica.state.data_setup import RemembersSetup
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.trainer import lengths
 
 if TYPE_CHECKING:
     from lightning_replica.trainer.steps import Training
@@ -136,7 +134,6 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         loaded = self._strategy.resumption(self.trainer)
         if self._strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
             return
-        lengths.check(self._strategy.session.succession.remembered("lengths", self._lengths))
         self.reset()
         self.on_run_start()
         if self._training.pass_loop():
@@ -165,14 +162,6 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
                 fault = error
             # Not in the clause above: an exception that is raised there would keep the fault's traceback alive.
             resume = training.recover_from(fault)
-
-    def _lengths(self) -> list[int]:
-        """Return how many training batches each rank has. Collective; a replacement remembers its predecessor's."""
-        own = int(self.max_batches) if math.isfinite(self.max_batches) else lengths.UNSIZED
-        found: list[int] = (
-            self._strategy.all_gather(torch.tensor([own], device=self._strategy.root_device)).flatten().tolist()
-        )
-        return found
 
     def _load_combined_loader_states(self) -> None:
         """Put exact loaders in. `setup_data` calls this when its loaders are complete, right before they are iterated.
