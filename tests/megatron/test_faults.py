@@ -119,7 +119,6 @@ def test_the_loss_scale(untouched: Untouched) -> None:
     """It grows, shrinks and grows again: what the faults of this world have to restore."""
     (scales, *others) = [found["scales"] for found in untouched("fp16").ranks]
     assert scales == [2.0**power for power in (18, 19, 19, 19, 18, 18, 19, 19)], "one infinity does not shrink it yet"
-    assert untouched("fp16").ranks[0]["norms"].count(0.0) == 3, "steps that are left out"
     assert others == [scales] * 3
 
 
