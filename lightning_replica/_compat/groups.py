@@ -129,10 +129,9 @@ def open_group_within(group: ProcessGroup, ranks: tuple[int, ...], name: str, ti
     Raises:
         RuntimeError: If the members do not connect in time.
     """
-    default = distributed_c10d._get_default_group()
-    world = distributed_c10d._world
-    wanted = NewGroup(ranks, ranks.index(default.rank()), str(world.pg_map[group][0]), timeout)
-    return open_group(wanted, name, world.pg_map[default][1])
+    own = distributed_c10d._get_default_group().rank()
+    wanted = NewGroup(ranks, ranks.index(own), str(distributed_c10d._world.pg_map[group][0]), timeout)
+    return open_group(wanted, name, default_store())
 
 
 def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:

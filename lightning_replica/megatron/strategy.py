@@ -19,7 +19,6 @@ from lightning_replica.checkpoint.location import locate
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.grids import Grids
-from lightning_replica.core.points import begin
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import is_rank
@@ -328,17 +327,13 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
                 " `self.trainer.strategy.forward_backward(self.forward_step, batch)` in `training_step`."
             )
         self._schedule_has_run = False
-        plugin, module = self.precision_plugin, self.lightning_module
-        if module is None:
-            raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
-        begin("backward")
-        closure_loss = plugin.pre_backward(closure_loss, module)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _run_backward(self, backward: Callable[[], None]) -> None:
+        """Finalize and reduce what the schedule has computed, in place of ``backward``."""
         if not self._accumulating:  # it adds up over ranks, so once, when all batches of the step are there
             megatron.finalize(self._chunks())
-        self.training.before_backward(self._accumulating)
-        self.training.after_backward()
-        loss: Tensor = plugin.post_backward(closure_loss, module)
-        return loss
+        super()._run_backward(lambda: None)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make one step. See `ReplicaZeroStrategy.optimizer_step`."""

@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lightning_replica.core import checks
-from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import on_host
 from lightning_replica.errors import ConfigurationError, UncollectedStateError
@@ -100,6 +99,7 @@ class ReplicaOptimizer(Optimizer, Joinable):
         """
         made = cls.__new__(cls)
         made._shard(optimizer, replicas, process_group, partition, shared_memory, timeout_s)
+        made._compare()
         return made
 
     def _shard(
@@ -135,7 +135,6 @@ class ReplicaOptimizer(Optimizer, Joinable):
         self._sharded: ShardedOptimizer[InPlace] = ShardedOptimizer(
             self.optim, parameters, [replica], rank, settings, InPlace
         )
-        self._compare()
         self._can_map = settings.shared_memory
         self._map()
         self._whole: dict[str, Any] | None = None
@@ -337,8 +336,10 @@ class ReplicaOptimizer(Optimizer, Joinable):
             ConfigurationError: On all ranks.
         """
         grid = self._groups.grid
-        found = all_gather_bytes(self.shard_digest().to_bytes(8, "little"), self._group, _go_on)
-        of_rank = dict(zip(grid.ranks, found, strict=True))
+        own = torch.tensor([self.shard_digest() - 2**63], device=self.join_device)
+        found = [torch.empty_like(own) for _ in grid.ranks]
+        dist.all_gather(found, own, group=self._group)
+        of_rank = {rank: int(each) for rank, each in zip(grid.ranks, found, strict=True)}
         for peers in sorted({grid.peers(rank) for rank in grid.ranks}):
             if len({of_rank[rank] for rank in peers}) > 1:
                 raise ConfigurationError(

@@ -339,11 +339,15 @@ class ReplicaZeroStrategy(ModelParallel):
             raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
         begin("backward")
         closure_loss = plugin.pre_backward(closure_loss, module)
-        self.training.before_backward(self._accumulating)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self.training.after_backward()
+        self._run_backward(partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs))
         loss: Tensor = plugin.post_backward(closure_loss, module)
         return loss
+
+    def _run_backward(self, backward: Callable[[], None]) -> None:
+        """Run ``backward`` and the reduction of the gradients that it computes."""
+        self.training.before_backward(self._accumulating)
+        backward()
+        self.training.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make one step. In a tail that is done again, only return the result of the closure."""
