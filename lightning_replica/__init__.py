@@ -12,6 +12,7 @@ from lightning_replica.accelerators import NPUAccelerator
 from lightning_replica.callbacks import (
     CheckpointPublisher,
     DyingGaspCheckpoint,
+    JoinCallback,
     PeerRepair,
     RankReplacement,
     RecoveryCallback,
@@ -34,6 +35,7 @@ __all__ = [
     "FabricStrategy",
     "MegatronReplicaStrategy",
     "NPUAccelerator",
+    "JoinCallback",
     "PeerRepair",
     "RankReplacement",
     "RecoveryCallback",

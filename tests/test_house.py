@@ -240,6 +240,7 @@ def test_public_names() -> None:
         "FabricStrategy",
         "MegatronReplicaStrategy",
         "NPUAccelerator",
+        "JoinCallback",
         "PeerRepair",
         "RankReplacement",
         "RecoveryCallback",

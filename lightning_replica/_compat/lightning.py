@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.fabric.accelerators.registry import _AcceleratorRegistry
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _set_num_threads_if_needed,
@@ -23,8 +23,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
@@ -43,7 +44,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.optim import Optimizer
 
@@ -51,10 +52,12 @@ from lightning_replica.errors import ConfigurationError
 
 __all__ = [
     "Closure",
+    "ClosureResult",
     "Sigterm",
     "_AcceleratorRegistry",
     "_AutomaticOptimization",
     "_BaseProgress",
+    "_DataLoaderIterDataFetcher",
     "_EvaluationLoop",
     "_FitLoop",
     "_LRCallback",
@@ -82,6 +85,7 @@ __all__ = [
     "epoch_of",
     "iterate_instead",
     "leave_config_unsaved",
+    "length_of",
     "let_config_be_saved_again",
     "load_loops",
     "put_combining_state",
@@ -172,6 +176,12 @@ def epoch_of(fit_loop: _FitLoop) -> int:
 def iterate_instead(combined: CombinedLoader, loaders: list[Any]) -> None:
     """Make ``combined`` iterate ``loaders``; its ``iterables`` remain the loaders that it was made of."""
     combined._flattened = loaders
+
+
+def length_of(combined: CombinedLoader) -> int | None:
+    """Return how many batches an epoch of ``combined`` has, with its limits; None if it does not tell."""
+    iterator = _SUPPORTED_MODES[combined._mode]["iterator"]
+    return sized_len(iterator(combined.flattened, combined.limits))
 
 
 def combining_state(combined: CombinedLoader) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 | callback | what |
 |---|---|
 | RecoveryCallback | base class with a hook per phase, for a project's own state and process groups |
+| JoinCallback | base class with the hooks of `uneven_inputs="join"` |
 | RecoveryReport | every incident as a JSON line in a file, and as scalars in the loggers |
 | StepRollback, PeerRepair, RankReplacement | the options of each level of recovery |
 | DyingGaspCheckpoint | the checkpoint that survivors write when the run cannot continue |
@@ -13,6 +14,7 @@
 
 from lightning_replica.callbacks.checkpoint_publisher import CheckpointPublisher
 from lightning_replica.callbacks.dying_gasp_checkpoint import DyingGaspCheckpoint
+from lightning_replica.callbacks.join_callback import JoinCallback
 from lightning_replica.callbacks.peer_repair import PeerRepair
 from lightning_replica.callbacks.rank_replacement import RankReplacement
 from lightning_replica.callbacks.recovery_callback import RecoveryCallback
@@ -29,6 +31,7 @@ __all__ = [
     "Fingerprint",
     "Injected",
     "InjectedFault",
+    "JoinCallback",
     "PeerRepair",
     "RankReplacement",
     "RecoveryCallback",

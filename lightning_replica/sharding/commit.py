@@ -4,6 +4,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Commit:
         non_finite: Number of ranks whose gradient holds an infinity or a NaN. Counted only under a loss scaler.
         stop: Number of ranks that were asked to stop (SIGTERM).
         save: Number of ranks that were asked to save (SIGUSR2).
+        last: Number of ranks whose epoch ends with this step.
         used: Which parameters have a gradient on any rank, as the sum of what `usage.pack` returns on each rank.
         zeros: Number of elements of the averaged gradient that are zero; None if they are not counted.
     """
@@ -36,6 +38,7 @@ class Commit:
     non_finite: float = 0.0
     stop: float = 0.0
     save: float = 0.0
+    last: float = 0.0
     used: tuple[float, ...] = ()
     zeros: float | None = None
 
@@ -43,7 +46,7 @@ class Commit:
     def vector(self) -> tuple[float, ...]:
         """The plain numbers, as they are sent."""
         counted = () if self.zeros is None else (self.zeros,)
-        return (self.grad_norm_sq, self.non_finite, self.stop, self.save, *self.used, *counted)
+        return (self.grad_norm_sq, self.non_finite, self.stop, self.save, self.last, *self.used, *counted)
 
     @classmethod
     def of(cls, vector: Sequence[float], counts_zeros: bool = False) -> "Commit":
@@ -55,7 +58,21 @@ class Commit:
         """
         *rest, last = vector
         numbers, zeros = (rest, last) if counts_zeros else (vector, None)
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], tuple(numbers[4:]), zeros)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], tuple(numbers[5:]), zeros)
+
+
+class Flags(NamedTuple):
+    """What one rank says in the commit.
+
+    Attributes:
+        stop: Whether it was asked to stop.
+        save: Whether it was asked to save.
+        last: Whether its epoch ends with this step.
+    """
+
+    stop: bool = False
+    save: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,8 +118,7 @@ def part_of_commit(
     own: Sequence[Tensor],
     request: Request,
     used: tuple[float, ...],
-    stop: bool,
-    save: bool,
+    flags: Flags = Flags(),  # noqa: B008
     numel: int | None = None,
 ) -> Commit:
     """Return what one rank contributes to the commit.
@@ -111,12 +127,11 @@ def part_of_commit(
         own: The rank's own pieces of the averaged gradient.
         request: How the gradient is scaled and clipped before the update.
         used: See `Commit`.
-        stop: Whether the rank was asked to stop.
-        save: Whether the rank was asked to save.
+        flags: What the rank says.
         numel: Number of elements in ``own`` that are a parameter's, and not a gap between two; None if zeros are not
             counted. Gaps hold zeros.
     """
     norm_sq = sum((float(torch.linalg.vector_norm(part)) ** 2 for part in own if part.numel()), 0.0)
     non_finite = request.scale is not None and not all(bool(torch.isfinite(part).all()) for part in own)
     zeros = None if numel is None else float(numel - sum(int(part.count_nonzero()) for part in own))
-    return Commit(0.0 if non_finite else norm_sq, non_finite, stop, save, used, zeros)
+    return Commit(0.0 if non_finite else norm_sq, non_finite, *flags, used, zeros)

@@ -34,7 +34,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.interface import Recoverable
-from lightning_replica.sharding.commit import Commit, Request
+from lightning_replica.sharding.commit import Commit, Flags, Request
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.settings import REDUCE_DTYPES, EngineSettings, ReduceDtype
 from lightning_replica.sharding.state import ShardedState
@@ -45,6 +45,7 @@ __all__ = [
     "Commit",
     "Engine",
     "EngineSettings",
+    "Flags",
     "HeldPiece",
     "OptimizerShard",
     "Partition",
@@ -179,6 +180,12 @@ class Engine(Recoverable, Protocol):
                 taken into the shard.
         """
 
+    def average_over(self, ranks: int) -> None:
+        """Divide sums of gradients by this number of ranks from now on; without a call, by all.
+
+        Called before the backward passes of a step, with the same number on all ranks.
+        """
+
     def before_backward(self, reduce: bool) -> None:
         """Prepare for a backward pass.
 
@@ -218,13 +225,12 @@ class Engine(Recoverable, Protocol):
             CorruptedShardError: If this rank's shard is wrong, or the digests do not show whose is.
         """
 
-    def part_of_commit(self, request: Request, stop: bool = False, save: bool = False) -> Tensor:
+    def part_of_commit(self, request: Request, flags: Flags = Flags()) -> Tensor:  # noqa: B008
         """Return this rank's part of the commit.
 
         Args:
             request: How the gradient is scaled and clipped before the update.
-            stop: Whether this rank was asked to stop.
-            save: Whether it was asked to save.
+            flags: What this rank says.
         """
 
     def commit(self, part: Tensor) -> Commit:

@@ -100,6 +100,11 @@ class Gradients:
                 way.reducer.map(shared.connect(way.groups, self._check, blocks))
             self._mapped = True
 
+    def average_over(self, ranks: int) -> None:
+        """Divide sums of gradients by this number of ranks from now on."""
+        for reducer in self._reducers.values():
+            reducer.present = ranks
+
     def before_backward(self, reduce: bool, backup: Backup | None) -> None:
         """Prepare for a backward pass; without ``reduce`` its gradients only accumulate."""
         if backup is not None:

@@ -52,6 +52,7 @@ class Job:
         buffers: The buffers.
         bucket: The bucket.
         missing: Number of parameters that still have no gradient.
+        present: The ranks that sums are divided by, of all: two numbers.
         begun: Whether it has been sent.
         works: The collectives of the stage under way.
         room: What they receive into.
@@ -61,6 +62,7 @@ class Job:
     buffers: Buffers
     bucket: Bucket
     missing: int
+    present: tuple[int, int] = (1, 1)
     begun: bool = False
     works: list[Work] = field(default_factory=list)
     room: Tensor | None = None
@@ -91,6 +93,7 @@ class Level:
         parts: Returns the adjacent ranges of a bucket that the members add up, in their order.
         divisor: What sums are divided by.
         narrow_divisor: What sums of gradients are divided by that are sent in 16 bits on any level.
+        is_last: Whether no other level follows.
         wire: The dtype in which gradients are sent; None for their own.
     """
 
@@ -99,6 +102,7 @@ class Level:
     parts: Callable[[Bucket], Sequence[Range]]
     divisor: float
     narrow_divisor: float
+    is_last: bool
     wire: torch.dtype | None = None
 
     def own(self, bucket: Bucket) -> Range:
@@ -122,7 +126,7 @@ def levels_of(groups: Groups, wire: torch.dtype | None) -> list[Level]:
     levels = []
     if groups.node is not None:
         divisor, narrow = (1, grid.local_size) if grid.nodes > 1 else (grid.divisor, grid.divisor)
-        levels.append(Level(groups.node, local, lambda bucket: bucket.blocks, divisor, narrow))
+        levels.append(Level(groups.node, local, lambda bucket: bucket.blocks, divisor, narrow, grid.nodes == 1))
     if groups.counterparts is not None:
         levels.append(
             Level(
@@ -131,6 +135,7 @@ def levels_of(groups: Groups, wire: torch.dtype | None) -> list[Level]:
                 lambda bucket: bucket.pieces[local :: grid.local_size],
                 grid.divisor,
                 grid.divisor / grid.local_size,
+                True,
                 wire,
             )
         )
@@ -202,7 +207,7 @@ class Exchange:
         if room is None:
             return
         rows = room[: where.numel * level.group.size()].view(level.group.size(), where.numel)
-        divisor = divisor_of(level, grads, self._narrow)
+        divisor = divisor_of(level, job, self._narrow)
         own = grads[where.start : where.stop]
         collectives.add_up(rows, own, divisor)
         if level.wire is not None and level.wire != grads.dtype:
@@ -233,7 +238,7 @@ class SharedSum:
     def end(self, job: Job) -> None:
         """Add up the own part, which no other rank reads."""
         block = job.buffers.block
-        divisor = divisor_of(self._level, block.grads, self._narrow)
+        divisor = divisor_of(self._level, job, self._narrow)
         self._memory.add_up(block, self._level.own(job.bucket), divisor)
 
 
@@ -281,9 +286,17 @@ class Share:
         return [bucket.pieces[place] for place in self._groups.grid.places_of(self._groups.shard)]
 
 
-def divisor_of(level: Level, grads: Tensor, narrow: bool) -> float:
-    """Return what a level's sums of these gradients are divided by."""
-    return level.narrow_divisor if narrow or grads.dtype.itemsize == 2 else level.divisor
+def divisor_of(level: Level, job: Job, narrow: bool) -> float:
+    """Return what a level's sums of the gradients of a bucket are divided by."""
+    is_narrow = narrow or job.buffers.grads.dtype.itemsize == 2
+    divisor = level.narrow_divisor if is_narrow else level.divisor
+    return present_of(divisor, job) if level.is_last else divisor
+
+
+def present_of(divisor: float, job: Job) -> float:
+    """Return the divisor that leaves out the ranks that are not present; exact for whole numbers."""
+    present, size = job.present
+    return divisor * present / size
 
 
 def stages_of(groups: Groups, memory: SharedMemory | None, reduce_dtype: torch.dtype | None = None) -> list[Stage]:

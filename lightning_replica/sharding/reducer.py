@@ -12,7 +12,7 @@ from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.levels import Job, Stage, stages_of
+from lightning_replica.sharding.levels import Job, Stage, present_of, stages_of
 from lightning_replica.sharding.pipeline import Pipeline
 from lightning_replica.sharding.shared import SharedMemory
 
@@ -32,6 +32,7 @@ class Reducer:
 
     Attributes:
         private: Ids of buffers with gradients that have not been reduced.
+        present: The number of ranks whose gradients sums are divided by; None for all.
     """
 
     def __init__(self, reduce_dtype: torch.dtype | None = None) -> None:
@@ -41,6 +42,7 @@ class Reducer:
         self._stages: Sequence[Stage] = ()
         self._reads = False  # whether all ranks share memory, so that nothing is sent
         self.private: set[int] = set()
+        self.present: int | None = None
         self.reset()
 
     @property
@@ -87,7 +89,13 @@ class Reducer:
     def begin(self, active: Sequence[Buffers]) -> Pipeline:
         """Prepare for the last backward pass of a window, which sends the buckets of ``active`` as they fill."""
         self.reset()
-        jobs = [Job(buffers, bucket, len(bucket.parameters)) for buffers in active for bucket in buffers.layout.buckets]
+        size = self._groups.grid.size
+        present = (size if self.present is None else self.present, size)
+        jobs = [
+            Job(buffers, bucket, len(bucket.parameters), present)
+            for buffers in active
+            for bucket in buffers.layout.buckets
+        ]
         jobs.sort(key=lambda job: -max(job.buffers.order[index] for index in job.bucket.parameters))
         for job in jobs:
             for index in job.bucket.parameters:
@@ -136,7 +144,7 @@ class Reducer:
             job.buffers.complete(job.bucket)
         memory.fence()
         for number, job in enumerate(jobs):
-            memory.add_up(job.buffers.block, job.bucket.pieces[place], grid.divisor)
+            memory.add_up(job.buffers.block, job.bucket.pieces[place], present_of(grid.divisor, job))
             if number == 0:
                 reach("reduction")
         memory.fence()

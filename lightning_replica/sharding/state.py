@@ -23,7 +23,7 @@ from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives, moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.commit import Commit, Request, StepPhase, clip_coefficient
+from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.gradients import Gradients
 from lightning_replica.sharding.guard import Guard
@@ -118,6 +118,10 @@ class ShardedState:
             buffers.reclaim()
         return not all(buffers.is_params() for buffers in self.buffers)
 
+    def average_over(self, ranks: int) -> None:
+        """Divide sums of gradients by this number of ranks from now on."""
+        self.gradients.average_over(ranks)
+
     def before_backward(self, reduce: bool) -> None:
         """Prepare for a backward pass; without ``reduce`` its gradients only accumulate."""
         self.gradients.before_backward(reduce, self._backup)
@@ -153,10 +157,10 @@ class ShardedState:
         """Compare the digests of all holders of this shard."""
         self._guard.compare(self.step, digests)
 
-    def part_of_commit(self, request: Request, stop: bool = False, save: bool = False) -> Tensor:
+    def part_of_commit(self, request: Request, flags: Flags = Flags()) -> Tensor:  # noqa: B008
         """Return this rank's part of the commit, computed from the gradient of the rank's own pieces."""
         self._request = request
-        return self._vector([] if self.settings.manual else self.optimizers, stop, save)
+        return self._vector([] if self.settings.manual else self.optimizers, flags)
 
     @ranged("commit")
     def commit(self, part: Tensor) -> Commit:
@@ -377,16 +381,15 @@ class ShardedState:
     def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         return next(sharded for sharded in self.optimizers if sharded.optimizer is optimizer)
 
-    def _vector(self, optimizers: Sequence[ShardedOptimizer], stop: bool = False, save: bool = False) -> Tensor:
+    def _vector(self, optimizers: Sequence[ShardedOptimizer], flags: Flags = Flags()) -> Tensor:  # noqa: B008
         """Return this rank's part of the commit.
 
         Raises:
             CollectiveError: If a collective that made the gradient has failed.
         """
         finish(self._check)
-        buffers = buffers_of(optimizers)
         used = self.gradients.present(optimizers)
-        return vote(buffers, used, self._request, stop, save, self.settings.counts_zeros)
+        return vote(buffers_of(optimizers), used, self._request, flags, self.settings.counts_zeros)
 
     def _update(self, optimizers: Sequence[ShardedOptimizer], commit: Commit) -> None:
         self.gradients.take_used(optimizers, commit)

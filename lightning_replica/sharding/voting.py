@@ -9,15 +9,14 @@ from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives, usage
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.commit import Request, part_of_commit
+from lightning_replica.sharding.commit import Flags, Request, part_of_commit
 
 
 def vote(
     buffers: Sequence[Buffers],
     used: Sequence[float],
     request: Request,
-    stop: bool,
-    save: bool,
+    flags: Flags = Flags(),  # noqa: B008
     counts_zeros: bool = False,
 ) -> Tensor:
     """Return one rank's part of the commit vector.
@@ -28,13 +27,12 @@ def vote(
         buffers: The buffers whose gradients take part.
         used: What `present` returns for them; empty if the members of the grid have told each other already.
         request: How the gradient is scaled and clipped before the update.
-        stop: Whether this rank was asked to stop.
-        save: Whether this rank was asked to save.
+        flags: What this rank says.
         counts_zeros: Whether zeros in the gradient are counted.
     """
     own = [part for each in buffers for part in each.own_gradients()]
     numel = sum(each.counted_numel for each in buffers) if counts_zeros else None
-    commit = part_of_commit(own, request, tuple(used), stop, save, numel)
+    commit = part_of_commit(own, request, tuple(used), flags, numel)
     return torch.tensor(commit.vector, dtype=torch.float64)
 
 

@@ -21,6 +21,7 @@ from lightning_replica.sharding.engine import Engine
 from lightning_replica.state import data_setup, param_groups
 from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders, validation_loaders
+from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.frozen import FrozenCopies
 from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.snapshot import Snapshot
@@ -55,7 +56,7 @@ class LightningHostState:
         taken = self._take("tail", 0)
         taken.fresh = True
         if loaded is not None:
-            for key in ("place", "metrics_known", "commit", "schedulers_due"):
+            for key in ("place", "metrics_known", "agreed", "schedulers_due"):
                 taken.replicated[key] = loaded.replicated.get(key)
             taken.loaders, taken.fetching, taken.loss = loaded.loaders, loaded.fetching, loaded.loss
             taken.batch, taken.output = loaded.batch, loaded.output
@@ -293,6 +294,8 @@ class LightningHostState:
 
     def _transfer(self, batch: Any) -> Any:
         """Do to a batch what Lightning's training loop does before its hooks see it."""
+        if isinstance(batch, Shadow):
+            return batch
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return _call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)

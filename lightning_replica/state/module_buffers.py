@@ -51,7 +51,7 @@ class ChangedBuffers:
 
 
 class BufferSync:
-    """Gives the buffers of a group's first rank to all of its ranks, before the snapshot of a step's tail is taken.
+    """Gives one rank's buffers to all ranks of a group, before the snapshot of a step's tail is taken.
 
     DDP does so at the start of the next forward pass. The effect on every forward pass that follows is the same.
     Buffers that no rank has written to are not sent.
@@ -67,8 +67,13 @@ class BufferSync:
         self._changes = ChangedBuffers()
 
     @ranged("module_buffers")
-    def sync(self, group: dist.ProcessGroup) -> None:
-        """Broadcast the buffers that have changed on any rank. Collective over ``group``."""
+    def sync(self, group: dist.ProcessGroup, source: int = 0) -> None:
+        """Broadcast the buffers that have changed on any rank. Collective over ``group``.
+
+        Args:
+            group: The ranks.
+            source: The rank in the group whose buffers all others get.
+        """
         self._tree = Tree.of(self._module, self._tree)
         buffers = self._tree.buffers
         if not buffers:
@@ -79,17 +84,17 @@ class BufferSync:
         agreed = {name: buffers[name] for name, flag in zip(buffers, flags.tolist(), strict=True) if flag}
         with torch.no_grad():
             for kind in _by_kind(agreed.values()):
-                self._broadcast(kind, group)
+                self._broadcast(kind, group, source)
         self._changes.settle(agreed)
 
     def forget(self) -> None:
         """Count all buffers as changed; called after a fault."""
         self._changes = ChangedBuffers()
 
-    def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup) -> None:
+    def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        self._wait(dist.broadcast(flat, group=group, group_src=0, async_op=True), flat)
-        if group.rank() != 0:
+        self._wait(dist.broadcast(flat, group=group, group_src=source, async_op=True), flat)
+        if group.rank() != source:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view(buffer.shape))
 

@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoch_end"]
 """Where in the loops a fit begins that resumes from a checkpoint; see trainer/saving/resume.py."""
 
-# Attributes of the fit loop itself that callbacks (stochastic weight averaging) change.
-_FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward")
+# Attributes of the fit loop itself that callbacks (stochastic weight averaging) or the epoch change.
+_FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward", "lengths")
 
 
 @dataclass

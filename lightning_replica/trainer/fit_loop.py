@@ -7,8 +7,7 @@ this file follows it line by line (`_epochs`, `_end_epoch`, `ReplicaEpochLoop.ru
 tests/compat/test_compat.py watches the original.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +16,6 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_replica._compat.lightning import (
-    Closure,
     _AutomaticOptimization,
     _call_callback_hooks,
     _call_lightning_module_hook,
@@ -32,10 +30,14 @@ from lightning_replica.core.points import begin, reach
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.state.data import deaths
 from lightning_replica.state.data.in_loops import put_in, take_out, training_loaders, validation_loaders
+from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.data_setup import RemembersSetup
 from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.trainer.joining import check, lengths_of
+from lightning_replica.trainer.optimization import ReplicaManualOptimization, ReplicaOptimization
 
 if TYPE_CHECKING:
+    from lightning_replica.trainer.joining import Joining
     from lightning_replica.trainer.steps import Training
     from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
@@ -67,32 +69,6 @@ def adopt(trainer: pl.Trainer) -> None:
     deaths.hold()
 
 
-class ReplicaOptimization(_AutomaticOptimization):
-    """`_AutomaticOptimization` that keeps the closure under way, so that its result can be read."""
-
-    closure: Closure | None = None
-
-    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Any, batch_idx: int) -> Closure:
-        self.closure = super()._make_closure(kwargs, optimizer, batch_idx)
-        return self.closure
-
-    def output(self) -> dict[str, Any]:
-        """Return what the closure has returned."""
-        if self.closure is None or self.closure._result is None:
-            raise ProtocolError("The commit was entered before the closure had run.")
-        return self.closure._result.asdict()
-
-
-class ReplicaManualOptimization(_ManualOptimization):
-    """`_ManualOptimization` that commits once the training step, with all its optimizer steps, is done."""
-
-    def run(self, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
-        """Run one training step and end its batch."""
-        output: dict[str, Any] = super().run(kwargs)
-        cast("ReplicaZeroStrategy", self.trainer.strategy).training.end_manual_batch(output)
-        return output
-
-
 class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
     """`_EvaluationLoop` whose data can be put back. Persistent workers continue from one validation to the next."""
 
@@ -117,7 +93,13 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
 
 
 class ReplicaFitLoop(RemembersSetup, _FitLoop):
-    """`_FitLoop` that recovers from faults."""
+    """`_FitLoop` that recovers from faults.
+
+    Attributes:
+        lengths: Number of batches of each rank in the epoch, if ranks join; empty if some data has no length.
+    """
+
+    lengths: Sequence[int] = ()
 
     @property
     def _strategy(self) -> "ReplicaZeroStrategy":
@@ -172,7 +154,18 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         fetcher = self._data_fetcher
         if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
             take_out(fetcher._combined_loader)
-        put_in(self._combined_loader, noted=True)
+        joining = self._strategy.joining
+        put_in(self._combined_loader, True, None if joining is None else joining.inputs())
+        if joining is None:
+            check(lengths_of(self, self._strategy.all_gather, self._strategy.root_device))
+        else:
+            joining.agree()
+
+    def setup_data(self) -> None:
+        """Make loaders, unless there are some and no new ones are due."""
+        super().setup_data()
+        if self._strategy.joining is not None:
+            self._strategy.joining.check_fetcher(self._data_fetcher)
 
     def _skips(self, loaded: Snapshot | None) -> bool:
         """Return whether there is nothing to train. An epoch that has not reached its end is completed first.
@@ -266,11 +259,22 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
     resume: Snapshot | None = None
     metrics_known = True
 
+    @property
+    def _strategy(self) -> "ReplicaZeroStrategy":
+        return cast("ReplicaZeroStrategy", self.trainer.strategy)
+
+    @property
+    def _joins(self) -> "Joining":
+        return cast("Joining", self._strategy.joining)
+
     def run(self, data_fetcher: Any) -> None:
         """Run the loop of `_TrainingEpochLoop.run`, beginning at `resume` where there is one."""
         resume, self.resume = self.resume, None
+        joining = self._strategy.joining
         if resume is None:
             self.reset()
+            if joining is not None:
+                joining.agree()
             self.on_run_start(data_fetcher)
         data_fetcher._start_profiler, data_fetcher._stop_profiler = self._on_before_fetch, self._on_after_fetch
         rest = None if resume is None else self._rest(resume)
@@ -287,6 +291,8 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
             finally:
                 self.metrics_known = True
                 self.on_iteration_done()
+        if joining is not None:
+            joining.end_epoch(self)
 
     def _rest(self, resume: Snapshot) -> Callable[[], None] | None:
         """Return what is left of the batch at which the loop continues, up to `on_advance_end`; None if nothing is."""
@@ -312,6 +318,9 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
 
     def _end_loaded_batch(self, resume: Snapshot) -> None:
         """End a batch in which a callback's hook wrote the checkpoint: the module's hook comes after the callbacks'."""
+        if isinstance(resume.batch, Shadow):
+            self._joins.end_batch(self)
+            return
         self._results.batch = resume.batch
         _call_lightning_module_hook(self.trainer, "on_train_batch_end", resume.output, resume.batch, self.batch_idx)
         self._end_batch()
@@ -330,8 +339,11 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         """Run one batch. Take a snapshot first where a window of accumulated batches begins."""
         reach("batch_start")
         first_of_window = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
-        cast("ReplicaZeroStrategy", self.trainer.strategy).training.begin_batch(first_of_window)
-        super().advance(data_fetcher)
+        self._strategy.training.begin_batch(first_of_window)
+        if self._strategy.joining is not None:
+            data_fetcher = self._joins.advance(self, data_fetcher, self._strategy.training, first_of_window)
+        if data_fetcher is not None:
+            super().advance(data_fetcher)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """Return whether a validation is due, and tell the watcher if so."""
@@ -348,6 +360,9 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         """
         trainer = self.trainer
         self._results.batch = snapshot.batch
+        if isinstance(snapshot.batch, Shadow):
+            self._joins.redo(self)
+            return
         if trainer.lightning_module.automatic_optimization:
             self._tail_of_optimization(snapshot)
         self.batch_progress.increment_processed()
@@ -358,7 +373,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
 
     def _tail_of_optimization(self, snapshot: Snapshot) -> None:
         trainer = self.trainer
-        strategy = cast("ReplicaZeroStrategy", trainer.strategy)
+        strategy = self._strategy
         with strategy.step_is_done():
             _call_lightning_module_hook(
                 trainer,

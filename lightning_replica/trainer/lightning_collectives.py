@@ -9,8 +9,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_replica._compat.lightning import _all_gather_ddp_if_available
-from lightning_replica.errors import ReplicaError
+from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.trainer import objects
+from lightning_replica.trainer.joining import Joining, named
 from lightning_replica.trainer.session import Session
 
 
@@ -18,6 +19,7 @@ class LightningCollectives(ParallelStrategy):
     """Lightning's own collectives, waited for in slices."""
 
     _session: Session | None
+    joining: Joining | None = None
 
     @property
     def session(self) -> Session:
@@ -28,7 +30,17 @@ class LightningCollectives(ParallelStrategy):
 
     @property
     def _met(self) -> Session | None:
-        """The session for collectives; None once the run has failed, because later hooks must not hide its error."""
+        """The session for collectives; None once the run has failed, because later hooks must not hide its error.
+
+        Raises:
+            ConfigurationError: In the training step of a rank with inputs, while other ranks have none.
+        """
+        if self.joining is not None and self.joining.without:
+            raise ConfigurationError(
+                f"The training step calls a collective, but {named(self.joining.without)} had no inputs left and does"
+                " not run it. Log with `sync_dist=True` at the end of the epoch (`on_step=False, on_epoch=True`), and"
+                " call collectives in hooks of the epoch."
+            )
         return None if self._session is None or self._session.world.is_over else self._session
 
     @contextmanager

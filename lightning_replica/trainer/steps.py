@@ -19,21 +19,28 @@ from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.points import at_step, reach
 from lightning_replica.core.works import finish
 from lightning_replica.devices.interface import Device
-from lightning_replica.errors import DeviceLostError, RecoveryError
+from lightning_replica.errors import ConfigurationError, DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
-from lightning_replica.recovery.interface import Kind
-from lightning_replica.sharding.engine import Commit, EngineSettings, Partition, ReduceDtype, Request, make_engine
-from lightning_replica.state.checkpoint_files import CheckpointFiles
+from lightning_replica.sharding.engine import (
+    Commit,
+    EngineSettings,
+    Flags,
+    Partition,
+    ReduceDtype,
+    Request,
+    make_engine,
+)
 from lightning_replica.state.host_state import LightningHostState
-from lightning_replica.state.logger_rows import LoggerRows
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.trainer import joining
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.overrides import may_change_weights, whole_gradients_for
 from lightning_replica.trainer.precision import ShardedStep
+from lightning_replica.trainer.records import Records
 from lightning_replica.trainer.saving.last_save import LastSave
 from lightning_replica.trainer.session import Session
 
@@ -57,11 +64,13 @@ class Training:
         shared_memory: Whether ranks of one machine read each other's memory instead of sending.
         reduce_dtype: The dtype in which gradients leave a node.
         part: Which part of the model this rank has.
+        joins: Joins ranks with different numbers of batches, if that is wanted.
 
     Attributes:
         recoverable: Whether the fit recovers from faults. If not, nothing is kept for recovery.
         part: See above.
         last_save: Writes the last checkpoint of a run that cannot continue.
+        records: What the fit has written.
     """
 
     def __init__(
@@ -76,11 +85,12 @@ class Training:
         shared_memory: bool = True,
         reduce_dtype: ReduceDtype | None = None,
         part: ModelPart = ModelPart(),  # noqa: B008
+        joins: joining.Joining | None = None,
     ) -> None:
         module = trainer.lightning_module
         self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
         self.recoverable = session.options.recovery
-        self.part = part
+        self.part, self._joins = part, joins
         self.manual = not module.automatic_optimization
         self.whole_gradients = whole_gradients_for(trainer, whole_gradients)
         settings = EngineSettings(
@@ -110,12 +120,7 @@ class Training:
         self._accumulating = self._window_is_open = self._released = False
         self._hooks = Hooks(trainer, self.device)
         self._incidents = Incidents(trainer, session, self._hooks)
-        writes = self.recoverable and trainer.is_global_zero
-        store = session.world.generations.store
-        saving = trainer.checkpoint_callbacks if self.recoverable else ()
-        self.files = CheckpointFiles(store, saving, session.newborn, writes)
-        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
-        self._written: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
+        self.records = Records(trainer, session)
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.exits.end_waiting(session.world.generations, lambda: self.asked_to_stop)
         precision.attach(self)
@@ -143,7 +148,7 @@ class Training:
             self.host.pass_window(self.state.step)
             return
         taken = self.host.begin_window(self.state.step)
-        self._snapshot_taken("batch", taken.step)
+        self.records.taken("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:
             self._session.mirrors.settle()
@@ -152,10 +157,6 @@ class Training:
         if self._planned is not None and self._planned.is_due:
             self._session.mirrors.settle()
             self._planned.write()
-
-    def _snapshot_taken(self, kind: Kind, step: int) -> None:
-        for each in self._written:
-            each.taken(kind, step)
 
     def before_backward(self, accumulating: bool) -> None:
         """Prepare reductions that overlap the backward pass."""
@@ -198,17 +199,17 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self._module_buffers.sync(self.groups.members)
+        self._module_buffers.sync(self.groups.members, 0 if self._joins is None else self._joins.source)
         finish(self.check)
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
-            self._snapshot_taken("tail", taken.step)
+            self.records.taken("tail", taken.step)
             found = state.digest()
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
-        save = self.asked_to_save
-        part = state.part_of_commit(request, self._sigterm.noted, save)  # the mirrors are under way meanwhile
+        flags = Flags(self._sigterm.noted, self.asked_to_save, joining.is_last(self._trainer))
+        part = state.part_of_commit(request, flags)  # the mirrors are under way meanwhile
         if self.recoverable:
             session.mirrors.settle()
             if found is not None:
@@ -217,6 +218,10 @@ class Training:
         commit = state.commit(part)
         session.recovery.committed(state.step + 1, commit.vector)
         reach("after_commit")
+        if 0 < commit.last < session.world.size:
+            problem = joining.ends(self._trainer, self.groups.world, self.check)
+            session.world.generations.give_up(problem)
+            raise ConfigurationError(problem)
         state.update()
         self._after_commit(commit)
 
@@ -249,8 +254,8 @@ class Training:
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
-            if loaded.replicated.get("commit"):
-                self._after_commit(replace(Commit.of(loaded.replicated["commit"]), stop=0.0, save=0.0))
+            if loaded.replicated.get("agreed"):
+                self._after_commit(replace(Commit.of(loaded.replicated["agreed"]), stop=0.0, save=0.0))
         taken = self.host.begin(loaded)
         if self.recoverable:
             self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
@@ -331,8 +336,7 @@ class Training:
                 self._end_with_last_save()
             session.world.let_go()
             raise
-        for each in self._written:
-            each.restored(outcome.plan.kind, outcome.plan.step)
+        self.records.restored(outcome.plan.kind, outcome.plan.step)
         if session.newborn:
             session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
@@ -364,8 +368,7 @@ class Training:
 
     def release(self) -> None:
         """Release the sharded state, the loggers and the callbacks: the trainer is done with this fit."""
-        for each in self._written:
-            each.release()
+        self.records.release()
         if not self._released:
             self._released = True
             self.state.release()

@@ -33,6 +33,7 @@ from lightning_replica.state import logger_runs
 from lightning_replica.trainer import fit_loop
 from lightning_replica.trainer.extension import extension
 from lightning_replica.trainer.hooks import combined
+from lightning_replica.trainer.joining import Joining, UnevenInputs, check_uneven_inputs
 from lightning_replica.trainer.model_parallel import ModelParallel
 from lightning_replica.trainer.precision import ShardedStep, fit_to_device, sharded
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
@@ -70,6 +71,11 @@ class ReplicaZeroStrategy(ModelParallel):
         tensor_parallel_size: Ranks that share every layer which ``configure_model`` gives to ``parallelize_module``,
             over ``self.device_mesh["tensor_parallel"]``. Then ``replicas`` must divide the number of the others, which
             train on different data. See docs/tensor_parallel.md.
+        uneven_inputs: "join": ranks may have different numbers of training batches. A rank whose data has ended shadows
+            the others' steps, until no rank has inputs. None: different numbers are an error. See
+            docs/uneven_inputs.md.
+        divide_by_initial_world_size: With ``uneven_inputs``, whether gradients are averaged over all ranks, or over
+            those that have a batch in the step.
         recovery: Whether the run recovers from faults. Without it, training is sharded in the same way and gives the
             same bits, but the first fault ends the run.
         max_restarts: Processes that may be replaced in one run.
@@ -109,6 +115,8 @@ class ReplicaZeroStrategy(ModelParallel):
         bucket_bytes: int | None = None,
         reduce_dtype: ReduceDtype | None = None,
         tensor_parallel_size: int = 1,
+        uneven_inputs: UnevenInputs = None,
+        divide_by_initial_world_size: bool = True,
         recovery: bool = True,
         max_restarts: int = 3,
         standby: int = 0,
@@ -144,10 +152,12 @@ class ReplicaZeroStrategy(ModelParallel):
         checks.choice("resume", resume, (None, "auto"))
         checks.choice("shared_memory", shared_memory, (True, False))
         checks.choice("reduce_dtype", reduce_dtype, (None, *REDUCE_DTYPES))
+        check_uneven_inputs(uneven_inputs, divide_by_initial_world_size, tensor_parallel_size)
         checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
         self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
         self._partition, self._whole_gradients, self._shared_memory = partition, whole_gradients, shared_memory
         self._reduce_dtype, self._resume, self._num_nodes = reduce_dtype, resume, 1
+        self._uneven_inputs, self._divides_by_all = uneven_inputs, divide_by_initial_world_size
         self._session: Session | None = None
         self._training: Training | None = None
         self._tensor, self._mesh = TensorParallel(tensor_parallel_size), None
@@ -277,6 +287,8 @@ class ReplicaZeroStrategy(ModelParallel):
         if fitting:
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
+            if self._uneven_inputs == "join":
+                self.joining = Joining(trainer, self.global_rank, self.all_gather, self._divides_by_all)
             if not self.session.newborn:
                 self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
                 logger_runs.leave(self.session.world.generations.store, self.global_rank)
@@ -292,6 +304,7 @@ class ReplicaZeroStrategy(ModelParallel):
                 self._shared_memory,
                 self._reduce_dtype,
                 self.part(),
+                self.joining,
             )
         self.setup_precision_plugin()
 
@@ -322,7 +335,8 @@ class ReplicaZeroStrategy(ModelParallel):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step."""
         begin("forward")
-        return super().training_step(*args, **kwargs)
+        step = partial(super().training_step, *args, **kwargs)
+        return step() if self.joining is None else self.joining.training_step(step)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step."""

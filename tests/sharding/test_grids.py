@@ -13,7 +13,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.core.grids import Grids
 from lightning_replica.errors import CollectiveError, ConfigurationError
 from lightning_replica.groups.membership import Groups, make_groups
-from lightning_replica.sharding.commit import Request, StepPhase
+from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase
 from tests.support.ranks import open_world, run_ranks
 from tests.support.sharded import commit, digest, make_state, new_state
 
@@ -97,7 +97,7 @@ def one_commit(rank: int, store: Any) -> Any:
     groups, number = open_stage(rank, store)
     stage, found = Stage(groups, number), []
     stage.backward(0)
-    told = stage.state.commit(stage.state.part_of_commit(Request(), stop=rank == 2, save=rank == 3))
+    told = stage.state.commit(stage.state.part_of_commit(Request(), Flags(stop=rank == 2, save=rank == 3)))
     found.append([told.stop, told.save, told.used, told.grad_norm_sq])
     own = sum(float(g.double().square().sum()) for b in stage.state.buffers for g in b.own_gradients())
     total = torch.tensor(own, dtype=torch.float64)
@@ -138,7 +138,7 @@ def roll_forward(rank: int, store: Any) -> Any:
         except CollectiveError:
             dist.all_reduce = all_reduce
         assert stage.state.phase is StepPhase.ENTERED
-        seen = torch.zeros(4, dtype=torch.float64)
+        seen = torch.zeros(len(Commit(0.0).vector), dtype=torch.float64)
         dist.broadcast(seen, 1)
         stage.state.roll_forward(tuple(seen.tolist()))
         stage.state.gather()

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_replica._compat.lightning import combining_state, put_combining_state
 from lightning_replica.devices.host import rng_state, set_rng_state
+from lightning_replica.state.data.inputs import Inputs
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.data.position import ExactLoader
 
@@ -142,19 +143,25 @@ def _waiting(combining: dict[str, Any], count: int) -> range:
 
 
 class _Noting(CombinedLoader):
-    """A combined loader that notes its fetches."""
+    """A combined loader that notes its fetches, and may go on without inputs."""
 
     fetches: Fetches
+    inputs: Inputs | None
+
+    def __len__(self) -> int:
+        return super().__len__() if self.inputs is None else len(self.inputs)
 
     def __iter__(self) -> Any:
         super().__iter__()
         self.fetches.begun()
+        if self.inputs is not None:
+            self.inputs.begin()
         return self
 
     def __next__(self) -> Any:
         noted = self.fetches.fetch()
         try:
-            batch = super().__next__()
+            batch = super().__next__() if self.inputs is None else self.inputs.fetch(super().__next__)
         except StopIteration:
             self.fetches.ended(noted)
             raise
@@ -167,17 +174,17 @@ def _noting(of: type[CombinedLoader]) -> type[CombinedLoader]:
     return type(of.__name__, (_Noting, of), {"__module__": of.__module__})
 
 
-def note(combined: CombinedLoader, loaders: Sequence[ExactLoader]) -> None:
-    """Make ``combined`` note its fetches."""
+def note(combined: CombinedLoader, loaders: Sequence[ExactLoader], inputs: Inputs | None = None) -> None:
+    """Make ``combined`` note its fetches, and fetch by ``inputs`` if ranks may have different numbers of batches."""
     if not isinstance(combined, _Noting):
         combined.__class__ = _noting(type(combined))
-    vars(combined)["fetches"] = Fetches(combined, loaders)
+    vars(combined).update(fetches=Fetches(combined, loaders), inputs=inputs)
 
 
 def forget(combined: CombinedLoader) -> None:
     """Leave ``combined`` as it would be without this package."""
     if isinstance(combined, _Noting):
-        del combined.fetches
+        del combined.fetches, combined.inputs
         combined.__class__ = type(combined).__bases__[1]
 
 

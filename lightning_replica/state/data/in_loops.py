@@ -8,21 +8,23 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_replica._compat.lightning import iterate_instead
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.fetches import Fetches, fetches_of, forget, note
+from lightning_replica.state.data.inputs import Inputs
 from lightning_replica.state.data.position import ExactLoader
 
 
-def put_in(combined: CombinedLoader | None, noted: bool = False) -> None:
+def put_in(combined: CombinedLoader | None, noted: bool = False, inputs: Inputs | None = None) -> None:
     """Make ``combined`` iterate exact loaders in place of its own, with all changes that were made to those.
 
     Args:
         combined: What a loop iterates, if it has anything to iterate.
         noted: Whether to note fetches, so that ``combined`` can be put back to the middle of an iteration.
+        inputs: Which ranks have inputs, if they may have different numbers of batches; only if fetches are noted.
     """
     if combined is not None:
         exact = [_exact(loader) for loader in combined.flattened]
         iterate_instead(combined, exact)
         if noted:
-            note(combined, exact)
+            note(combined, exact, inputs)
 
 
 def take_out(combined: CombinedLoader | None) -> None:

@@ -103,7 +103,7 @@ class LightningCheckpoints(LightningCollectives):
                 )
             return
         if self._training is not None and self.lightning_module is not None:
-            self._training.files.is_written(filepath)
+            self._training.records.files.is_written(filepath)
             self._checkpoints.complete(self.lightning_module.trainer, self.training, checkpoint)
             if self._checkpoints.is_sharded(self._training):
                 self._checkpoints.save_sharded(self.training, self.lightning_module, checkpoint, locate(filepath))

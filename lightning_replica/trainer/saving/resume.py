@@ -121,7 +121,7 @@ def record_last(
         "host": {
             **taken.replicated,
             "place": place,
-            "commit": commit if place == "tail" else (),
+            "agreed": commit if place == "tail" else (),
             "modules": names_of_modules(trainer.lightning_module),
         },
         "ranks": [_private(each) for each in ranks],
@@ -168,6 +168,8 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
     """
     if loops["epoch_progress"]["current"]["ready"] == 0:
         return None
+    if own:
+        own = {**own, "host": _host_as_today(own["host"])}
     same = bool(own) and own["world_size"] == session.world.size
     if same and own.get("division", _division(trainer)) == _division(trainer):
         host, private = {**own["host"], "metrics_known": True}, own["ranks"][session.rank]
@@ -190,6 +192,18 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
     return taken
+
+
+def _host_as_today(host: dict[str, Any]) -> dict[str, Any]:
+    """Return the replicated state as it is written now, whichever version wrote it.
+
+    Up to b3fdbaf the commit was named otherwise, and did not say how many ranks' epochs end.
+    """
+    if "commit" not in host:
+        return host
+    host = dict(host)
+    numbers = tuple(host.pop("commit") or ())
+    return {**host, "agreed": (*numbers[:4], 0.0, *numbers[4:]) if numbers else ()}
 
 
 def _as_today(private: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +250,7 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]
     host["schedulers_due"] = in_tail or bool(own and own["host"].get("schedulers_due"))
     if in_tail:
-        host["commit"] = own["host"]["commit"]  # empty if a run has resumed from it and ended in that tail again
+        host["agreed"] = own["host"]["agreed"]  # empty if a run has resumed from it and ended in that tail again
         _count_update(host["loops"])
     if place in ("batch", "batch_end", "validation_end"):
         window = trainer.accumulate_grad_batches

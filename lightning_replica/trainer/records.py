@@ -1,0 +1,43 @@
+"""The records of what a fit has written, in a process and for its replacement."""
+
+import lightning.pytorch as pl
+
+from lightning_replica.recovery.interface import Kind
+from lightning_replica.state.checkpoint_files import CheckpointFiles
+from lightning_replica.state.logger_rows import LoggerRows
+from lightning_replica.trainer.session import Session
+
+
+class Records:
+    """Keeps what a rank writes again, because it has gone back to a snapshot, from being there twice.
+
+    Args:
+        trainer: The trainer that fits.
+        session: The session of this process.
+
+    Attributes:
+        files: The record of checkpoint files.
+    """
+
+    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+        recovers, store = session.options.recovery, session.world.generations.store
+        writes = recovers and trainer.is_global_zero
+        saving = trainer.checkpoint_callbacks if recovers else ()
+        self.files = CheckpointFiles(store, saving, session.newborn, writes)
+        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
+        self._each: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
+
+    def taken(self, kind: Kind, step: int) -> None:
+        """Note that a snapshot is taken."""
+        for each in self._each:
+            each.taken(kind, step)
+
+    def restored(self, kind: Kind, step: int) -> None:
+        """Note that this rank goes back to a snapshot."""
+        for each in self._each:
+            each.restored(kind, step)
+
+    def release(self) -> None:
+        """Leave loggers and callbacks as they were."""
+        for each in self._each:
+            each.release()
