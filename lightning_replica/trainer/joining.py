@@ -152,7 +152,7 @@ class Joining:
             the ranks that have a batch in the step.
 
     Attributes:
-        without: The ranks that have no batch, while a rank that has one runs its training step.
+        alone: Who may not run this training step, while one runs; empty if all ranks do.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Joining:
         self._divides_by_all = divide_by_initial_world_size
         self._inputs: Inputs | None = None
         self._present: tuple[bool, ...] = ()
-        self.without: list[int] = []
+        self.alone = ""
 
     # The data
 
@@ -284,12 +284,18 @@ class Joining:
         self.finish(loop)
 
     def training_step(self, step: Callable[[], Any]) -> Any:
-        """Run the training step of a rank that has a batch; `without` has the ranks that have none meanwhile."""
-        self.without = [rank for rank, here in enumerate(self._present) if not here]
+        """Run the training step of a rank that has a batch; `alone` says meanwhile if not all ranks run it every time.
+
+        That holds for the whole epoch: a collective must not work at its beginning, and fail at its end.
+        """
+        lengths = self._loop.lengths
+        short = [rank for rank, length in enumerate(lengths) if length < max(lengths)]
+        if short or not lengths:
+            self.alone = f"{named(short)} will have no inputs left" if short else "other ranks may have no inputs left"
         try:
             return step()
         finally:
-            self.without = []
+            self.alone = ""
 
     @property
     def source(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_replica._compat.lightning import _all_gather_ddp_if_available
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.trainer import objects
-from lightning_replica.trainer.joining import Joining, named
+from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.session import Session
 
 
@@ -33,12 +33,12 @@ class LightningCollectives(ParallelStrategy):
         """The session for collectives; None once the run has failed, because later hooks must not hide its error.
 
         Raises:
-            ConfigurationError: In the training step of a rank with inputs, while other ranks have none.
+            ConfigurationError: In a training step that a rank without inputs will not run.
         """
-        if self.joining is not None and self.joining.without:
+        if self.joining is not None and self.joining.alone:
             raise ConfigurationError(
-                f"The training step calls a collective, but {named(self.joining.without)} had no inputs left and does"
-                " not run it. Log with `sync_dist=True` at the end of the epoch (`on_step=False, on_epoch=True`), and"
+                f"The training step calls a collective, but {self.joining.alone} in this epoch, and will not run it."
+                " Log with `sync_dist=True` at the end of the epoch (`on_step=False, on_epoch=True`), and"
                 " call collectives in hooks of the epoch."
             )
         return None if self._session is None or self._session.world.is_over else self._session

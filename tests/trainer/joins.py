@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_replica import JoinCallback, ReplicaZeroStrategy
+from lightning_replica import JoinCallback
 from lightning_replica.chaos.fingerprint import digest
-from tests.support.job import Case, Faults, watch_closely
+from tests.support.job import Case, Faults, OfNodes, watch_closely
 
 INPUTS, BATCH = 6, 2
 FAULTS: list[Faults] = []  # of this process; not in the module, which callbacks copy
@@ -39,6 +39,7 @@ class Uneven(Case):
     epochs: int = 1
     clip: float | None = None
     batch_norm: bool = False
+    sgd: bool = False
     logs_steps: bool = False
     checkpoints: bool = False
     resume: str = ""
@@ -78,7 +79,9 @@ def network(batch_norm: bool) -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, 10), norm, nn.Tanh(), nn.Linear(10, 1))
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(module: nn.Module, case: Uneven) -> torch.optim.Optimizer:
+    if case.sgd:
+        return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
 
 
@@ -112,7 +115,7 @@ class Model(L.LightningModule):
         self.validations = [*self.validations, self.trainer.global_step]
 
     def configure_optimizers(self) -> Any:
-        optimizer = optimizer_of(self)
+        optimizer = optimizer_of(self, self.case)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
 
     def count(self, hook: str) -> None:
@@ -157,9 +160,10 @@ def run(case: Uneven, out: Path) -> None:
             watch_closely(fault.rank, 5.0)
     model = Model(case, faults)
     saving = [ModelCheckpoint(out / "checkpoints", save_top_k=-1, every_n_train_steps=1)] if case.checkpoints else []
+    OfNodes.nodes = case.nodes
     extras: list[Callback] = [Timer(), LearningRateMonitor(), EMAWeightAveraging(decay=0.5), Doubles()]
     trainer = L.Trainer(
-        strategy=ReplicaZeroStrategy(
+        strategy=OfNodes(
             case.replicas,
             bucket_bytes=256,
             shared_memory=case.shared_memory,
@@ -202,7 +206,7 @@ def run(case: Uneven, out: Path) -> None:
 def in_one_process(case: Uneven, steps: float = float("inf")) -> dict[str, Tensor]:
     """What the weights must be, after some steps: each rank's gradient in turn, added up and divided."""
     module = network(batch_norm=False)
-    optimizer = optimizer_of(module)
+    optimizer = optimizer_of(module, case)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     batches = [[*loader(case, rank, case.lengths)] for rank in range(case.devices)]
     made = 0
@@ -241,7 +245,7 @@ def under_join(case: Uneven, out: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case.port))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", rank=rank, world_size=case.devices)
     module = DistributedDataParallel(network(case.batch_norm))
-    optimizer = optimizer_of(module)
+    optimizer = optimizer_of(module, case)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     with Join([module], divide_by_initial_world_size=case.average_over_all):
         for batch in loader(case, rank, case.lengths):

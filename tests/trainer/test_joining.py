@@ -31,7 +31,7 @@ def same(a: dict[str, Any], b: dict[str, Any], limit: float = 0.0) -> bool:
     return all(float((a[name] - b[name]).abs().max()) <= limit for name in a.keys() | b.keys())
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "the first ends last": {"lengths": (5, 2)},
     "over those that have": {"average_over_all": False},
@@ -81,6 +81,15 @@ def test_four_ranks_differ_in_the_order_of_summation_only(sized: bool, average_o
         [4, [False, False]],
         [0, [True, True]],
     ]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_two_nodes_average_over_those_that_have(shared_memory: bool, tmp_path: Path) -> None:
+    """Sums are divided on the last level only, by the right number: SGD keeps the scale of a gradient."""
+    case = Uneven(devices=4, lengths=(4, 2, 3, 5), average_over_all=False, nodes=2, sgd=True)
+    case.shared_memory = shared_memory
+    _, weights = trained(case, tmp_path)
+    assert same(weights, in_one_process(case), 1e-6)
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -177,10 +186,18 @@ def test_data_without_a_length_is_told_at_the_end_of_the_shortest(lengths: Any, 
     assert all(len(seen) == 3 for seen in outcome.batches)
 
 
-def test_a_collective_in_a_step_that_not_all_make_is_told(tmp_path: Path) -> None:
-    outcome = world.run(Uneven(devices=2, lengths=(2, 4), logs_steps=True), tmp_path, target=run)
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_collective_in_a_step_that_not_all_make_is_told(sized: bool, tmp_path: Path) -> None:
+    case = Uneven(devices=2, lengths=(2, 4), logs_steps=True, sized=sized)
+    outcome = world.run(case, tmp_path, target=run)
     assert outcome.code != 0
-    assert "The training step calls a collective, but rank 0 had no inputs left" in outcome.logs
+    who = "rank 0 will have no inputs left" if sized else "other ranks may have no inputs left"
+    assert f"The training step calls a collective, but {who} in this epoch, and will not run it." in outcome.logs
+    assert all(len(seen) == 1 for seen in outcome.batches)
+
+
+def test_a_collective_in_each_step_works_where_lengths_are_the_same(tmp_path: Path) -> None:
+    trained(Uneven(devices=2, lengths=(3, 3), logs_steps=True), tmp_path)
 
 
 @pytest.mark.parametrize("sized", [True, False])
