@@ -1,11 +1,13 @@
 """Faults while a rank without inputs shadows the others' steps: the bits are those of the untouched run."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.support import world
 from tests.support.job import INSIDE, Fault
 from tests.trainer.joins import Uneven, run
@@ -66,6 +68,18 @@ def test_other_faults(what: str, rank: int, kind: str, untouched: Any, tmp_path:
 def test_the_shadow_dies_while_the_other_recovers(kind: str, point: str, untouched: Any, tmp_path: Path) -> None:
     faults = Fault("exception", 1, "forward", 3), Fault("kill", 0, point, None)
     check(kind, faults, untouched, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_ends_early_and_resumes(kind: str, untouched: Any, tmp_path: Path) -> None:
+    """Both ranks are told to end while one shadows. Hooks of the step that is not begun are not called twice."""
+    early = replace(case(kind, Fault("sigterm", 0, "before_commit", 2)), gasp=True, checkpoints=False)
+    assert world.run(early, tmp_path, target=run).code == GASP_WRITTEN
+    outcome = world.run(replace(early, faults=()), tmp_path, target=run)
+    assert outcome.code == 0, outcome.logs
+    expected = untouched(kind)
+    for name in ("weights", "metrics", "step", "rate", "random"):
+        assert [rank[name] for rank in outcome.ranks] == [rank[name] for rank in expected.ranks], name
 
 
 @pytest.mark.parametrize("rank", [0, 1])

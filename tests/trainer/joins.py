@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_replica import JoinCallback
+from lightning_replica import DyingGaspCheckpoint, JoinCallback
 from lightning_replica.chaos.fingerprint import digest
 from tests.support.job import Case, Faults, OfNodes, watch_closely
 
@@ -159,8 +159,11 @@ def run(case: Uneven, out: Path) -> None:
         if fault.kind == "hang":
             watch_closely(fault.rank, 5.0)
     model = Model(case, faults)
-    saving = [ModelCheckpoint(out / "checkpoints", save_top_k=-1, every_n_train_steps=1)] if case.checkpoints else []
+    saving: list[Callback] = (
+        [ModelCheckpoint(out / "checkpoints", save_top_k=-1, every_n_train_steps=1)] if case.checkpoints else []
+    )
     OfNodes.nodes = case.nodes
+    saving += [DyingGaspCheckpoint(out / "gasp")] if case.gasp else []
     extras: list[Callback] = [Timer(), LearningRateMonitor(), EMAWeightAveraging(decay=0.5), Doubles()]
     trainer = L.Trainer(
         strategy=OfNodes(
@@ -170,6 +173,7 @@ def run(case: Uneven, out: Path) -> None:
             guard="full",
             uneven_inputs="join" if case.join else None,
             divide_by_initial_world_size=case.average_over_all,
+            resume="auto" if case.gasp else None,
         ),
         accelerator="cpu",
         devices=case.devices,
@@ -181,7 +185,7 @@ def run(case: Uneven, out: Path) -> None:
         num_sanity_val_steps=0,
         callbacks=[faults, joins, *saving, *(extras if case.extras else [])],
         val_check_interval=0.5 if case.extras else 1.0,
-        enable_checkpointing=case.checkpoints,
+        enable_checkpointing=case.checkpoints or case.gasp,
         enable_progress_bar=case.extras,
         enable_model_summary=False,
         logger=CSVLogger(out) if case.extras else False,
