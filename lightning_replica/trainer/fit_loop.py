@@ -33,7 +33,7 @@ from lightning_replica.state.data.in_loops import put_in, take_out, training_loa
 from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.data_setup import RemembersSetup
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.trainer.joining import check, lengths_of
+from lightning_replica.trainer.lengths import check, lengths_of
 from lightning_replica.trainer.optimization import ReplicaManualOptimization, ReplicaOptimization
 
 if TYPE_CHECKING:

@@ -1,17 +1,16 @@
-"""Ranks that have different numbers of training batches.
+"""Ranks that have different numbers of training batches, and go on together.
 
-By default that is an error, which names the ranks (`check`). With ``uneven_inputs="join"``, a rank whose data has ended
-goes on as a shadow (`Joining`): it makes every step with the others, with a gradient of zero, until no rank has inputs.
-The names and the averages are those of ``torch.distributed.algorithms.Join``. See docs/uneven_inputs.md.
+With ``uneven_inputs="join"``, a rank whose data has ended goes on as a shadow: it makes every step with the others, but
+with a gradient of zero, until no rank has inputs. Names and averages are those of
+``torch.distributed.algorithms.Join``. See docs/uneven_inputs.md. Without it, different numbers are an error
+(lengths.py).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, Timer, WeightAveraging
 from torch import Tensor
 
@@ -21,13 +20,11 @@ from lightning_replica._compat.lightning import (
     _call_callback_hooks,
     _call_lightning_module_hook,
     _DataLoaderIterDataFetcher,
-    length_of,
 )
 from lightning_replica.core import checks
-from lightning_replica.core.exchange import all_gather_bytes
-from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.data.inputs import Inputs, Shadow
+from lightning_replica.trainer.lengths import UNSIZED, lengths_of, named, told
 
 if TYPE_CHECKING:
     from lightning_replica.trainer.fit_loop import ReplicaEpochLoop, ReplicaFitLoop
@@ -35,11 +32,6 @@ if TYPE_CHECKING:
 
 UnevenInputs: TypeAlias = Literal["join"] | None
 
-_UNSIZED = -1
-_ADVICE = (
-    "Let Lightning put in its DistributedSampler (`use_distributed_sampler=True`), limit all ranks to the same number"
-    ' (`limit_train_batches`), or let ranks without inputs go on beside the others: `uneven_inputs="join"`.'
-)
 # Callbacks that act on steps and use no batch. They meet other ranks, or must be the same on all.
 _ACT_ON_STEPS = (Checkpoint, LearningRateMonitor, ProgressBar, Timer, WeightAveraging)
 
@@ -63,69 +55,6 @@ def check_uneven_inputs(
         raise ConfigurationError(
             f'{divide_by_initial_world_size=} has no effect without `uneven_inputs="join"`. Set both, or none.'
         )
-
-
-def check(lengths: Sequence[int]) -> None:
-    """Check that all ranks have the same number of training batches in an epoch.
-
-    Args:
-        lengths: What `lengths_of` has returned.
-
-    Raises:
-        ConfigurationError: If they differ.
-    """
-    if len(set(lengths)) > 1:
-        raise ConfigurationError(
-            f"Ranks have different numbers of training batches ({told(lengths)}), but every step needs all ranks."
-            f" {_ADVICE}"
-        )
-
-
-def is_last(trainer: pl.Trainer) -> bool:
-    """Return whether the epoch of this rank ends with the batch under way."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return bool(loop._num_ready_batches_reached())
-
-
-def ends(trainer: pl.Trainer, group: dist.ProcessGroup, stop_waiting: Check) -> str:
-    """Return which ranks' epochs end with the batch under way, where a commit says that some do. Collective."""
-    number = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    own = json.dumps([is_last(trainer), number]).encode()
-    found = [json.loads(each) for each in all_gather_bytes(own, group, stop_waiting)]
-    ended = [rank for rank, (last, _) in enumerate(found) if last]
-    return (
-        f"The training data of {named(ended)} ended after {found[ended[0]][1]} batches of the epoch, but other ranks"
-        f" have more, and every step needs all ranks. {_ADVICE}"
-    )
-
-
-def told(lengths: Sequence[int]) -> str:
-    """Return which ranks have which number of batches, for messages."""
-    ranks: dict[int, list[int]] = {}
-    for rank, length in enumerate(lengths):
-        ranks.setdefault(length, []).append(rank)
-    return "; ".join(
-        f"{named(of_length)}: {'no length' if length == _UNSIZED else length}"
-        for length, of_length in sorted(ranks.items())
-    )
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return the name of some ranks, for messages."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def lengths_of(fit_loop: "ReplicaFitLoop", gather: Callable[[Tensor], Tensor], device: torch.device) -> list[int]:
-    """Return the number of training batches of each rank in an epoch. Collective.
-
-    Args:
-        fit_loop: The loop, with its loaders.
-        gather: Gathers a tensor from all ranks.
-        device: The device of tensors that are gathered.
-    """
-    own = length_of(fit_loop._combined_loader)
-    found = gather(torch.tensor([_UNSIZED if own is None else own], device=device))
-    return [int(length) for length in found.flatten()]
 
 
 class _NoBatch(Closure):
@@ -199,7 +128,9 @@ class Joining:
             raise ConfigurationError(
                 f'`uneven_inputs="join"` needs one batch on each rank in every epoch, but there are: {told(found)}.'
             )
-        loop.lengths = () if _UNSIZED in found else tuple(found)
+        loop.lengths = () if UNSIZED in found else tuple(found)
+        if loop.lengths:
+            loop.max_batches = max(loop.lengths)  # a sampler may have fewer batches in a later epoch
 
     def check_fetcher(self, fetcher: Any) -> None:
         """Raise if the module fetches by itself.

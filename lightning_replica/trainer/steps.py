@@ -34,9 +34,10 @@ from lightning_replica.sharding.engine import (
 from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.trainer import joining
+from lightning_replica.trainer import lengths
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
+from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.overrides import may_change_weights, whole_gradients_for
 from lightning_replica.trainer.precision import ShardedStep
@@ -85,7 +86,7 @@ class Training:
         shared_memory: bool = True,
         reduce_dtype: ReduceDtype | None = None,
         part: ModelPart = ModelPart(),  # noqa: B008
-        joins: joining.Joining | None = None,
+        joins: Joining | None = None,
     ) -> None:
         module = trainer.lightning_module
         self._trainer, self._session, self._precision, self._module = trainer, session, precision, module
@@ -208,7 +209,7 @@ class Training:
             session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
-        flags = Flags(self._sigterm.noted, self.asked_to_save, joining.is_last(self._trainer))
+        flags = Flags(self._sigterm.noted, self.asked_to_save, lengths.is_last(self._trainer))
         part = state.part_of_commit(request, flags)  # the mirrors are under way meanwhile
         if self.recoverable:
             session.mirrors.settle()
@@ -219,7 +220,7 @@ class Training:
         session.recovery.committed(state.step + 1, commit.vector)
         reach("after_commit")
         if 0 < commit.last < session.world.size:
-            problem = joining.ends(self._trainer, self.groups.world, self.check)
+            problem = lengths.ends(self._trainer, self.groups.world, self.check)
             session.world.generations.give_up(problem)
             raise ConfigurationError(problem)
         state.update()

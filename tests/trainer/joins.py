@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_replica import DyingGaspCheckpoint, JoinCallback
@@ -40,6 +40,10 @@ class Uneven(Case):
     clip: float | None = None
     batch_norm: bool = False
     sgd: bool = False
+    recovers: bool = True
+    epoch_lengths: tuple[tuple[int, ...], ...] = ()  # by epoch, if they are not the same
+    manual: bool = False
+    fetches: bool = False
     logs_steps: bool = False
     checkpoints: bool = False
     resume: str = ""
@@ -49,8 +53,8 @@ class Uneven(Case):
 
 def samples(rank: int, batches: int) -> list[tuple[Tensor, Tensor]]:
     """The samples of a rank, in order."""
-    x = torch.randn(batches * BATCH, INPUTS, generator=torch.Generator().manual_seed(20 + rank))
-    return list(zip(x, x.square().sum(1, keepdim=True) / 4, strict=True))
+    x = torch.randn(100, INPUTS, generator=torch.Generator().manual_seed(20 + rank))
+    return list(zip(x, x.square().sum(1, keepdim=True) / 4, strict=True))[: batches * BATCH]
 
 
 class Stream(IterableDataset):
@@ -63,11 +67,30 @@ class Stream(IterableDataset):
         return iter(self.items)
 
 
+class OfEpoch(Sampler[int]):
+    """Has fewer samples in later epochs; Lightning takes no more than in the first."""
+
+    def __init__(self, batches: list[int]) -> None:
+        self.batches, self.epoch = batches, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches[min(self.epoch, len(self.batches) - 1)] * BATCH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
 def loader(case: Uneven, rank: int, lengths: tuple[int, ...]) -> Any:
     """The data of a rank."""
     items = samples(rank, lengths[rank])
     if not case.sized:
         return DataLoader(Stream(items), batch_size=BATCH, num_workers=case.workers)
+    if case.epoch_lengths:
+        most = samples(rank, max(lengths[rank] for lengths in case.epoch_lengths))
+        return DataLoader(most, batch_size=BATCH, sampler=OfEpoch([each[rank] for each in case.epoch_lengths]))
     return DataLoader(items, batch_size=BATCH, num_workers=case.workers)
 
 
@@ -89,6 +112,7 @@ class Model(L.LightningModule):
     def __init__(self, case: Uneven, faults: Faults) -> None:
         super().__init__()
         self.case, FAULTS[:] = case, [faults]
+        self.automatic_optimization = not case.manual
         self.net, self.seen = network(case.batch_norm), MeanMetric()
         self.calls: dict[str, int] = {}
         self.validations: list[int] = []
@@ -120,6 +144,11 @@ class Model(L.LightningModule):
 
     def count(self, hook: str) -> None:
         self.calls = {**self.calls, hook: self.calls.get(hook, 0) + 1}
+
+
+class Fetches(Model):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter)[:2])
 
 
 class Doubles(Callback):
@@ -158,7 +187,7 @@ def run(case: Uneven, out: Path) -> None:
     for fault in case.faults:
         if fault.kind == "hang":
             watch_closely(fault.rank, 5.0)
-    model = Model(case, faults)
+    model = (Fetches if case.fetches else Model)(case, faults)
     saving: list[Callback] = (
         [ModelCheckpoint(out / "checkpoints", save_top_k=-1, every_n_train_steps=1)] if case.checkpoints else []
     )
@@ -174,6 +203,7 @@ def run(case: Uneven, out: Path) -> None:
             uneven_inputs="join" if case.join else None,
             divide_by_initial_world_size=case.average_over_all,
             resume="auto" if case.gasp else None,
+            recovery=case.recovers,
         ),
         accelerator="cpu",
         devices=case.devices,
@@ -212,10 +242,12 @@ def in_one_process(case: Uneven, steps: float = float("inf")) -> dict[str, Tenso
     module = network(batch_norm=False)
     optimizer = optimizer_of(module, case)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    batches = [[*loader(case, rank, case.lengths)] for rank in range(case.devices)]
     made = 0
-    for _ in range(case.epochs):
-        for start in range(0, max(case.lengths), case.accumulate):
+    for epoch in range(case.epochs):
+        lengths = case.epoch_lengths[epoch] if case.epoch_lengths else case.lengths
+        whole = replace(case, epoch_lengths=())
+        batches = [[*loader(whole, rank, lengths)] for rank in range(case.devices)]
+        for start in range(0, max(lengths), case.accumulate):
             if made >= steps:
                 break
             made += 1

@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"clip": 0.1},
     "sockets": {"shared_memory": False},
     "even": {"lengths": (4, 4)},
+    "no recovery": {"recovers": False, "sized": False},
+    "fewer in later epochs": {"epoch_lengths": ((6, 5), (3, 5), (4, 2)), "epochs": 3},
 }
 
 
@@ -205,6 +207,26 @@ def test_a_rank_without_any_batch_is_told(sized: bool, tmp_path: Path) -> None:
     outcome = world.run(Uneven(devices=2, lengths=(0, 4), sized=sized), tmp_path, target=run)
     assert outcome.code != 0
     assert ("within local rank has zero length" if sized else "but rank 0 has none") in outcome.logs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"manual": True}, "Model steps its optimizers itself"),
+        ({"fetches": True}, "does not work with `training_step(self, dataloader_iter)`"),
+    ],
+)
+def test_modules_that_cannot_be_shadowed(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    outcome = world.run(Uneven(devices=2, **options), tmp_path, target=run)
+    assert outcome.code != 0
+    assert said in outcome.logs
+
+
+def test_lengths_that_differ_in_a_later_epoch_are_told(tmp_path: Path) -> None:
+    case = Uneven(devices=2, join=False, epoch_lengths=((3, 3), (3, 2)), epochs=2)
+    outcome = world.run(case, tmp_path, target=run)
+    assert outcome.code != 0
+    assert "The training data of rank 1 ended after 2 batches of the epoch, but other" in outcome.logs
 
 
 @pytest.mark.parametrize(
