@@ -126,6 +126,10 @@ class Model(L.LightningModule):
         self.log("seen", self.seen, on_step=False, on_epoch=True)
         return loss
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        x, y = batch  # a shadow is no batch
+        return super().transfer_batch_to_device([x, y], device, dataloader_idx)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.count("on_train_batch_start")
 
