@@ -1,5 +1,6 @@
 """Every name of megatron-core that the package uses (tests/megatron/test_contract.py)."""
 
+import copy
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,44 @@ def set_generator_states(states: dict[str, Tensor]) -> None:
     from megatron.core.tensor_parallel import random
 
     random.get_cuda_rng_tracker().set_states(states)
+
+
+# What a new RerunStateMachine holds of what it carries from step to step. Results of a step under way are left out:
+# a step that is done again computes them again.
+RERUN_BEGINS: dict[str, Any] = {
+    "state": 0,
+    "current_iteration": -1,
+    "first_iteration_complete": False,
+    "rerun_requested": False,
+    "checkpoint_requested": False,
+    "restart_again_requested": False,
+    "continue_requested": False,
+    "logged_sdc_enabled": False,
+    "large_value_counts": {},
+    "max_values": {},
+}
+
+
+def rerun_state() -> dict[str, Any] | None:
+    """Return the plain state of megatron-core's RerunStateMachine; None if nobody has made one."""
+    from megatron.core import rerun_state_machine
+
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is None:
+        return None
+    found = {name: copy.copy(getattr(machine, name)) for name in RERUN_BEGINS}
+    return {**found, "state": machine.state.value}
+
+
+def set_rerun_state(state: Mapping[str, Any] | None) -> None:
+    """Restore what `rerun_state` has returned; the machine's mode stays as the script has set it."""
+    from megatron.core import rerun_state_machine
+
+    if state is None and rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE is None:
+        return
+    machine = rerun_state_machine.get_rerun_state_machine()
+    for name, value in (RERUN_BEGINS if state is None else state).items():
+        setattr(machine, name, rerun_state_machine.RerunState(value) if name == "state" else copy.copy(value))
 
 
 def chunks_of(module: nn.Module) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import is_rank
 from lightning_replica.megatron.division import check_chunks, part_of
-from lightning_replica.megatron.generators import with_tracker
+from lightning_replica.megatron.generators import with_megatron
 from lightning_replica.megatron.schedule import ForwardStep, Losses, size_of, split
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.sharding.engine import ReduceDtype
@@ -241,7 +241,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         return {**checkpoint, "state_dict": weights_of_part(path, self.part(), module, checkpoint["state_dict"])}
 
     def _device(self) -> Device:
-        return with_tracker(super()._device())
+        return with_megatron(super()._device())
 
     # A step
 

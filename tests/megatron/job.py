@@ -42,6 +42,7 @@ class Case(job.Case):
     sequence: bool = False
     heads: int = 2
     micro: int | None = 2
+    reruns: bool = False  # the module uses megatron-core's RerunStateMachine
     uneven: bool = False  # a last stage with fewer layers, and sequences of two lengths
     bare: bool = False  # under ReplicaZeroStrategy, without a schedule of megatron-core's
     scaled: bool = False  # fp16, with a loss scale that soon grows too large
@@ -107,6 +108,10 @@ class GPT(L.LightningModule):
         self.zeros: list[float] = []
         self.scales: list[float] = []
 
+    @property
+    def _rerun(self) -> Any:
+        return _rerun_machine() if self._case.reruns else None
+
     def on_train_batch_end(self, *args: Any) -> None:
         self.norms.append(self.trainer.strategy.grad_norm)
         self.zeros.append(getattr(self.trainer.strategy, "num_zeros_in_grad", None))
@@ -168,13 +173,22 @@ class GPT(L.LightningModule):
         self._faults[0].reach("forward", step)
         if output.requires_grad:
             output.register_hook(lambda _: self._faults[0].reach("backward", step))
-        return output, lambda losses: (losses.mean(), {})
+        return output, self._mean
+
+    def _mean(self, losses: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        mean = losses.mean()
+        if self._rerun is not None:
+            self._rerun.is_unexpectedly_large(mean.detach(), threshold=1e9, context="loss", num_samples=1000)
+        return mean, {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self._case.bare:
             losses, mean = self.forward_step(iter([batch]), self.model)
             return mean(losses)[0]
-        loss = self.trainer.strategy.forward_backward(self.forward_step, batch)
+        while self._rerun is None or self._rerun.should_run_forward_backward(None):
+            loss = self.trainer.strategy.forward_backward(self.forward_step, batch)
+            if self._rerun is None:
+                break
         self.log("loss", loss)
         return loss
 
@@ -186,6 +200,12 @@ class GPT(L.LightningModule):
             return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0, eps=EPSILON)
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
+
+
+def _rerun_machine() -> Any:
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    return get_rerun_state_machine()
 
 
 def data(case: Case) -> Tensor:
@@ -293,5 +313,6 @@ def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:
         "optimizer": job._digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "random": job._digest(torch.get_rng_state(), *[trackers[name] for name in sorted(trackers)]),
+        "rerun": megatron.rerun_state(),
         "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop.total_batch_idx],
     }

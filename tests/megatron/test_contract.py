@@ -78,3 +78,21 @@ def test_the_order_of_ranks_is_the_default() -> None:
     from megatron.core.parallel_state import initialize_model_parallel
 
     assert inspect.signature(initialize_model_parallel).parameters["order"].default == "tp-cp-ep-dp-pp"
+
+
+def test_the_state_of_a_rerun_state_machine() -> None:
+    """Whoever gives the machine another attribute decides whether it goes back with a step."""
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    of_a_step = {
+        "validation_counts",
+        "failed_validation_call",
+        "initial_result",
+        "suspicious_node",
+        "suspicious_device",
+    }
+    of_a_step |= {"saved_state", "data_iterator_checkpoints", "saved_results", "stats"}
+    settings = {"mode", "error_injector", "result_rejected_tracker_filename", "state_save_func", "state_restore_func"}
+    settings |= {"injected_result"}
+    found = {name: value for name, value in vars(RerunStateMachine()).items() if name not in of_a_step | settings}
+    assert {**found, "state": found["state"].value} == megatron.RERUN_BEGINS

@@ -33,10 +33,10 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Untouched:
 WORLDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "one": ({}, ()),
     "tp": ({"tensor": 2}, (0, 3)),
-    "pp": ({"pipeline": 2}, (1, 2)),
+    "pp": ({"pipeline": 2, "reruns": True}, (1, 2)),
     "ep": ({"expert": 2, "biased": True}, (0, 3)),
     "vpp": ({"pipeline": 2, "virtual": 2, "accumulate": 2, "epochs": 2}, (0, 3)),
-    "fp16": ({"tensor": 2, "scaled": True, "epochs": 2}, (1, 2)),
+    "fp16": ({"tensor": 2, "scaled": True, "epochs": 2, "reruns": True}, (1, 2)),
     "tp-pp": ({"tensor": 2, "pipeline": 2, "uneven": True}, (1, 6)),
     "tp-ep": ({"tensor": 2, "expert": 2, "sequence": True}, (2, 5)),
 }
