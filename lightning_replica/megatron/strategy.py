@@ -22,8 +22,8 @@ from lightning_replica.core.grids import Grids
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import is_rank
+from lightning_replica.megatron.device import with_megatron
 from lightning_replica.megatron.division import check_chunks, part_of
-from lightning_replica.megatron.generators import with_megatron
 from lightning_replica.megatron.schedule import ForwardStep, Losses, size_of, split
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.sharding.engine import ReduceDtype

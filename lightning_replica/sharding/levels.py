@@ -68,6 +68,11 @@ class Job:
     room: Tensor | None = None
     sent: Tensor | None = None
 
+    def without_absent(self, divisor: float) -> float:
+        """Return the divisor that counts only ranks that are present, for one that counts all; exact if it is whole."""
+        present, size = self.present
+        return divisor * present / size
+
 
 class Stage(Protocol):
     """One stage, which all buckets go through in the same order on all ranks."""
@@ -290,13 +295,7 @@ def divisor_of(level: Level, job: Job, narrow: bool) -> float:
     """Return what a level's sums of the gradients of a bucket are divided by."""
     is_narrow = narrow or job.buffers.grads.dtype.itemsize == 2
     divisor = level.narrow_divisor if is_narrow else level.divisor
-    return present_of(divisor, job) if level.is_last else divisor
-
-
-def present_of(divisor: float, job: Job) -> float:
-    """Return the divisor that leaves out the ranks that are not present; exact for whole numbers."""
-    present, size = job.present
-    return divisor * present / size
+    return job.without_absent(divisor) if level.is_last else divisor
 
 
 def stages_of(groups: Groups, memory: SharedMemory | None, reduce_dtype: torch.dtype | None = None) -> list[Stage]:

@@ -12,7 +12,7 @@ from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.buffers import Buffers
-from lightning_replica.sharding.levels import Job, Stage, present_of, stages_of
+from lightning_replica.sharding.levels import Job, Stage, stages_of
 from lightning_replica.sharding.pipeline import Pipeline
 from lightning_replica.sharding.shared import SharedMemory
 
@@ -144,7 +144,7 @@ class Reducer:
             job.buffers.complete(job.bucket)
         memory.fence()
         for number, job in enumerate(jobs):
-            memory.add_up(job.buffers.block, job.bucket.pieces[place], present_of(grid.divisor, job))
+            memory.add_up(job.buffers.block, job.bucket.pieces[place], job.without_absent(grid.divisor))
             if number == 0:
                 reach("reduction")
         memory.fence()

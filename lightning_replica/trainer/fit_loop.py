@@ -157,7 +157,7 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         joining = self._strategy.joining
         put_in(self._combined_loader, True, None if joining is None else joining.inputs())
         if joining is None:
-            check(lengths_of(self, self._strategy.all_gather, self._strategy.root_device))
+            check(lengths_of(self.trainer))
         else:
             joining.agree()
 

@@ -62,6 +62,13 @@ def combined(given: RecoveryOptions, callbacks: Iterable[Any]) -> RecoveryOption
     return replace(given, **chosen)
 
 
+def named_hooks(trainer: pl.Trainer, method: str) -> list[tuple[str, Callable[..., None]]]:
+    """Return the hook ``method`` of every callback that has it, with a name for messages."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    found = ((f"{type(callback).__name__}.{method}", getattr(callback, method, None)) for callback in callbacks)
+    return [(name, hook) for name, hook in found if hook is not None]
+
+
 class Hooks:
     """Calls the recovery hooks of a trainer's callbacks.
 
@@ -77,7 +84,7 @@ class Hooks:
     @property
     def any(self) -> bool:
         """Whether any callback has a hook for a phase of recovery."""
-        return any(self._named(f"on_recovery_{name}") for name in PHASES)
+        return any(named_hooks(self._trainer, f"on_recovery_{name}") for name in PHASES)
 
     def phase(self, context: RecoveryContext) -> None:
         """Call ``on_recovery_<phase>`` of every callback that has it.
@@ -88,7 +95,7 @@ class Hooks:
             HookError: If a hook fails by itself.
             CollectiveError: If a hook fails because a rank is lost, or because of a device error.
         """
-        for name, hook in self._named(f"on_recovery_{context.phase}"):
+        for name, hook in named_hooks(self._trainer, f"on_recovery_{context.phase}"):
             random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, context)
@@ -103,17 +110,12 @@ class Hooks:
 
     def incident(self, incident: Incident) -> None:
         """Call ``on_incident`` of every callback that has it."""
-        for _, hook in self._named("on_incident"):
+        for _, hook in named_hooks(self._trainer, "on_incident"):
             random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, incident)
             finally:
                 self._device.set_rng_state(random)
-
-    def _named(self, method: str) -> list[tuple[str, Callable[..., None]]]:
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        found = ((f"{type(callback).__name__}.{method}", getattr(callback, method, None)) for callback in callbacks)
-        return [(name, hook) for name, hook in found if hook is not None]
 
     def _failed(self, rank: int, name: str, error: Exception) -> HookError:
         said = f"{name}: {explain(error)}"

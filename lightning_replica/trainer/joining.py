@@ -6,13 +6,11 @@ with a gradient of zero, until no rank has inputs. Names and averages are those 
 (lengths.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, Timer, WeightAveraging
-from torch import Tensor
 
 from lightning_replica._compat.lightning import (
     Closure,
@@ -24,7 +22,8 @@ from lightning_replica._compat.lightning import (
 from lightning_replica.core import checks
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.data.inputs import Inputs, Shadow
-from lightning_replica.trainer.lengths import UNSIZED, lengths_of, named, told
+from lightning_replica.trainer.hooks import named_hooks
+from lightning_replica.trainer.lengths import UNSIZED, gather, lengths_of, named, told
 
 if TYPE_CHECKING:
     from lightning_replica.trainer.fit_loop import ReplicaEpochLoop, ReplicaFitLoop
@@ -75,23 +74,17 @@ class Joining:
 
     Args:
         trainer: The trainer.
-        rank: This rank.
-        gather: Gathers a tensor from all ranks.
         divide_by_initial_world_size: Whether gradients are averaged over all ranks. Otherwise they are averaged over
             the ranks that have a batch in the step.
 
-    Attributes:
-        alone: Who may not run this training step, while one runs; empty if all ranks do.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, rank: int, gather: Callable[[Tensor], Tensor], divide_by_initial_world_size: bool
-    ) -> None:
-        self._trainer, self._rank, self._gather = trainer, rank, gather
+    def __init__(self, trainer: pl.Trainer, divide_by_initial_world_size: bool) -> None:
+        self._trainer, self._rank = trainer, trainer.global_rank
         self._divides_by_all = divide_by_initial_world_size
         self._inputs: Inputs | None = None
         self._present: tuple[bool, ...] = ()
-        self.alone = ""
+        self._in_training_step = False
 
     # The data
 
@@ -112,7 +105,7 @@ class Joining:
         return self._inputs
 
     def _ask(self, has: bool) -> list[bool]:
-        return [bool(each) for each in self._gather(torch.tensor([has], device=self._device)).flatten()]
+        return [bool(each) for each in gather(self._trainer, has)]
 
     def agree(self) -> None:
         """Tell each other how many batches the epoch has. Collective; called when loaders are new, and every epoch.
@@ -121,7 +114,7 @@ class Joining:
             ConfigurationError: If a rank has no batch at all.
         """
         loop = self._loop
-        found = lengths_of(loop, self._gather, self._device)
+        found = lengths_of(self._trainer)
         if len(found) != self._trainer.world_size:
             return  # loaders are made again, by this rank alone: the snapshot that it restores has the lengths
         if 0 in found:
@@ -215,22 +208,35 @@ class Joining:
         self.finish(loop)
 
     def training_step(self, step: Callable[[], Any]) -> Any:
-        """Run the training step of a rank that has a batch; `alone` says meanwhile if not all ranks run it every time.
-
-        That holds for the whole epoch: a collective must not work at its beginning, and fail at its end.
-        """
-        lengths = self._loop.lengths
-        short = [rank for rank, length in enumerate(lengths) if length < max(lengths)]
-        if short or not lengths:
-            self.alone = f"{named(short)} will have no inputs left" if short else "other ranks may have no inputs left"
+        """Run the training step of a rank that has a batch."""
+        self._in_training_step = True
         try:
             return step()
         finally:
-            self.alone = ""
+            self._in_training_step = False
+
+    def check_collective(self) -> None:
+        """Raise in a training step that not all ranks run in every batch of the epoch.
+
+        A collective must not work at the beginning of an epoch and fail at its end.
+
+        Raises:
+            ConfigurationError: In such a training step.
+        """
+        lengths = self._loop.lengths
+        short = [rank for rank, length in enumerate(lengths) if length < max(lengths)]
+        if not self._in_training_step or (lengths and not short):
+            return
+        who = f"{named(short)} will have no inputs left" if short else "other ranks may have no inputs left"
+        raise ConfigurationError(
+            f"The training step calls a collective, but {who} in this epoch, and will not run it. Log with"
+            " `sync_dist=True` at the end of the epoch (`on_step=False, on_epoch=True`), and call collectives in hooks"
+            " of the epoch."
+        )
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all others get after a step: the last that has a batch in the next, as under DDP."""
+        """The rank whose buffers all get after a step: the highest that has a batch in the next, as under DDP."""
         after = self._of_epoch.present(self._loop.epoch_loop.batch_progress.current.ready, 0)
         return max(rank for rank, here in enumerate(after if any(after) else self._present) if here)
 
@@ -243,19 +249,13 @@ class Joining:
     # Callbacks
 
     def _of_callbacks(self, hook: str, *args: Any) -> None:
-        for callback in self._callbacks:
+        for callback in cast("Any", self._trainer).callbacks:
             if isinstance(callback, _ACT_ON_STEPS):
                 getattr(callback, hook)(self._trainer, self._trainer.lightning_module, *args)
 
     def _of_joins(self, hook: str, *args: Any) -> None:
-        for callback in self._callbacks:
-            call = getattr(callback, hook, None)
-            if call is not None:
-                call(self._trainer, self._trainer.lightning_module, *args)
-
-    @property
-    def _callbacks(self) -> Sequence[Any]:
-        return cast("Any", self._trainer).callbacks  # type: ignore[no-any-return]
+        for _, call in named_hooks(self._trainer, hook):
+            call(self._trainer, self._trainer.lightning_module, *args)
 
     @property
     def _loop(self) -> "ReplicaFitLoop":
@@ -264,10 +264,6 @@ class Joining:
     @property
     def _of_epoch(self) -> Inputs:
         return cast("Inputs", self._inputs)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._trainer.strategy.root_device
 
 
 class _Fetched:

@@ -1,21 +1,18 @@
 """The numbers of training batches that ranks have in an epoch, which must be the same unless ranks join."""
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_replica._compat.lightning import length_of
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_replica.trainer.fit_loop import ReplicaFitLoop
 
 UNSIZED = -1
 """Stands for the length of data that has none."""
@@ -76,14 +73,13 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def lengths_of(fit_loop: "ReplicaFitLoop", gather: Callable[[Tensor], Tensor], device: torch.device) -> list[int]:
-    """Return the number of training batches of each rank in an epoch. Collective.
+def lengths_of(trainer: pl.Trainer) -> list[int]:
+    """Return the number of training batches of each rank in an epoch, or `UNSIZED`. Collective."""
+    own = length_of(cast("CombinedLoader", trainer.fit_loop._combined_loader))
+    return gather(trainer, UNSIZED if own is None else own)
 
-    Args:
-        fit_loop: The loop, with its loaders.
-        gather: Gathers a tensor from all ranks.
-        device: The device of tensors that are gathered.
-    """
-    own = length_of(fit_loop._combined_loader)
-    found = gather(torch.tensor([UNSIZED if own is None else own], device=device))
-    return [int(length) for length in found.flatten()]
+
+def gather(trainer: pl.Trainer, number: int) -> list[int]:
+    """Return each rank's number. Collective, unless the strategy is told to ask no other rank."""
+    found = trainer.strategy.all_gather(torch.tensor([number], device=trainer.strategy.root_device))
+    return [int(each) for each in found.flatten()]

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_replica._compat.lightning import _all_gather_ddp_if_available
-from lightning_replica.errors import ConfigurationError, ReplicaError
+from lightning_replica.errors import ReplicaError
 from lightning_replica.trainer import objects
 from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.session import Session
@@ -35,12 +35,8 @@ class LightningCollectives(ParallelStrategy):
         Raises:
             ConfigurationError: In a training step that a rank without inputs will not run.
         """
-        if self.joining is not None and self.joining.alone:
-            raise ConfigurationError(
-                f"The training step calls a collective, but {self.joining.alone} in this epoch, and will not run it."
-                " Log with `sync_dist=True` at the end of the epoch (`on_step=False, on_epoch=True`), and"
-                " call collectives in hooks of the epoch."
-            )
+        if self.joining is not None:
+            self.joining.check_collective()
         return None if self._session is None or self._session.world.is_over else self._session
 
     @contextmanager

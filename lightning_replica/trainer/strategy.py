@@ -288,7 +288,7 @@ class ReplicaZeroStrategy(ModelParallel):
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
             if self._uneven_inputs == "join":
-                self.joining = Joining(trainer, self.global_rank, self.all_gather, self._divides_by_all)
+                self.joining = Joining(trainer, self._divides_by_all)
             if not self.session.newborn:
                 self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
                 logger_runs.leave(self.session.world.generations.store, self.global_rank)
