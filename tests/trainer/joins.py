@@ -209,6 +209,7 @@ def run(case: Uneven, out: Path) -> None:
             resume="auto" if case.gasp else None,
             recovery=case.recovers,
         ),
+        default_root_dir=out,
         accelerator="cpu",
         devices=case.devices,
         max_epochs=case.epochs,
