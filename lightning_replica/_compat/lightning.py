@@ -91,6 +91,7 @@ __all__ = [
     "put_combining_state",
     "rerun_command",
     "save_loops",
+    "sized_len",
     "walk_loops",
     "when_made",
     "writes_archives",

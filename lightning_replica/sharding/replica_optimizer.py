@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_replica.core import checks
 from lightning_replica.core.grid import Grid
 from lightning_replica.devices.host import on_host
-from lightning_replica.errors import ConfigurationError, UncollectedStateError
+from lightning_replica.errors import ConfigurationError, CorruptedShardError, UncollectedStateError
 from lightning_replica.groups.membership import groups_within
 from lightning_replica.sharding import moving, shared
 from lightning_replica.sharding.arguments import check_dense, check_optimizer_class, group_of
@@ -99,7 +99,11 @@ class ReplicaOptimizer(Optimizer, Joinable):
         """
         made = cls.__new__(cls)
         made._shard(optimizer, replicas, process_group, partition, shared_memory, timeout_s)
-        made._compare()
+        for peers in made._unlike():
+            raise ConfigurationError(
+                f"The {type(optimizer).__name__} of ranks {', '.join(map(str, peers))} has state already, and not the"
+                " same on each. Load the same state on all ranks, or shard the optimizer before its first step."
+            )
         return made
 
     def _shard(
@@ -231,9 +235,11 @@ class ReplicaOptimizer(Optimizer, Joinable):
 
         Raises:
             ConfigurationError: If there is no such rank.
+            CorruptedShardError: On all ranks, if holders of a shard do not have the same bits.
         """
         checks.choice("to", to, tuple(range(self._groups.grid.size)))
         self._follow_groups()
+        self.compare_shards()
         found = gather_optimizer(self._sharded, self._groups, _go_on, to)
         self._whole = None
         if self._groups.place == to:
@@ -302,6 +308,22 @@ class ReplicaOptimizer(Optimizer, Joinable):
         """Return the sum of the 64-bit words of this rank's shard, which is the same on all of its peers."""
         return sum(digest(tensor, 0, words_of(tensor)) for _, tensor in shard_tensors([self._sharded])) & _MASK
 
+    def compare_shards(self) -> None:
+        """Raise an error unless all holders of each shard have the same bits. Collective.
+
+        Holders make the same updates if they have the same gradients. `consolidate_state_dict` calls this, so that no
+        checkpoint is made of shards that differ.
+
+        Raises:
+            CorruptedShardError: On all ranks, with the holders of the first shard that is not the same on all of them.
+        """
+        for peers in self._unlike():
+            raise CorruptedShardError(
+                f"Ranks {', '.join(map(str, peers))} hold the same shard, but not with the same bits. Gradients must be"
+                " the same on all ranks when the optimizer steps: average them, as DistributedDataParallel does, and"
+                " change them alike on all ranks. Go on from an earlier checkpoint."
+            )
+
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -329,23 +351,15 @@ class ReplicaOptimizer(Optimizer, Joinable):
         for parameter in parameters:
             dist.broadcast(parameter.data, self._groups.grid.ranks[0], group=self._group)
 
-    def _compare(self) -> None:
-        """Raise unless all holders of each shard have the same: what an optimizer brings may differ.
-
-        Raises:
-            ConfigurationError: On all ranks.
-        """
+    def _unlike(self) -> list[tuple[int, ...]]:
+        """Return the holders of each shard that is not the same on all of them; the same on all ranks. Collective."""
         grid = self._groups.grid
         own = torch.tensor([self.shard_digest() - 2**63], device=self.join_device)
         found = [torch.empty_like(own) for _ in grid.ranks]
         dist.all_gather(found, own, group=self._group)
         of_rank = {rank: int(each) for rank, each in zip(grid.ranks, found, strict=True)}
-        for peers in sorted({grid.peers(rank) for rank in grid.ranks}):
-            if len({of_rank[rank] for rank in peers}) > 1:
-                raise ConfigurationError(
-                    f"The {type(self.optim).__name__} of ranks {', '.join(map(str, peers))} has state already, and not"
-                    " the same on each. Load the same state on all ranks, or shard the optimizer before its first step."
-                )
+        shards = sorted({grid.peers(rank) for rank in grid.ranks})
+        return [peers for peers in shards if len({of_rank[rank] for rank in peers}) > 1]
 
     def _follow_groups(self) -> None:
         new, gone = self._sharded.follow_groups()

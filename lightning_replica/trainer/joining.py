@@ -105,7 +105,7 @@ class Joining:
         return self._inputs
 
     def _ask(self, has: bool) -> list[bool]:
-        return [bool(each) for each in gather(self._trainer, has)]
+        return [bool(each) for each in gather(self._trainer.strategy, has)]
 
     def agree(self) -> None:
         """Tell each other how many batches the epoch has. Collective; called when loaders are new, and every epoch.

@@ -7,9 +7,10 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_replica._compat.lightning import length_of
+from lightning_replica._compat.lightning import length_of, sized_len
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
@@ -76,10 +77,29 @@ def named(ranks: Sequence[int]) -> str:
 def lengths_of(trainer: pl.Trainer) -> list[int]:
     """Return the number of training batches of each rank in an epoch, or `UNSIZED`. Collective."""
     own = length_of(cast("CombinedLoader", trainer.fit_loop._combined_loader))
-    return gather(trainer, UNSIZED if own is None else own)
+    return gather(trainer.strategy, UNSIZED if own is None else own)
 
 
-def gather(trainer: pl.Trainer, number: int) -> list[int]:
+def check_sized(loader: object, strategy: Strategy) -> None:
+    """Check that data has a length on all ranks, or on none. Collective.
+
+    Lightning asks only the ranks with a length for their sum, so they would wait for the others for ever.
+
+    Raises:
+        ConfigurationError: If it has a length on some ranks only.
+    """
+    found = gather(strategy, UNSIZED if sized_len(loader) is None else 1)
+    if len(set(found)) > 1:
+        without = [rank for rank, length in enumerate(found) if length == UNSIZED]
+        others = [rank for rank, length in enumerate(found) if length != UNSIZED]
+        raise ConfigurationError(
+            f"Data has a length (`__len__`) on {named(others)}, but not on {named(without)}. This process has a"
+            f" {type(loader).__name__} {'with' if sized_len(loader) is not None else 'without'} one. Give the data a"
+            " length on all ranks, or on none."
+        )
+
+
+def gather(strategy: Strategy, number: int) -> list[int]:
     """Return each rank's number. Collective, unless the strategy is told to ask no other rank."""
-    found = trainer.strategy.all_gather(torch.tensor([number], device=trainer.strategy.root_device))
+    found = strategy.all_gather(torch.tensor([number], device=strategy.root_device))
     return [int(each) for each in found.flatten()]

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lightning_replica import ReplicaOptimizer
-from lightning_replica.errors import ConfigurationError, UncollectedStateError
+from lightning_replica.errors import ConfigurationError, CorruptedShardError, UncollectedStateError
 from tests.support.ranks import open_world, run_ranks
 
 WORLD = 4
@@ -339,3 +339,28 @@ def written(rank: int, store: Any, shared_memory: bool) -> Any:
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_weights_that_user_code_writes(shared_memory: bool) -> None:
     assert run_ranks(WORLD, written, shared_memory) == [True] * WORLD
+
+
+def gradients_that_differ(rank: int, store: Any) -> Any:
+    """Nobody averages, and one rank clips."""
+    open_world(rank, store, WORLD)
+    net = model()
+    ours = ReplicaOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2)
+    said = []
+    for other in (None, 3):
+        net(batch(0, 0)).square().mean().backward()
+        if rank == other:
+            nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        ours.step()
+        try:
+            ours.consolidate_state_dict()
+            said.append("")
+        except CorruptedShardError as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradients_that_differ_are_told_before_a_checkpoint() -> None:
+    for alike, differ in run_ranks(WORLD, gradients_that_differ):
+        assert alike == ""
+        assert "Ranks 1, 3 hold the same shard, but not with the same bits. Gradients must be the same" in differ

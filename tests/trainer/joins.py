@@ -32,6 +32,7 @@ class Uneven(Case):
 
     lengths: tuple[int, ...] = (3, 5)
     sized: bool = True
+    unsized: int | None = None  # the only rank whose data has no length
     workers: int = 0
     join: bool = True
     average_over_all: bool = True
@@ -86,7 +87,7 @@ class OfEpoch(Sampler[int]):
 def loader(case: Uneven, rank: int, lengths: tuple[int, ...]) -> Any:
     """The data of a rank."""
     items = samples(rank, lengths[rank])
-    if not case.sized:
+    if not case.sized or rank == case.unsized:
         return DataLoader(Stream(items), batch_size=BATCH, num_workers=case.workers)
     if case.epoch_lengths:
         most = samples(rank, max(lengths[rank] for lengths in case.epoch_lengths))

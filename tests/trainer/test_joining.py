@@ -180,6 +180,16 @@ def test_lengths_that_differ_are_told_before_the_first_step(recovery: bool, tmp_
     assert outcome.batches == [{}, {}]
 
 
+@pytest.mark.parametrize("join", [True, False])
+def test_data_with_a_length_on_some_ranks_is_told(join: bool, tmp_path: Path) -> None:
+    """Lightning sums lengths over the ranks that have one: they would wait for ever."""
+    outcome = world.run(Uneven(lengths=(3,) * 4, join=join, unsized=1), tmp_path, target=run)
+    assert outcome.code != 0
+    assert "Data has a length (`__len__`) on ranks 0, 2, 3, but not on rank 1." in outcome.logs
+    assert "hang" not in outcome.logs
+    assert outcome.batches == [{}] * 4
+
+
 @pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
 def test_data_without_a_length_is_told_at_the_end_of_the_shortest(lengths: Any, tmp_path: Path) -> None:
     case = Uneven(devices=2, lengths=lengths, join=False, sized=False)
