@@ -1,9 +1,11 @@
 """A script that trains under Fabric in processes that run a function."""
 
+import atexit
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -18,6 +20,9 @@ def train(fabric: Fabric, greeting: str) -> Any:
     optimizer.step()
     return greeting, fabric.world_size, optimizer.peers
 
+
+# Registered first, called last.
+atexit.register(lambda: print("groups are open" if dist.is_initialized() else "groups are closed", flush=True))
 
 if __name__ == "__main__":
     start_method: Any = sys.argv[1]

@@ -68,3 +68,5 @@ def test_processes_that_run_a_function(start_method: str, tmp_path: Path) -> Non
         done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done
     assert "('hello', 2, (0, 1))" in done.stdout.splitlines(), done
+    assert "groups are open" not in done.stdout, "a thread of gloo's may abort the process at its end"
+    assert done.stdout.count("groups are closed") == (3 if start_method == "spawn" else 1)  # forks end without hooks

@@ -1,17 +1,3 @@
-"""Imports megatron-core once, for torch 2.13 warns of what megatron-core 0.16 uses.
+"""Imports megatron-core before any test does."""
 
-It also makes classes safe to unpickle (argparse.Namespace ...), which tests of other folders take for unsafe.
-"""
-
-import warnings
-
-import torch
-
-_safe = torch.serialization.get_safe_globals()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import megatron.core.parallel_state
-    import megatron.core.pipeline_parallel.schedules
-    import megatron.core.transformer.module  # noqa: F401
-torch.serialization.clear_safe_globals()
-torch.serialization.add_safe_globals(_safe)
+from tests.megatron import imported  # noqa: F401
