@@ -19,7 +19,8 @@ import logging
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -121,6 +122,19 @@ class Journal:
     def may_leave_out(self, now: Callable[[], bool]) -> None:
         """Let replacements leave out collectives that are called while ``now`` returns true."""
         self._may_be_left_out = now
+
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        """Do not write down what is called inside the block, because a replacement does not call it.
+
+        It may be called from the same line for training and for validation data. A replacement leaves out the latter,
+        and would read one's result for the other's (tests/state/data/test_replaced.py).
+        """
+        mode, self.mode = self.mode, "closed"
+        try:
+            yield
+        finally:
+            self.mode = mode
 
     @property
     def on_the_way(self) -> bool:

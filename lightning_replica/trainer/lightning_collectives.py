@@ -12,6 +12,7 @@ from lightning_replica._compat.lightning import _all_gather_ddp_if_available
 from lightning_replica.errors import ReplicaError
 from lightning_replica.trainer import objects
 from lightning_replica.trainer.joining import Joining
+from lightning_replica.trainer.lengths import check_sized
 from lightning_replica.trainer.session import Session
 
 
@@ -47,6 +48,13 @@ class LightningCollectives(ParallelStrategy):
             yield
         finally:
             self._session = session
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Check that all ranks can tell the length of this data, or none. A replacement's predecessor has done so."""
+        if self._session is not None and not self._session.succession.newborn:
+            with self._session.succession.journal.unwritten():
+                check_sized(dataloader, self)
+        return dataloader
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have reached this barrier."""

@@ -34,7 +34,6 @@ from lightning_replica.trainer import fit_loop
 from lightning_replica.trainer.extension import extension
 from lightning_replica.trainer.hooks import combined
 from lightning_replica.trainer.joining import Joining, UnevenInputs, check_uneven_inputs
-from lightning_replica.trainer.lengths import check_sized
 from lightning_replica.trainer.model_parallel import ModelParallel
 from lightning_replica.trainer.precision import ShardedStep, fit_to_device, sharded
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
@@ -308,11 +307,6 @@ class ReplicaZeroStrategy(ModelParallel):
                 self.joining,
             )
         self.setup_precision_plugin()
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Check that all ranks can tell the length of this data, or none."""
-        check_sized(dataloader, self)
-        return dataloader
 
     @property
     def grad_norm(self) -> float | None:
