@@ -189,8 +189,9 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         A replacement runs no sanity check. A dataset may draw its contents when it is made, so the order matters. The
         generators that the sanity check draws from are put back after it, and they are put back here too.
         """
-        if self._strategy.session.succession.remembered("validation data", lambda: self._validates_already):
-            with isolate_rng():
+        succession = self._strategy.session.succession
+        if succession.remembered("validation data", lambda: self._validates_already):
+            with isolate_rng(), succession.journal.reading_left_out():
                 self._set_up_validation()
 
     @property

@@ -50,10 +50,8 @@ class LightningCollectives(ParallelStrategy):
             self._session = session
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Check that all ranks can tell the length of this data, or none. A replacement's predecessor has done so."""
-        if self._session is not None and not self._session.succession.newborn:
-            with self._session.succession.journal.unwritten():
-                check_sized(dataloader, self)
+        """Check that all ranks can tell the length of this data, or none."""
+        check_sized(dataloader, self)
         return dataloader
 
     def barrier(self, name: str | None = None) -> None:

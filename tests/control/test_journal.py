@@ -82,6 +82,22 @@ def test_what_a_replacement_leaves_out_does_not_shift_the_rest() -> None:
         reading.read("world", call(2))  # it lies before the one that was found
 
 
+def test_what_the_same_line_gave_at_another_time() -> None:
+    """One function makes training and validation data. A replacement calls it for the latter first."""
+    store = dist.HashStore()
+    writing = Journal(store, 0)
+    sanity = [True]
+    writing.may_leave_out(lambda: sanity[0])
+    write(writing, "world", call(1), torch.tensor([20.0]))  # validation data
+    sanity[0] = False
+    write(writing, "world", call(1), torch.tensor([10.0]))  # training data
+
+    reading = Journal(store, 0, reading=1)
+    with reading.reading_left_out():
+        assert read(reading, "world", call(1)) == [[20.0]]
+    assert read(reading, "world", call(1)) == [[10.0]]
+
+
 def test_a_sender_may_have_another_size() -> None:
     store = dist.HashStore()
     write(Journal(store, 0), "world", call(1, "uint8[3]"), torch.zeros(3, dtype=torch.uint8))
