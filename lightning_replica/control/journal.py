@@ -7,7 +7,8 @@ each collective, and its replacement reads the results.
 An entry belongs to one process group. It records what was called, on what shapes, and where in the code. If a call does
 not match the next entry of its group, the script has done something else than before. That raises an error that says
 what the predecessor did. There are two exceptions. A barrier has no result, so a replacement simply passes it. And a
-replacement runs no sanity validation, so it may leave out entries from there (tests/control/test_journal.py).
+replacement runs no sanity validation, so it may leave out entries from there (tests/control/test_journal.py). It sets
+up validation data all the same, and reads those entries first while it does (`Journal.reading_left_out`).
 
 [Note: segments]
 A segment is the part of the script from one training loop to the next. A replacement of a rank that is lost in the n-th
@@ -126,9 +127,10 @@ class Journal:
 
     @contextmanager
     def reading_left_out(self) -> Iterator[None]:
-        """Read what may be left out first: inside the block, a replacement does some of it at another time.
+        """Inside the block, read first the entries that may be left out.
 
-        Otherwise, it would read for validation data what the same line gave for training data.
+        For a replacement that sets up validation data as its predecessor's sanity check did. If one line of code calls
+        a collective for training and for validation data, it would otherwise read the result for training data.
         """
         self._reads_left_out_first = True
         try:

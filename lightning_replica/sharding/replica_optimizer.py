@@ -354,6 +354,8 @@ class ReplicaOptimizer(Optimizer, Joinable):
     def _unlike(self) -> list[tuple[int, ...]]:
         """Return the holders of each shard that is not the same on all of them; the same on all ranks. Collective."""
         grid = self._groups.grid
+        if grid.replicas == 1:
+            return []
         own = torch.tensor([self.shard_digest() - 2**63], device=self.join_device)
         found = [torch.empty_like(own) for _ in grid.ranks]
         dist.all_gather(found, own, group=self._group)

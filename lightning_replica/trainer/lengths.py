@@ -88,14 +88,13 @@ def check_sized(loader: object, strategy: Strategy) -> None:
     Raises:
         ConfigurationError: If it has a length on some ranks only.
     """
-    found = gather(strategy, UNSIZED if sized_len(loader) is None else 1)
-    if len(set(found)) > 1:
-        without = [rank for rank, length in enumerate(found) if length == UNSIZED]
-        others = [rank for rank, length in enumerate(found) if length != UNSIZED]
+    sized = gather(strategy, sized_len(loader) is not None)
+    if len(set(sized)) > 1:
+        ranks = range(len(sized))
         raise ConfigurationError(
-            f"Data has a length (`__len__`) on {named(others)}, but not on {named(without)}. This process has a"
-            f" {type(loader).__name__} {'with' if sized_len(loader) is not None else 'without'} one. Give the data a"
-            " length on all ranks, or on none."
+            f"Data has a length (`__len__`) on {named([rank for rank in ranks if sized[rank]])}, but not on"
+            f" {named([rank for rank in ranks if not sized[rank]])}. On this rank it is a {type(loader).__name__}. Give"
+            " the data a length on all ranks, or on none."
         )
 
 
