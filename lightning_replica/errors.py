@@ -2,6 +2,7 @@
 
 ReplicaError
 ├── ConfigurationError       what was asked for cannot be done; raised before any process group waits
+├── VersionError             the installed version of torch or Lightning has no place for what the package does in it
 ├── CollectiveError          a collective of this rank did not finish: a peer is gone or the group was aborted
 ├── ClosedGroupError         a process group was used that no recovery could open again
 ├── Interrupted              the world has moved to a new generation; this rank's step ends here
@@ -23,6 +24,10 @@ class ReplicaError(Exception):
 
 class ConfigurationError(ReplicaError, ValueError):
     """What was asked for cannot be done. The message says what, what was given and what to do."""
+
+
+class VersionError(ReplicaError, ImportError):
+    """The installed version of torch or Lightning lacks a private name that the package uses. Raised at import."""
 
 
 class CollectiveError(ReplicaError):

@@ -11,9 +11,21 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Backend, BackendConfig, ProcessGroup, Store, distributed_c10d
-from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
 
-_original = distributed_c10d._new_process_group_helper
+from lightning_replica._compat.versions import need, need_parameters, private_names_of
+from lightning_replica.errors import ConfigurationError
+
+with private_names_of("torch"):
+    from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
+
+    _original = distributed_c10d._new_process_group_helper
+    need_parameters(_original, "backend_options", "timeout", "pg_tag", "device_id", "group_desc")
+    need(distributed_c10d, "_find_pg_by_ranks_and_tag", "_get_default_group", "_get_default_store")
+    need(distributed_c10d, "_get_default_timeout", "_world")
+    need(distributed_c10d._world, "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "group_count")
+    need(distributed_c10d._world, "tags_to_pg", "pg_to_tag")
+    need(ProcessGroup, "_device_types", "_get_backend", "_register_backend", "_set_default_backend", "shutdown")
+    need(ProcessGroup, "_set_group_name", "_set_group_desc", "BackendType")
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,9 @@ def _answered(answer: Callable[[NewGroup], ProcessGroup]) -> Callable[..., Any]:
         pg_tag: str | None = None,
         device_id: Any = None,
         group_desc: str | None = None,
+        **more: Any,
     ) -> tuple[Any, Store | None]:
+        _refuse(more)
         world = distributed_c10d._world
         if pg_tag:  # callers that ask with the same tag share a group
             existing = distributed_c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group)
@@ -85,6 +99,16 @@ def _answered(answer: Callable[[NewGroup], ProcessGroup]) -> Callable[..., Any]:
         return made, store
 
     return helper
+
+
+def _refuse(more: dict[str, Any]) -> None:
+    """Raise an error for what newer versions of torch can ask of a group, and what a group that is kept cannot do."""
+    asked = [f"{name}={value!r}" for name, value in more.items() if value]
+    if asked:
+        raise ConfigurationError(
+            f"A process group was asked for with {', '.join(asked)}, which `replica_zero` cannot pass on: it opens its"
+            " groups anew in a recovery. Leave it out."
+        )
 
 
 def open_group(wanted: NewGroup, name: str, store: Store) -> ProcessGroup:
@@ -147,14 +171,26 @@ def forget_group(group: ProcessGroup, shut_down: bool = True) -> None:
     if shut_down:
         group.shutdown()
     name = world.pg_names.get(group)
-    for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
-        book.pop(group, None)
-    tag = world.pg_to_tag.pop(group, None)
+    tag = world.pg_to_tag.get(group)
+    for table in _tables_by_group():
+        table.pop(group, None)
     for known in (tag, ""):
         if known is not None and group in world.tags_to_pg.get(known, ()):
             world.tags_to_pg[known].remove(group)
     if name is not None:
         _unregister_process_group(name)
+
+
+def _tables_by_group() -> list[dict[ProcessGroup, Any]]:
+    """Return all tables of torch that have an entry for each group, also those that only this version has."""
+    world = distributed_c10d._world
+    named: list[Any] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag]
+    return [*named, *(table for table in vars(world).values() if isinstance(table, dict))]
+
+
+def devices_of(backend: str) -> list[str]:
+    """Return the types of the devices whose tensors a group with ``backend`` carries."""
+    return list(BackendConfig(Backend(backend)).get_device_backend_map())
 
 
 def default_store() -> Store:

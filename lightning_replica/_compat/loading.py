@@ -6,8 +6,17 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
+
+from lightning_replica._compat.versions import need, need_parameters, private_names_of
+
+with private_names_of("torch"):
+    from torch.utils.data._utils import signal_handling
+    from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
+
+    need(signal_handling, "_error_if_any_worker_fails", "_remove_worker_pids")
+    need(torch._C, "_error_if_any_worker_fails")
+    need(_MultiProcessingDataLoaderIter, "_shutdown_workers")
+    need_parameters(_DatasetKind.create_fetcher, "kind", "dataset", "auto_collation", "collate_fn", "drop_last")
 
 _END_S = 5.0
 
@@ -22,10 +31,10 @@ def take_part_in_fetching(mark: Any, collate: Any, wrap: Callable[[Any], Any]) -
     """
     create: Callable[..., Any] = _DatasetKind.create_fetcher
 
-    def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
+    def create_fetcher(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, *more: Any, **named: Any) -> Any:
         if collate_fn is not mark:
-            return create(kind, dataset, auto_collation, collate_fn, drop_last)
-        return wrap(create(kind, dataset, auto_collation, collate, drop_last))
+            return create(kind, dataset, auto_collation, collate_fn, *more, **named)
+        return wrap(create(kind, dataset, auto_collation, collate, *more, **named))
 
     _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
 

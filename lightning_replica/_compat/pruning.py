@@ -7,6 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from lightning_replica._compat.versions import need, private_names_of
+
+with private_names_of("torch"):
+    need(nn.Module(), "_forward_pre_hooks", "_buffers", "_parameters")
+    need(prune.BasePruningMethod, "apply_mask")
+    need(prune, "custom_from_mask")
+
 
 @dataclass(frozen=True)
 class Pruned:

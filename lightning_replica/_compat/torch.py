@@ -9,11 +9,24 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, _weights_only_unpickler
+from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.optim import Optimizer
-from torch.utils import _pytree
+
+from lightning_replica._compat.versions import need, private_names_of
+
+with private_names_of("torch"):
+    from torch import _weights_only_unpickler
+    from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
+    from torch.utils import _pytree
+
+    need(torch.Tensor, "_version", "is_inference")
+    need(torch.autograd, "_profiler_enabled")
+    need(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")
+    need(_weights_only_unpickler, "_get_allowed_globals")
+    if not hasattr(torch.distributed, "set_timeout"):  # from torch 2.14
+        need(distributed_c10d, "_set_pg_timeout")
+    need(torch.distributed.Work, "exception")
 
 if TYPE_CHECKING:  # the import takes a quarter of a second, which only processes that save should spend
     from torch.distributed.checkpoint.metadata import Metadata
@@ -132,7 +145,8 @@ def give_backend(group: torch.distributed.ProcessGroup, device: torch.device, ba
 
 def set_group_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
     """Set the time-out of collectives of ``group``, of gloo or NCCL, from now on."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    public = getattr(torch.distributed, "set_timeout", None)  # from torch 2.14
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def forget_failed_opening() -> None:

@@ -10,6 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.versions import need, private_names_of
+
+with private_names_of("torch"):
+    need(nn.Module(), "_modules", "_forward_pre_hooks", "_buffers", "_parameters")
 
 _values = operator.methodcaller("values")
 

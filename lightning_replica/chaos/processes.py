@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import psutil
+
 from lightning_replica.chaos.experiment import VARIABLE
-from lightning_replica.errors import ConfigurationError
 
 _KILLED_S = 10.0  # time in which a killed process is gone, unless the kernel cannot end it
 
@@ -35,19 +36,6 @@ class Member:
     rank: int | None
 
 
-def need_psutil() -> Any:
-    """Return psutil.
-
-    Raises:
-        ConfigurationError: If it is missing.
-    """
-    try:
-        import psutil
-    except ImportError:
-        raise ConfigurationError("Faults from outside need psutil: pip install 'lightning-replica[chaos]'.") from None
-    return psutil
-
-
 class Job:
     """The processes of one run.
 
@@ -56,13 +44,9 @@ class Job:
 
     Attributes:
         outlived: Ids of processes that still ran when they should have ended.
-
-    Raises:
-        ConfigurationError: If psutil is missing.
     """
 
     def __init__(self, experiment: Path) -> None:
-        self._psutil = need_psutil()
         self._experiment = str(experiment)
         self.outlived: list[int] = []
 
@@ -89,32 +73,32 @@ class Job:
 
     def send(self, member: Member, signum: signal.Signals) -> bool:
         """Send a signal, and return whether the process was still running and still part of the job."""
-        with suppress(self._psutil.Error, ProcessLookupError):
-            if self._is_ours(self._psutil.Process(member.pid)):
+        with suppress(psutil.Error, ProcessLookupError):
+            if self._is_ours(psutil.Process(member.pid)):
                 os.kill(member.pid, signum)
                 return True
         return False
 
     def end(self, wait_s: float) -> None:
         """Wait up to ``wait_s`` seconds until all processes have ended, and kill those that have not."""
-        _, left = self._psutil.wait_procs([process for process, _ in self._alive()], wait_s)
+        _, left = psutil.wait_procs([process for process, _ in self._alive()], wait_s)
         for process in left:
-            with suppress(self._psutil.Error):
+            with suppress(psutil.Error):
                 process.kill()
-        self._psutil.wait_procs(left, _KILLED_S)
+        psutil.wait_procs(left, _KILLED_S)
         self.outlived += sorted(process.pid for process in left)
 
     def _alive(self) -> list[tuple[Any, int]]:
         """Return all processes of the job, each with the process id of its parent."""
         found = []
-        for process in self._psutil.process_iter():
-            with suppress(self._psutil.Error, OSError):
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
                 if self._is_ours(process):
                     found.append((process, process.ppid()))
         return found
 
     def _is_ours(self, process: Any) -> bool:
-        zombie = process.status() == self._psutil.STATUS_ZOMBIE
+        zombie = process.status() == psutil.STATUS_ZOMBIE
         return not zombie and process.environ().get(VARIABLE) == self._experiment
 
 

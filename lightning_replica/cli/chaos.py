@@ -10,7 +10,6 @@ from lightning_replica.chaos.experiments import Laboratory, Result, Struck
 from lightning_replica.chaos.faults import KINDS, Dice, InjectedFault, parse_all
 from lightning_replica.chaos.outside import ROLES, SIGNALS, Hit, Strike, draw
 from lightning_replica.chaos.places import PLACES
-from lightning_replica.chaos.processes import need_psutil
 from lightning_replica.core import checks
 from lightning_replica.core.output import table, write
 from lightning_replica.core.points import PHASES
@@ -95,7 +94,6 @@ def run(options: argparse.Namespace) -> int:
     _dice(options, 0, PLACES)
     if options.outside is not None:
         checks.whole(1, outside=options.outside)
-        need_psutil()
         _strikes(options, 0, 1)
     folder = _folder(options.out)
     results: list[Result] = []

@@ -14,28 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica._compat.groups import NewGroup
+from lightning_replica._compat.groups import NewGroup, devices_of
 from lightning_replica.control.journal import Call, Journal, describe
 from lightning_replica.errors import ClosedGroupError, CollectiveError
 
 log = logging.getLogger(__name__)
 
-# All methods that move data and that torch calls on a group, from Python or C++: the names of torch 2.13 and of older
-# versions.
+# All methods that move data and that torch calls on a group, from Python or C++: the names of all versions of torch.
 _OPERATIONS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
-    *("all_gather_single", "all_gather_single_coalesced", "gather", "scatter"),
+    *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_single", "gather_into_tensor", "scatter"),
     *("alltoall", "alltoall_base", "all_to_all_single", "recv", "recv_anysource"),
 )
 _FILL_NOTHING = ("barrier", "monitored_barrier", "send")
-# Other methods that torch calls on a group. A handle passes these calls on to the group behind it.
-_PASSED_ON = (
-    *("_start_coalescing", "_end_coalescing", "_get_backend", "_get_backend_name", "set_timeout"),
-    *("_set_sequence_number_for_group", "_get_sequence_number_for_group", "_enable_collectives_timing"),
-    *("_has_hooks", "_wait_for_pending_works"),
+# What a caller sets in a group once. A handle sets it in every group that comes behind it.
+_SETTINGS = ("set_timeout", "_enable_collectives_timing", "_register_on_completion_hook")
+_HOOKS = ("pre_hook", "post_hook", "abort_hook")  # which a caller registers and unregisters under a number
+# What concerns the handle itself. A handle passes all other calls on, also those that only a newer torch knows.
+_OWN = (
+    *("rank", "size", "name", "group_name", "group_desc", "_set_group_name", "_set_group_desc", "_device_types"),
+    *("shutdown", "abort", "boxed", "unbox", "_id", "_backend_id", "BackendType", "bound_device_id"),
+    *("_register_backend", "_set_default_backend", "use_pg_for_symm_mem_rendezvous"),
 )
 _NAME = "handle"
 # In these functions, the sender keeps its own objects, even if the tensors that it made of them get other content.
@@ -135,6 +137,15 @@ class Noted(dist.Work):
         """Return the work's result."""
         return self._work.result()
 
+    def block_current_stream(self) -> None:
+        """Call ``block_current_stream`` of the work."""
+        self._work.block_current_stream()
+
+    def get_future_result(self) -> Any:
+        """Wait for the work, then return its future of the result, as `get_future` does."""
+        self.wait()
+        return self._work.get_future_result()  # type: ignore[attr-defined]
+
     def _done(self) -> None:
         if not self._noted:
             self._noted = True
@@ -153,6 +164,33 @@ def _operation(name: str) -> Callable[..., Any]:
 def _passed_on(name: str) -> Callable[..., Any]:
     def call(self: "Handle", *args: Any, **kwargs: Any) -> Any:
         return getattr(self.real(), name)(*args, **kwargs)
+
+    return call
+
+
+def _passed_on_property(name: str) -> property:
+    return property(lambda self: getattr(self.real(), name))
+
+
+def _setting(name: str) -> Callable[..., None]:
+    def call(self: "Handle", *args: Any, **kwargs: Any) -> None:
+        self.set(name, name, *args, **kwargs)
+
+    return call
+
+
+def _registering(name: str) -> Callable[..., None]:
+    def call(self: "Handle", hook_id: int, hook: Callable[..., None]) -> None:
+        self.set(f"{name} {hook_id}", f"register_{name}", hook_id, hook)
+
+    return call
+
+
+def _unregistering(name: str) -> Callable[..., None]:
+    def call(self: "Handle", hook_id: int) -> None:
+        self.unset(f"{name} {hook_id}")
+        if self.behind is not None:
+            getattr(self.behind, f"unregister_{name}")(hook_id)
 
     return call
 
@@ -187,6 +225,7 @@ class Handle(dist.ProcessGroup):
         self.key, self.wanted, self.closed = key, wanted, ""
         self._journal, self._destroyed = journal, destroyed
         self.behind: dist.ProcessGroup | None = None
+        self._settings: dict[str, Callable[[dist.ProcessGroup], None]] = {}
         self._name = self._desc = ""
 
     @property
@@ -197,6 +236,30 @@ class Handle(dist.ProcessGroup):
     def stand_before(self, group: dist.ProcessGroup | None) -> None:
         """Put ``group`` behind this handle from now on; None between two generations, when there is no group."""
         self.behind = group
+        if group is not None:
+            for apply in self._settings.values():
+                apply(group)
+
+    def set(self, key: str, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of the group behind the handle, and of every group that will stand there.
+
+        Args:
+            key: What is set; a later call with the same key takes the place of this one.
+            method: Name of the method.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+
+        def apply(group: dist.ProcessGroup) -> None:
+            getattr(group, method)(*args, **kwargs)
+
+        if self.behind is not None:
+            apply(self.behind)
+        self._settings[key] = apply
+
+    def unset(self, key: str) -> None:
+        """Set something no longer in groups that will stand behind the handle."""
+        self._settings.pop(key, None)
 
     def close(self, why: str) -> None:
         """Close this handle for the reason ``why``: no group will stand behind it any more."""
@@ -228,7 +291,9 @@ class Handle(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [] if self.behind is None else self.behind._device_types
+        if self.behind is None:
+            return [torch.device(kind) for kind in devices_of(self.wanted.backend)]
+        return self.behind._device_types
 
     def shutdown(self) -> None:
         """Destroy the group. Called by ``destroy_process_group``."""
@@ -287,7 +352,22 @@ class Handle(dist.ProcessGroup):
         return Answered(filled)
 
 
-for _name in (*_OPERATIONS, *_FILL_NOTHING):
-    setattr(Handle, _name, _operation(_name))
-for _name in _PASSED_ON:
-    setattr(Handle, _name, _passed_on(_name))
+def _complete() -> None:
+    """Give `Handle` every method of torch's groups, whichever version of torch this is."""
+    for name in (*_OPERATIONS, *_FILL_NOTHING):
+        setattr(Handle, name, _operation(name))
+    for name in _SETTINGS:
+        setattr(Handle, name, _setting(name))
+    for name in _HOOKS:
+        setattr(Handle, f"register_{name}", _registering(name))
+        setattr(Handle, f"unregister_{name}", _unregistering(name))
+    for name, member in vars(dist.ProcessGroup).items():
+        if name in vars(Handle) or name in _OWN or name.startswith(("__", "_pybind11")):
+            continue
+        if isinstance(member, property):
+            setattr(Handle, name, _passed_on_property(name))
+        elif callable(member):
+            setattr(Handle, name, _passed_on(name))
+
+
+_complete()

@@ -174,12 +174,6 @@ def test_what_makes_no_sense(options: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
-def test_without_psutil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert main(["chaos", "--outside", "1", "--", "true"]) == 2
-    assert "Faults from outside need psutil: pip install 'lightning-replica[chaos]'." in capsys.readouterr().err
-
-
 def chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

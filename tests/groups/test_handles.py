@@ -1,5 +1,6 @@
 """Handles serve whoever calls torch.distributed: before and after a regroup, and in a replacement."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -17,7 +18,8 @@ from torchmetrics import CatMetric
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Journal
 from lightning_replica.devices.cpu import Cpu
-from lightning_replica.errors import ClosedGroupError, CollectiveError, RecoveryError
+from lightning_replica.errors import ClosedGroupError, CollectiveError, ConfigurationError, RecoveryError
+from lightning_replica.groups import handles
 from lightning_replica.groups.handles import Answered, Handle
 from lightning_replica.groups.names import Held
 from lightning_replica.groups.world import ProcessGroups
@@ -236,6 +238,75 @@ def closed(rank: int, store: Any) -> str:
 def test_a_group_that_others_have_destroyed() -> None:
     said = "Process group of ranks [0, 1]: another member no longer has it"
     assert all(found.startswith(said) for found in run_ranks(2, closed))
+
+
+# What a handle only passes on: all of it is asked of a group, or made of one, and moves no tensor of the caller's.
+PASSED_ON = {
+    *("_start_coalescing", "_end_coalescing", "_get_backend", "_get_backend_name", "get_backend", "get_group_store"),
+    *("_set_sequence_number_for_group", "_get_sequence_number_for_group", "_has_hooks", "_wait_for_pending_works"),
+    *("_add_ephemeral_timeout", "split_group", "merge_remote_group", "new_window", "supports_window"),
+    *("reconfigure", "get_reconfigure_handle", "supports_reconfigure"),
+    *("supports_abort_hooks", "supports_completion_hooks"),
+}
+MADE_BY_PYBIND = re.compile("__.*__|_pybind11_.*|[A-Z]+")  # the last: members of `BackendType`
+
+
+def test_every_method_of_torchs_groups_is_known() -> None:
+    hooks = {f"{verb}_{hook}" for verb in ("register", "unregister") for hook in handles._HOOKS}
+    data = {*handles._OPERATIONS, *handles._FILL_NOTHING}
+    known = data | hooks | {*handles._SETTINGS, *handles._OWN} | PASSED_ON
+    names = {name for name in vars(dist.ProcessGroup) if not MADE_BY_PYBIND.fullmatch(name)}
+    assert names <= known, f"torch {torch.__version__} has methods of groups that nobody has looked at"
+    assert names - set(vars(Handle)) <= set(handles._OWN), "a handle answers for a group without asking it"
+
+
+def keeps_settings(rank: int, store: Any) -> dict[str, Any]:
+    """What a caller sets in a group holds after a recovery too; what it takes back does not."""
+    own = ProcessGroups(store, rank, 2, Cpu(), 60)
+    own.open(0, none)
+    group: Any = dist.new_group()
+    group.set_timeout(timedelta(seconds=41))
+    calls: list[str] = []
+    hooks = hasattr(group.behind, "register_pre_hook")  # from torch 2.14
+    if hooks:
+        group.register_pre_hook(1, lambda _: calls.append("kept"))
+        group.register_pre_hook(2, lambda _: calls.append("taken back"))
+        group.unregister_pre_hook(2)
+    held = {each: own.held() for each in range(2)}
+    own.leave()
+    without = [device.type for device in group._device_types]
+    group.set_timeout(timedelta(seconds=42))
+    own.open(1, none, held=held)
+    calls.clear()
+    dist.all_reduce(torch.ones(1), group=group)
+    called = set(calls) == ({"kept"} if hooks else set())
+    if hasattr(dist, "gather_single"):  # from torch 2.14; that gloo cannot do it is said by the group behind
+        with pytest.raises(RuntimeError, match="gloo does not support gather_single"):
+            dist.gather_single(torch.ones(1), torch.empty(2), dst=rank, group=group)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    own.close()
+    return {"timeout": timeout.total_seconds(), "devices": "cpu" in without, "calls": called}
+
+
+def test_settings_of_a_group_outlive_a_recovery() -> None:
+    assert run_ranks(2, keeps_settings) == [{"timeout": 42.0, "devices": True, "calls": True}] * 2
+
+
+def asked(rank: int, store: Any) -> str:
+    own = ProcessGroups(store, rank, 2, Cpu(), 60)
+    own.open(0, none)
+    make: Any = dist.distributed_c10d._new_process_group_helper
+    common = (2, rank, [0, 1], "gloo", store)
+    made, _ = make(*common, "one", timeout=timedelta(seconds=9), of_a_later_torch=None)
+    assert isinstance(made, Handle)
+    with pytest.raises(ConfigurationError, match="of_a_later_torch=True, which `replica_zero` cannot pass on"):
+        make(*common, "other", timeout=timedelta(seconds=9), of_a_later_torch=True)
+    own.close()
+    return "refused"
+
+
+def test_what_a_later_torch_asks_of_a_new_group() -> None:
+    assert run_ranks(2, asked) == ["refused"] * 2
 
 
 def test_a_work_that_is_answered_has_ended() -> None:

@@ -1,0 +1,79 @@
+"""The versions that the package is tested with, and the error of one whose private names do not fit."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, Final
+
+from packaging.version import Version
+
+from lightning_replica.errors import VersionError
+
+# The lowest and the newest version that scripts/matrix has run the tests with: docs/compatibility.md has its table.
+TESTED: Final = {
+    "python": ("3.10", "3.14"),
+    "torch": ("2.8.0", "2.15.0"),
+    "lightning": ("2.6.0", "2.6.6"),
+    "pytorch-lightning": ("2.6.0", "2.6.6"),
+    "numpy": ("1.24.0", "2.5.5"),
+}
+
+
+@contextmanager
+def private_names_of(package: str) -> Iterator[None]:
+    """Turn the error of a name that is missing, while ``package``'s private names are imported, into a `VersionError`.
+
+    A version that has another layout is then refused when it is imported, and not in the first step of a training.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, VersionError):
+            raise
+        raise VersionError(
+            f"lightning-replica does not work with {package} {_installed(package)}: {error}. It is tested with"
+            f" {package} {' to '.join(TESTED[package])}. Install one of these versions, or report this on the issue"
+            " page of lightning-replica, with the output of `pip freeze`."
+        ) from error
+
+
+def need(owner: Any, *names: str) -> None:
+    """Check that ``owner`` has attributes that are used later.
+
+    Raises:
+        AttributeError: If it does not have one of them.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise AttributeError(f"{getattr(owner, '__name__', owner)} has no `{name}`")
+
+
+def need_parameters(function: Callable[..., Any], *names: str) -> None:
+    """Check that ``function`` takes parameters of these names.
+
+    Raises:
+        AttributeError: If it does not take one of them.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            raise AttributeError(f"{function.__qualname__} takes no `{name}`")
+
+
+def is_newer_than_tested(package: str, version: str) -> bool:
+    """Return whether ``version`` of a package that `TESTED` names is newer than the newest tested one.
+
+    Of Python, the first two numbers of the version count.
+    """
+    newest = Version(TESTED[package][1])
+    return Version(version).release[: len(newest.release)] > newest.release
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
