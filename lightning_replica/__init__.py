@@ -1,31 +1,19 @@
 """A PyTorch Lightning strategy with which a training job loses no step and no bit when ranks fail.
 
 Importing it registers the strategies ``replica_zero`` (of Trainer and of Fabric) and ``replica_zero_megatron`` and the
-accelerator ``npu`` by their names, and does nothing else; but in a rank, it has the supervisor see it (`launch.rank`).
+accelerator ``npu`` by their names, as soon as Lightning is imported, and does nothing else; but in a rank, it has the
+supervisor see it (`launch.rank`).
 """
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lightning_replica.accelerators import NPUAccelerator
-from lightning_replica.callbacks import (
-    CheckpointPublisher,
-    DyingGaspCheckpoint,
-    JoinCallback,
-    PeerRepair,
-    RankReplacement,
-    RecoveryCallback,
-    RecoveryReport,
-    StepRollback,
-)
-from lightning_replica.devices.registered import register_fault
-from lightning_replica.errors import ConfigurationError, RecoveryError, ReplicaError
-from lightning_replica.fabric.strategy import FabricStrategy
+from lightning_replica._compat import packages as _packages
 from lightning_replica.launch.rank import enter as _enter
-from lightning_replica.megatron.strategy import MegatronReplicaStrategy
-from lightning_replica.sharding.replica_optimizer import ReplicaOptimizer
-from lightning_replica.trainer.strategy import ReplicaZeroStrategy
+
+if TYPE_CHECKING:
+    from lightning_replica.public import *  # noqa: F403
+# ruff: noqa: F405
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -49,8 +37,27 @@ __all__ = [
     "register_fault",
 ]
 
-ReplicaZeroStrategy.register_strategies(StrategyRegistry)
-MegatronReplicaStrategy.register_strategies(StrategyRegistry)
-FabricStrategy.register_strategies(STRATEGY_REGISTRY)
-NPUAccelerator.register_accelerators(AcceleratorRegistry)
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, and Lightning with it, if that is not imported yet."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module("lightning_replica.public"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register(package: _packages.Package) -> None:
+    if package is not _packages.chosen():
+        import_module("lightning_replica._compat.other_package").refuse(package)
+    elif not _packages.is_being_imported("lightning_replica._compat.lightning_names"):
+        import_module("lightning_replica.public")
+    # Otherwise a module of this package is what imports Lightning, and it must be complete before another can use it.
+    # If that is `public`, it registers the names; whoever imports another has a class at hand, and needs no name.
+
+
 _enter()
+_packages.on_import(_register)

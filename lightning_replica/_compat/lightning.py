@@ -1,4 +1,4 @@
-"""Private names of Lightning."""
+"""What the package does with private names of Lightning."""
 
 import csv
 import functools
@@ -11,91 +11,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.accelerators.registry import _AcceleratorRegistry
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _set_num_threads_if_needed,
-)
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.saving import load_hparams_from_yaml
-from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
-from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.optimization.manual import _ManualOptimization
-from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _HYDRA_AVAILABLE,
-    _basic_subprocess_cmd,
-    _hydra_subprocess_cmd,
-)
-from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
-from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.optim import Optimizer
 
+from lightning_replica._compat.lightning_names import (
+    _HYDRA_AVAILABLE,
+    _SUPPORTED_MODES,
+    Accelerator,
+    CheckpointIO,
+    CombinedLoader,
+    CPUAccelerator,
+    CSVLogger,
+    CUDAAccelerator,
+    ExperimentWriter,
+    MixedPrecision,
+    ModelCheckpoint,
+    MPSAccelerator,
+    Precision,
+    TorchCheckpointIO,
+    _BaseProgress,
+    _basic_subprocess_cmd,
+    _FitLoop,
+    _hydra_subprocess_cmd,
+    _Loop,
+    _WrappingCheckpointIO,
+    load_hparams_from_yaml,
+    sized_len,
+)
 from lightning_replica.errors import ConfigurationError
-
-__all__ = [
-    "Closure",
-    "ClosureResult",
-    "Sigterm",
-    "_AcceleratorRegistry",
-    "_AutomaticOptimization",
-    "_BaseProgress",
-    "_DataLoaderIterDataFetcher",
-    "_EvaluationLoop",
-    "_FitLoop",
-    "_LRCallback",
-    "_Launcher",
-    "_Loop",
-    "_ManualOptimization",
-    "_Metadata",
-    "_ResultCollection",
-    "_ResultMetric",
-    "_StrategyRegistry",
-    "_Sync",
-    "_TrainingEpochLoop",
-    "_TunerExitException",
-    "_all_gather_ddp_if_available",
-    "_call_callback_hooks",
-    "_call_lightning_module_hook",
-    "_call_strategy_hook",
-    "_set_num_threads_if_needed",
-    "_set_sampler_epoch",
-    "checkpoint_exists",
-    "combining_state",
-    "continue_csv",
-    "device_is_a_guess",
-    "dump_checkpoint",
-    "epoch_of",
-    "iterate_instead",
-    "leave_config_unsaved",
-    "length_of",
-    "let_config_be_saved_again",
-    "load_loops",
-    "put_combining_state",
-    "rerun_command",
-    "save_loops",
-    "sized_len",
-    "walk_loops",
-    "when_made",
-    "writes_archives",
-]
 
 
 def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Accelerator | None) -> bool:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, Final
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from lightning_replica.errors import VersionError
@@ -18,6 +19,10 @@ TESTED: Final = {
     "pytorch-lightning": ("2.6.0", "2.6.6"),
     "numpy": ("1.24.0", "2.5.5"),
 }
+
+
+# The same as in pyproject.toml, for both packages of Lightning. 2.6.2 and 2.6.3 have been withdrawn.
+LIGHTNING: Final = SpecifierSet(">=2.6,<2.7,!=2.6.2,!=2.6.3")
 
 
 @contextmanager
@@ -36,6 +41,19 @@ def private_names_of(package: str) -> Iterator[None]:
             f" {package} {' to '.join(TESTED[package])}. Install one of these versions, or report this on the issue"
             " page of lightning-replica, with the output of `pip freeze`."
         ) from error
+
+
+def check_version_of_lightning(distribution: str) -> None:
+    """Refuse a version that pip did not choose for this package: of ``pytorch-lightning``, which it does not require.
+
+    Raises:
+        VersionError: If the version of Lightning is not supported.
+    """
+    if not LIGHTNING.contains(_installed(distribution), prereleases=True):
+        raise VersionError(
+            f"{distribution} {_installed(distribution)} is installed, and lightning-replica works with {LIGHTNING}."
+            f' Install such a version: pip install "{distribution}{LIGHTNING}"'
+        )
 
 
 def need(owner: Any, *names: str) -> None:

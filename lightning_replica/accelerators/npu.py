@@ -4,11 +4,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import Accelerator
 
-from lightning_replica._compat.lightning import _AcceleratorRegistry
+from lightning_replica._compat.lightning_names import Accelerator, _AcceleratorRegistry, pl
 from lightning_replica.devices import npu_package
 from lightning_replica.devices.npu_contract import DEVICE_TYPE
 from lightning_replica.errors import ConfigurationError

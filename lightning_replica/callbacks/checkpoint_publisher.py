@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
-
+from lightning_replica._compat.lightning_names import Checkpoint, pl
 from lightning_replica.callbacks.run_directory import RunDirectory
 from lightning_replica.core import checks
 from lightning_replica.core.messages import warn

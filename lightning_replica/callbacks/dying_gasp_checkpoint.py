@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.callbacks.run_directory import RunDirectory
 from lightning_replica.core import checks
 

@@ -1,7 +1,6 @@
 """The base class for what a project does where ranks have different numbers of batches."""
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning_replica._compat.lightning_names import Callback, pl
 
 
 class JoinCallback(Callback):

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
-
+from lightning_replica._compat.lightning_names import Callback
 from lightning_replica.core.options import RecoveryOptions
 
 

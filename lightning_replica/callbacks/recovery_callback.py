@@ -1,8 +1,6 @@
 """The base class for what a project does during a recovery."""
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-
+from lightning_replica._compat.lightning_names import Callback, pl
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.incident import Incident
 

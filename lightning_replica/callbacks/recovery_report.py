@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.callbacks.recovery_callback import RecoveryCallback
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.recovery.incident import Incident

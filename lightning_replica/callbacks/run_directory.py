@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-
+from lightning_replica._compat.lightning_names import Callback, pl
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import absolute
 from lightning_replica.errors import ConfigurationError

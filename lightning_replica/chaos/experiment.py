@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
-
 from lightning_replica._compat.lightning import leave_config_unsaved
+from lightning_replica._compat.lightning_names import Checkpoint, pl
 from lightning_replica.chaos.fault_injector import FaultInjector
 from lightning_replica.chaos.fingerprint import Fingerprint
 from lightning_replica.chaos.places import Place, PlaceCallback

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.chaos.faults import Dice, FaultKind, InjectedFault, parse_all
 from lightning_replica.chaos.flip import flip_bit
 from lightning_replica.chaos.places import PLACES, Place, PlaceCallback

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.errors import ConfigurationError

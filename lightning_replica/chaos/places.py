@@ -4,9 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-import lightning.pytorch as pl
 from torch import nn
 
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.points import Point, listen
 
 UserPlace: TypeAlias = Literal[

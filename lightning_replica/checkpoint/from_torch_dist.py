@@ -7,13 +7,13 @@ one that others have written who divided the model otherwise.
 import json
 import re
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_replica._compat.packages import chosen
 from lightning_replica._compat.torch import load_known
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.contents import (
@@ -168,4 +168,4 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 def _plain() -> dict[str, Any]:
     """Return what Lightning finds beside the weights: nothing, so a fit starts with its first step."""
     nothing: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "callbacks": {}}
-    return {**nothing, "epoch": 0, "global_step": 0, "pytorch-lightning_version": metadata.version("lightning")}
+    return {**nothing, "epoch": 0, "global_step": 0, "pytorch-lightning_version": chosen().version()}

@@ -10,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_replica._compat.packages import chosen
+
 MANIFEST = "manifest.json"
 # The names of all files that a save writes; see `sharded`.
 WRITTEN = re.compile(r"plain\.pt|contents\.pt|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 FORMAT = 2
-_PACKAGES = ("lightning-replica", "lightning", "torch")
 _READ_BYTES = 1 << 20
 
 
@@ -47,7 +48,7 @@ class FileInfo:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package in _PACKAGES:
+    for package in ("lightning-replica", chosen().distribution, "torch"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -12,18 +12,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
+from lightning_replica._compat.lightning_names import Callback, pl
 
 _KILLED_IN_STEP = 3
 
 
-class Net(L.LightningModule):
+class Net(pl.LightningModule):
     """A model of a few layers, with dropout."""
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Kill(Callback):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         """Kill the rank between backward and the update, when a gradient is already being sent to the peers."""
         first_life = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
         if (trainer.global_rank, trainer.global_step) == (self.rank, _KILLED_IN_STEP) and first_life:
@@ -60,9 +59,9 @@ def main() -> None:
     parser.add_argument("--kill", type=int, metavar="RANK")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    L.seed_everything(1, verbose=False)
+    pl.seed_everything(1, verbose=False)
     model = Net()
-    trainer = L.Trainer(
+    trainer = pl.Trainer(
         strategy=ReplicaZeroStrategy(replicas=2),
         accelerator="cpu",
         devices=2,

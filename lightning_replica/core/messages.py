@@ -4,15 +4,19 @@ import logging
 import sys
 from collections.abc import Callable
 
-# A child of the logger that Lightning gives a handler, so that the lines appear where Lightning's do.
-_log = logging.getLogger("lightning.pytorch.replica_zero")
+from lightning_replica._compat.packages import chosen
 
 _CLEAR_LINE = "\r\x1b[2K"
 _below = 0
 
 
+def _log() -> logging.Logger:
+    """Return a child of the logger that Lightning gives a handler, so that the lines appear where Lightning's do."""
+    return logging.getLogger(f"{chosen().pytorch}.replica_zero")
+
+
 def _info(text: str) -> None:
-    _log.info("%s", text)
+    _log().info("%s", text)
 
 
 def leave_room(lines: int) -> None:
@@ -28,7 +32,7 @@ def say(message: str) -> None:
 
 def warn(message: str) -> None:
     """Log one line that needs the user's attention. Any process may call this."""
-    with_bars(f"replica_zero: {message}", _log.warning)
+    with_bars(f"replica_zero: {message}", _log().warning)
 
 
 def with_bars(text: str, write: Callable[[str], object]) -> None:

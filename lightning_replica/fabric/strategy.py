@@ -9,14 +9,17 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision, TorchCheckpointIO
-from lightning.fabric.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_replica._compat.lightning import _StrategyRegistry
+from lightning_replica._compat.lightning_names import (
+    _StrategyRegistry,
+    fabric_accelerators,
+    fabric_plugins,
+    fabric_strategies,
+)
+from lightning_replica._compat.packages import describe
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.core import checks
 from lightning_replica.core.grid import Grid
@@ -34,7 +37,7 @@ from lightning_replica.sharding.replica_optimizer import ReplicaOptimizer
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class FabricStrategy(DDPStrategy):
+class FabricStrategy(fabric_strategies.DDPStrategy):
     """DDP whose optimizers shard their state, every shard held by several ranks, in a loop of the user's.
 
     Gradients are averaged by DDP and whole on every rank, so clipping, loss scaling and accumulation are those of DDP.
@@ -78,11 +81,11 @@ class FabricStrategy(DDPStrategy):
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        accelerator: Accelerator | None = None,
+        accelerator: fabric_accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
+        cluster_environment: fabric_plugins.ClusterEnvironment | None = None,
+        checkpoint_io: fabric_plugins.CheckpointIO | None = None,
+        precision: fabric_plugins.Precision | None = None,
     ) -> None:
         checks.whole(1, replicas=replicas)
         checks.seconds(timeout_s=timeout_s)
@@ -105,6 +108,10 @@ class FabricStrategy(DDPStrategy):
         )
         self._replicas, self._partition, self._timeout_s = replicas, partition, timeout_s
         self._shared_memory = shared_memory
+
+    def __repr__(self) -> str:
+        """Say which package of Lightning this object is for: the other one shows it in its error."""
+        return describe(self)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -198,7 +205,7 @@ class FabricStrategy(DDPStrategy):
             super().backward(tensor, module, *args, **kwargs)
 
     # Fabric refuses a plain `loss.backward()` under a strategy that has a backward of its own. This one adds nothing.
-    backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
+    backward.__wrapped__ = fabric_strategies.Strategy.backward  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Update the own shard, and gather all parameters. Collective."""
@@ -258,7 +265,7 @@ class FabricStrategy(DDPStrategy):
     def _write(self, path: Any, content: dict[str, Any], storage_options: Any | None) -> None:
         if not self.is_global_zero:
             return
-        if storage_options is None and type(self.checkpoint_io) is TorchCheckpointIO:
+        if storage_options is None and type(self.checkpoint_io) is fabric_plugins.TorchCheckpointIO:
             checkpoint_file.write(path, content)
         else:
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
@@ -271,7 +278,9 @@ class FabricStrategy(DDPStrategy):
         Raises:
             CheckpointError: If it is damaged, or a directory.
         """
-        if not isinstance(self.checkpoint_io, TorchCheckpointIO):  # another plugin checks what it has written by itself
+        if not isinstance(
+            self.checkpoint_io, fabric_plugins.TorchCheckpointIO
+        ):  # another plugin checks what it has written by itself
             return super().load_checkpoint(path, state, strict, weights_only)
         with checkpoint_file.checked(path):
             if not isinstance(state, dict):

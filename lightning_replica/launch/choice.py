@@ -4,10 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.plugins import ClusterEnvironment
-
-from lightning_replica._compat.lightning import _Launcher
+from lightning_replica._compat.lightning_names import ClusterEnvironment, LightningEnvironment, _Launcher
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.arguments import FillIn

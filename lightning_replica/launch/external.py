@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.plugins import ClusterEnvironment
 
-from lightning_replica._compat.lightning import _Launcher, _set_num_threads_if_needed
+from lightning_replica._compat.lightning_names import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    _Launcher,
+    _set_num_threads_if_needed,
+)
 from lightning_replica.control import keys
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.messages import say

@@ -4,14 +4,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from lightning.pytorch.callbacks import RichProgressBar
-
-from lightning_replica._compat.lightning import (
-    _Launcher,
-    _set_num_threads_if_needed,
-    ignore_interrupts,
-    rerun_command,
-)
+from lightning_replica._compat.lightning import ignore_interrupts, rerun_command
+from lightning_replica._compat.lightning_names import RichProgressBar, _Launcher, _set_num_threads_if_needed
 from lightning_replica.control.told import Told
 from lightning_replica.core.messages import leave_room, say
 from lightning_replica.core.options import RecoveryOptions

@@ -66,8 +66,10 @@ _at_entry: list[Callable[[SupervisedRank], None]] = []
 
 
 def at_entry(call: Callable[[SupervisedRank], None]) -> None:
-    """Register ``call``, which a process that becomes a rank calls as soon as it does."""
+    """Register ``call``, which a process that becomes a rank calls as soon as it does; at once if it is one already."""
     _at_entry.append(call)
+    if os.getpid() in _entered:
+        call(_entered[os.getpid()])
 
 
 def enter() -> SupervisedRank | None:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lightning_replica._compat.lightning import _Launcher
+from lightning_replica._compat.lightning_names import _Launcher
 from lightning_replica.errors import ConfigurationError
 
 _TESTS = ("_pytest", "unittest")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
+from lightning_replica._compat.packages import chosen
 from lightning_replica.control import keys
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.activity import state_of
@@ -39,15 +40,19 @@ def call(store: Store, modules: Sequence[str]) -> None:
 
 
 def imported() -> list[str]:
-    """Return the names of imported modules that are installed: unlike the user's own, all processes share these."""
+    """Return the names of imported modules that are installed: unlike the user's own, all processes share these.
+
+    The first is the package of Lightning that this process uses: so a process that imports them all uses the same.
+    """
     folders = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib")})
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     own = __name__.partition(".")[0]
-    return sorted(
+    found = [
         name
         for name, file in files.items()
         if name != "__main__" and (name.partition(".")[0] == own or (file or "").startswith(folders))
-    )
+    ]
+    return sorted(found, key=lambda name: (name != chosen().pytorch, name))
 
 
 class Standbys:

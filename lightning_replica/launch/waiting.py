@@ -105,7 +105,7 @@ def search_path(command: Sequence[str], cwd: str | None) -> str:
 
 def _set_rank(rank: int) -> None:
     """Set Lightning's rank, which Lightning reads from the environment only when it is imported."""
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+    from lightning_replica._compat.lightning_names import rank_zero_only
 
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 

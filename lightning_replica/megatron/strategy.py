@@ -5,15 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_replica._compat import megatron
+from lightning_replica._compat.lightning_names import Accelerator, CheckpointIO, ClusterEnvironment, Precision, pl
 from lightning_replica.checkpoint.directory import may_be_sharded
 from lightning_replica.checkpoint.location import locate
 from lightning_replica.core import checks

@@ -4,17 +4,17 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
+from torch import Tensor
+
+from lightning_replica._compat.lightning_names import (
     BackboneFinetuning,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
+    _LRCallback,
+    pl,
 )
-from torch import Tensor
-
-from lightning_replica._compat.lightning import _LRCallback
 from lightning_replica._compat.torch import _BatchNorm
 from lightning_replica._compat.tree import Tree
 from lightning_replica.state.own_states import States

@@ -9,10 +9,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-
 from lightning_replica._compat.lightning import checkpoint_exists
+from lightning_replica._compat.lightning_names import Callback, ModelCheckpoint, pl
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store

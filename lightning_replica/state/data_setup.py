@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
-import lightning.pytorch as pl
-
-from lightning_replica._compat.lightning import _Loop
+from lightning_replica._compat.lightning_names import _Loop, pl
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.in_loops import take_out
 

@@ -4,12 +4,12 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from lightning_replica._compat.dtensor import local_of
-from lightning_replica._compat.lightning import _call_strategy_hook, _set_sampler_epoch, epoch_of
+from lightning_replica._compat.lightning import epoch_of
+from lightning_replica._compat.lightning_names import _call_strategy_hook, _set_sampler_epoch, pl
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain

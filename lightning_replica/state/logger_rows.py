@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
-
+from lightning_replica._compat.lightning_names import Logger
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store

@@ -13,9 +13,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger
-
 from lightning_replica._compat.lightning import continue_csv, when_made
+from lightning_replica._compat.lightning_names import CSVLogger, Logger
 from lightning_replica.control import keys
 from lightning_replica.errors import RecoveryError
 from lightning_replica.launch.rank import SupervisedRank, at_entry
@@ -102,9 +101,6 @@ def _follow(rank: SupervisedRank) -> None:
             _adopt(logger, run, writes=rank.rank == 0)
 
     when_made(Logger, made)
-
-
-at_entry(_follow)
 
 
 def _adopt(logger: Logger, run: dict[str, Any], writes: bool) -> None:
@@ -197,3 +193,6 @@ def _names(logger: Logger) -> dict[str, Any]:
     if "_wandb_init" in vars(logger):  # the id is in the run, not in the logger
         found["_id"] = logger.version
     return found
+
+
+at_entry(_follow)

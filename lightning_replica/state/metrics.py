@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_replica._compat.lightning import _Metadata, _ResultCollection, _ResultMetric, _Sync
+from lightning_replica._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync, pl
 from lightning_replica._compat.tree import Tree
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")

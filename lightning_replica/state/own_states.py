@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST, on_host, same_bits
@@ -67,7 +68,8 @@ class States:
         known = self._kept.get(key)
         if known is None or not _is_same(state, known.copy, known.tensors):
             copied = copy.deepcopy(state)
-            own = type(owner).__module__.partition(".")[0] not in ("lightning", "torch")
+            module = type(owner).__module__
+            own = not is_of_lightning(module) and module.partition(".")[0] != "torch"
             known = self._kept[key] = _Kept(copied, _packed(copied), {} if own else dict(_tensors_of(state)))
         return known.copy
 

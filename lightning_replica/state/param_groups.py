@@ -5,9 +5,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 
 _SHORT = 120  # characters of a hyperparameter in a message

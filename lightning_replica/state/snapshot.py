@@ -12,11 +12,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import load_loops, save_loops
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.devices.interface import Device

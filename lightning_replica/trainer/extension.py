@@ -8,8 +8,7 @@ import importlib
 import os
 from typing import Protocol, cast
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_replica._compat.lightning import (
+from lightning_replica._compat.lightning import walk_loops
+from lightning_replica._compat.lightning_names import (
     _AutomaticOptimization,
     _call_callback_hooks,
     _call_lightning_module_hook,
@@ -24,7 +23,8 @@ from lightning_replica._compat.lightning import (
     _ManualOptimization,
     _TrainingEpochLoop,
     _TunerExitException,
-    walk_loops,
+    isolate_rng,
+    pl,
 )
 from lightning_replica.core.points import begin, reach
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError

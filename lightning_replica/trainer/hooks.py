@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.points import PHASES
 from lightning_replica.devices.interface import Device

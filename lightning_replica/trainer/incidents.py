@@ -3,8 +3,7 @@
 import logging
 import time
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.messages import say
 from lightning_replica.launch.rank import enter
 from lightning_replica.recovery.account import Account

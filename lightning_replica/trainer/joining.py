@@ -9,15 +9,18 @@ with a gradient of zero, until no rank has inputs. Names and averages are those 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar, Timer, WeightAveraging
-
-from lightning_replica._compat.lightning import (
+from lightning_replica._compat.lightning_names import (
+    Checkpoint,
     Closure,
     ClosureResult,
+    LearningRateMonitor,
+    ProgressBar,
+    Timer,
+    WeightAveraging,
     _call_callback_hooks,
     _call_lightning_module_hook,
     _DataLoaderIterDataFetcher,
+    pl,
 )
 from lightning_replica.core import checks
 from lightning_replica.errors import ConfigurationError

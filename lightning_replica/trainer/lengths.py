@@ -4,13 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_replica._compat.lightning import length_of, sized_len
+from lightning_replica._compat.lightning import length_of
+from lightning_replica._compat.lightning_names import CombinedLoader, Strategy, pl, sized_len
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError

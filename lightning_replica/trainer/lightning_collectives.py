@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from lightning_replica._compat.lightning import _all_gather_ddp_if_available
+from lightning_replica._compat.lightning_names import ParallelStrategy, _all_gather_ddp_if_available
 from lightning_replica.errors import ReplicaError
 from lightning_replica.trainer import objects
 from lightning_replica.trainer.joining import Joining

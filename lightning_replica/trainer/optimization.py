@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_replica._compat.lightning import Closure, _AutomaticOptimization, _ManualOptimization
+from lightning_replica._compat.lightning_names import Closure, _AutomaticOptimization, _ManualOptimization
 from lightning_replica.errors import ProtocolError
 
 if TYPE_CHECKING:

@@ -1,25 +1,26 @@
 """What the user's hooks may read or change, judged by which hooks are overridden."""
 
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_replica._compat.lightning_names import is_overridden, pl
+from lightning_replica._compat.packages import is_of_lightning
 
 log = logging.getLogger(__name__)
 
 # Hooks that run between a backward pass and the update. User code that overrides one wants to see gradients.
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE = (*_SEE_GRADIENTS, "configure_gradient_clipping")
-_KNOWN = ("lightning", "lightning_replica")  # packages whose callbacks change no weights in a batch
+_OWN = __name__.partition(".")[0]
 # Hooks that run once a batch outside of the step. User code that overrides one may change weights there.
 _CHANGE_WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward")
 
 
 def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Return the name of an overridden hook that may read gradients, or None if there is none."""
-    return _first(trainer, module, _SEE_GRADIENTS_IN_MODULE, _SEE_GRADIENTS, foreign_only=False)
+    return _first(trainer, module, _SEE_GRADIENTS_IN_MODULE, _SEE_GRADIENTS)
 
 
 def whole_gradients_for(trainer: pl.Trainer, chosen: bool | Literal["auto"]) -> bool:
@@ -41,26 +42,29 @@ def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     Lightning's own callbacks change weights only at the end of an epoch. Callbacks of this package never do.
     """
     in_module = (*_CHANGE_WEIGHTS, "optimizer_step", "optimizer_zero_grad")
-    return not module.automatic_optimization or (
-        _first(trainer, module, in_module, _CHANGE_WEIGHTS, foreign_only=True) is not None
-    )
+    return not module.automatic_optimization or _first(trainer, module, in_module, _CHANGE_WEIGHTS) is not None
 
 
 def _first(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    in_module: Iterable[str],
-    in_callbacks: Iterable[str],
-    foreign_only: bool,
+    trainer: pl.Trainer, module: pl.LightningModule, in_module: Iterable[str], in_callbacks: Iterable[str]
 ) -> str | None:
     for hook in in_module:
         if is_overridden(hook, module):
             return f"{type(module).__name__}.{hook}"
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if foreign_only and type(callback).__module__.split(".")[0] in _KNOWN:
-            continue
         for hook in in_callbacks:
-            if is_overridden(hook, callback, parent=pl.Callback):
+            if is_overridden(hook, callback, parent=pl.Callback) and _is_users(getattr(callback, hook)):
                 return f"{type(callback).__name__}.{hook}"
     return None
+
+
+def _is_users(hook: Any) -> bool:
+    """Return whether user code stands behind a callback's hook.
+
+    What counts is where the function was written: ``LambdaCallback`` is Lightning's, and its functions are the user's.
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or ""
+    return not is_of_lightning(module) and module.partition(".")[0] != _OWN

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import device_is_a_guess
+from lightning_replica._compat.lightning_names import Accelerator, Precision
 from lightning_replica._compat.torch import device_of_scaler, update_scale
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.engine import Commit, Request

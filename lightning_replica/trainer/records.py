@@ -1,7 +1,6 @@
 """The records of what a fit has written, in a process and for its replacement."""
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import lightning
 from torch import nn
 
+from lightning_replica._compat.lightning_names import pl
+from lightning_replica._compat.packages import chosen
 from lightning_replica.control import agreement, keys, planned_save
 from lightning_replica.core import points
 from lightning_replica.core.grids import Grids
@@ -103,7 +104,7 @@ class Session:
         facts = {
             "replicas": world.grids.replicas,
             **agreement.versions(),
-            "lightning": lightning.__version__,
+            chosen().name: pl.__version__,
             **asdict(self.options),
             "_node": agreement.node(),
         }

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm, user_optimizer
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.control.faults import Detected
 from lightning_replica.control.planned_save import PlannedSave
 from lightning_replica.core.digests import Digest

@@ -5,18 +5,23 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica._compat.lightning import _StrategyRegistry
+from lightning_replica._compat.lightning_names import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    Precision,
+    TrainerFn,
+    _StrategyRegistry,
+    pl,
+    rank_zero_only,
+    reset_seed,
+)
+from lightning_replica._compat.packages import describe
 from lightning_replica.control.once import once
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
@@ -163,6 +168,10 @@ class ReplicaZeroStrategy(ModelParallel):
         self._tensor, self._mesh = TensorParallel(tensor_parallel_size), None
         self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
         self._accumulating = self._step_done = False
+
+    def __repr__(self) -> str:
+        """Say which package of Lightning this object is for: the other one shows it in its error."""
+        return describe(self)
 
     # Ranks and devices
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 
 from lightning_replica._compat.lightning import let_config_be_saved_again
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.control import keys
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Journal

@@ -13,49 +13,65 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_replica._compat import lightning as compat
+from lightning_replica._compat import lightning_names as names
 from lightning_replica._compat import torch as torch_compat
 
-# What was followed, and how it read in lightning 2.6.6. If one changes: read what changed, follow it in
-# lightning_replica/trainer/fit_loop.py or state/host_state.py, then put the new digest here.
-FOLLOWED: dict[str, tuple[Callable[..., Any], str]] = {
-    "the loop of _FitLoop.run (ReplicaFitLoop._epochs)": (compat._FitLoop.run, "93956bf26623"),
-    "the loop of _TrainingEpochLoop.run (ReplicaEpochLoop.run)": (compat._TrainingEpochLoop.run, "f225cc90deca"),
-    "a batch and its tail (ReplicaEpochLoop._tail, LightningHostState._transfer)": (
-        compat._TrainingEpochLoop.advance,
-        "dd4eb4d2b65d",
+# What is followed, by the digest of its code, and the versions of Lightning in which it reads like that. If one
+# changes: read what changed, follow it in trainer/fit_loop.py or state/host_state.py, then put the new digest here.
+FOLLOWED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "the loop of _FitLoop.run (ReplicaFitLoop._epochs)": (names._FitLoop.run, {"27084dd68a72": "2.6.0 to 2.6.6"}),
+    "the loop of _TrainingEpochLoop.run (ReplicaEpochLoop.run)": (
+        names._TrainingEpochLoop.run,
+        {"071898f47078": "2.6.0 to 2.6.6"},
     ),
-    "the end of an epoch (ReplicaFitLoop._end_epoch)": (compat._FitLoop.on_advance_end, "a22019836c01"),
-    "loaders of training (ReplicaFitLoop._load_combined_loader_states)": (compat._FitLoop.setup_data, "0d8e96a3dc11"),
-    "loaders in validations (ReplicaValidationLoop.setup_data)": (compat._EvaluationLoop.setup_data, "81d3c1203e8d"),
+    "a batch and its tail (ReplicaEpochLoop._tail, LightningHostState._transfer)": (
+        names._TrainingEpochLoop.advance,
+        {"0dc6e33eab7f": "2.6.0 to 2.6.6"},
+    ),
+    "the end of an epoch (ReplicaFitLoop._end_epoch)": (
+        names._FitLoop.on_advance_end,
+        {"7f5b7ac45342": "2.6.0 to 2.6.6"},
+    ),
+    "loaders of training (ReplicaFitLoop._load_combined_loader_states)": (
+        names._FitLoop.setup_data,
+        {"40a74e2417fc": "2.6.4 to 2.6.6", "6e2b36813ef6": "2.6.0, 2.6.1: another condition of an error"},
+    ),
+    "loaders in validations (ReplicaValidationLoop.setup_data)": (
+        names._EvaluationLoop.setup_data,
+        {"f75a901e1bf6": "2.6.0 to 2.6.6"},
+    ),
     "the step of automatic optimization (ReplicaEpochLoop._tail)": (
-        compat._AutomaticOptimization._optimizer_step,
-        "e5bda9f172f2",
+        names._AutomaticOptimization._optimizer_step,
+        {"77db64bcafed": "2.6.0 to 2.6.6"},
     ),
 }
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Of the code, not of comments and docstrings."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    for node in ast.walk(tree):
+    """Of the code, not of comments, docstrings and white space; the same under each version of Python."""
+    source = textwrap.dedent(inspect.getsource(function))
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-            node.body = node.body[1:]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+            for number in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1):
+                lines[number - 1] = ""
+    code = ["".join(line.partition("#")[0].split()) for line in lines]
+    return hashlib.sha256("".join(code).encode()).hexdigest()[:12]
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_is_followed_reads_the_same(name: str) -> None:
-    function, expected = FOLLOWED[name]
-    assert digest(function) == expected
+    function, known = FOLLOWED[name]
+    assert digest(function) in known, f"{name} reads otherwise in Lightning {L.__version__} than in {known}"
 
 
 def test_private_names_exist() -> None:
-    assert all(hasattr(compat, name) for name in compat.__all__)
+    assert all(hasattr(names, name) for name in names.__all__)
 
 
 def test_the_names_in_the_metadata_of_a_checkpoint_exist() -> None:
-    for module, names in torch_compat._DCP_METADATA.items():
-        assert all(hasattr(importlib.import_module(module), name) for name in names), module
+    for module, inside in torch_compat._DCP_METADATA.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in inside), module
 
 
 def test_loops_are_saved_as_they_save_themselves() -> None:

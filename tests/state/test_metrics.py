@@ -5,7 +5,7 @@ import torch
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_replica._compat.lightning import _ResultCollection
+from lightning_replica._compat.lightning_names import _ResultCollection
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.state import metrics

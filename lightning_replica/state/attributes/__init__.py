@@ -19,11 +19,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.attributes.plain_form import from_plain, plain_values, to_plain

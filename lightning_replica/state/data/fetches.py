@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
 from lightning_replica._compat.lightning import combining_state, put_combining_state
+from lightning_replica._compat.lightning_names import CombinedLoader
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.inputs import Inputs
 from lightning_replica.state.data.loader_state import LoaderState

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
 from lightning_replica._compat.lightning import iterate_instead
+from lightning_replica._compat.lightning_names import CombinedLoader, pl
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.fetches import Fetches, fetches_of, forget, note
 from lightning_replica.state.data.inputs import Inputs

@@ -39,7 +39,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lightning_replica._compat.lightning import _set_sampler_epoch
+from lightning_replica._compat.lightning_names import _set_sampler_epoch
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState

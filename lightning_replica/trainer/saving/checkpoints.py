@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import dump_checkpoint, user_optimizer
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_sharded
 from lightning_replica.checkpoint.location import Location

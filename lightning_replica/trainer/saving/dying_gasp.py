@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-import lightning.pytorch as pl
-
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.core.points import reach

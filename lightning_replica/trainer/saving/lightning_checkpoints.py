@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import writes_archives
+from lightning_replica._compat.lightning_names import TrainerFn, pl
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
 from lightning_replica.checkpoint.location import Location, locate

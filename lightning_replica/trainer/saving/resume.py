@@ -30,9 +30,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes

@@ -1,0 +1,232 @@
+"""Lightning's names, public and private, from the package that this process uses (`packages`).
+
+This is the only module that imports Lightning, so that none of its other package comes in. Both halves name the same.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_replica._compat.packages import LIGHTNING, chosen
+from lightning_replica._compat.versions import check_version_of_lightning, private_names_of
+
+check_version_of_lightning(chosen().distribution)
+with private_names_of(chosen().distribution):
+    if TYPE_CHECKING or chosen() is LIGHTNING:
+        import lightning.pytorch as pl
+        from lightning.fabric import accelerators as fabric_accelerators
+        from lightning.fabric import plugins as fabric_plugins
+        from lightning.fabric import strategies as fabric_strategies
+        from lightning.fabric.accelerators.registry import _AcceleratorRegistry
+        from lightning.fabric.plugins.environments import LightningEnvironment
+        from lightning.fabric.strategies import STRATEGY_REGISTRY
+        from lightning.fabric.strategies.registry import _StrategyRegistry
+        from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+        from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _set_num_threads_if_needed
+        from lightning.fabric.utilities.seed import reset_seed
+        from lightning.pytorch.accelerators import (
+            Accelerator,
+            AcceleratorRegistry,
+            CPUAccelerator,
+            CUDAAccelerator,
+            MPSAccelerator,
+        )
+        from lightning.pytorch.callbacks import (
+            BackboneFinetuning,
+            Callback,
+            Checkpoint,
+            LearningRateMonitor,
+            ModelCheckpoint,
+            ProgressBar,
+            RichProgressBar,
+            StochasticWeightAveraging,
+            Timer,
+            WeightAveraging,
+        )
+        from lightning.pytorch.core.saving import load_hparams_from_yaml
+        from lightning.pytorch.loggers import CSVLogger, Logger
+        from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+        from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
+        from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+        from lightning.pytorch.loops.loop import _Loop
+        from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+        from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+        from lightning.pytorch.loops.progress import _BaseProgress
+        from lightning.pytorch.plugins import (
+            CheckpointIO,
+            ClusterEnvironment,
+            MixedPrecision,
+            Precision,
+            TorchCheckpointIO,
+        )
+        from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+        from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy, StrategyRegistry
+        from lightning.pytorch.strategies.launchers.launcher import _Launcher
+        from lightning.pytorch.strategies.launchers.subprocess_script import (
+            _HYDRA_AVAILABLE,
+            _basic_subprocess_cmd,
+            _hydra_subprocess_cmd,
+        )
+        from lightning.pytorch.trainer.call import (
+            _call_callback_hooks,
+            _call_lightning_module_hook,
+            _call_strategy_hook,
+        )
+        from lightning.pytorch.trainer.connectors.logger_connector.result import (
+            _Metadata,
+            _ResultCollection,
+            _ResultMetric,
+            _Sync,
+        )
+        from lightning.pytorch.trainer.states import TrainerFn
+        from lightning.pytorch.tuner.lr_finder import _LRCallback
+        from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+        from lightning.pytorch.utilities.exceptions import _TunerExitException
+        from lightning.pytorch.utilities.model_helpers import is_overridden
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+        from lightning.pytorch.utilities.seed import isolate_rng
+    else:
+        import pytorch_lightning as pl
+        from lightning_fabric import accelerators as fabric_accelerators
+        from lightning_fabric import plugins as fabric_plugins
+        from lightning_fabric import strategies as fabric_strategies
+        from lightning_fabric.accelerators.registry import _AcceleratorRegistry
+        from lightning_fabric.plugins.environments import LightningEnvironment
+        from lightning_fabric.strategies import STRATEGY_REGISTRY
+        from lightning_fabric.strategies.registry import _StrategyRegistry
+        from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
+        from lightning_fabric.utilities.distributed import _all_gather_ddp_if_available, _set_num_threads_if_needed
+        from lightning_fabric.utilities.seed import reset_seed
+        from pytorch_lightning.accelerators import (
+            Accelerator,
+            AcceleratorRegistry,
+            CPUAccelerator,
+            CUDAAccelerator,
+            MPSAccelerator,
+        )
+        from pytorch_lightning.callbacks import (
+            BackboneFinetuning,
+            Callback,
+            Checkpoint,
+            LearningRateMonitor,
+            ModelCheckpoint,
+            ProgressBar,
+            RichProgressBar,
+            StochasticWeightAveraging,
+            Timer,
+            WeightAveraging,
+        )
+        from pytorch_lightning.core.saving import load_hparams_from_yaml
+        from pytorch_lightning.loggers import CSVLogger, Logger
+        from pytorch_lightning.loggers.csv_logs import ExperimentWriter
+        from pytorch_lightning.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
+        from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
+        from pytorch_lightning.loops.loop import _Loop
+        from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+        from pytorch_lightning.loops.optimization.manual import _ManualOptimization
+        from pytorch_lightning.loops.progress import _BaseProgress
+        from pytorch_lightning.plugins import (
+            CheckpointIO,
+            ClusterEnvironment,
+            MixedPrecision,
+            Precision,
+            TorchCheckpointIO,
+        )
+        from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
+        from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, Strategy, StrategyRegistry
+        from pytorch_lightning.strategies.launchers.launcher import _Launcher
+        from pytorch_lightning.strategies.launchers.subprocess_script import (
+            _HYDRA_AVAILABLE,
+            _basic_subprocess_cmd,
+            _hydra_subprocess_cmd,
+        )
+        from pytorch_lightning.trainer.call import (
+            _call_callback_hooks,
+            _call_lightning_module_hook,
+            _call_strategy_hook,
+        )
+        from pytorch_lightning.trainer.connectors.logger_connector.result import (
+            _Metadata,
+            _ResultCollection,
+            _ResultMetric,
+            _Sync,
+        )
+        from pytorch_lightning.trainer.states import TrainerFn
+        from pytorch_lightning.tuner.lr_finder import _LRCallback
+        from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+        from pytorch_lightning.utilities.exceptions import _TunerExitException
+        from pytorch_lightning.utilities.model_helpers import is_overridden
+        from pytorch_lightning.utilities.rank_zero import rank_zero_only
+        from pytorch_lightning.utilities.seed import isolate_rng
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorRegistry",
+    "BackboneFinetuning",
+    "CPUAccelerator",
+    "CSVLogger",
+    "CUDAAccelerator",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "Closure",
+    "ClosureResult",
+    "ClusterEnvironment",
+    "CombinedLoader",
+    "DDPStrategy",
+    "ExperimentWriter",
+    "LearningRateMonitor",
+    "LightningEnvironment",
+    "Logger",
+    "MPSAccelerator",
+    "MixedPrecision",
+    "ModelCheckpoint",
+    "ParallelStrategy",
+    "Precision",
+    "ProgressBar",
+    "RichProgressBar",
+    "STRATEGY_REGISTRY",
+    "StochasticWeightAveraging",
+    "Strategy",
+    "StrategyRegistry",
+    "Timer",
+    "TorchCheckpointIO",
+    "TrainerFn",
+    "WeightAveraging",
+    "_AcceleratorRegistry",
+    "_AutomaticOptimization",
+    "_BaseProgress",
+    "_DataLoaderIterDataFetcher",
+    "_EvaluationLoop",
+    "_FitLoop",
+    "_HYDRA_AVAILABLE",
+    "_LRCallback",
+    "_Launcher",
+    "_Loop",
+    "_ManualOptimization",
+    "_Metadata",
+    "_ResultCollection",
+    "_ResultMetric",
+    "_SUPPORTED_MODES",
+    "_StrategyRegistry",
+    "_Sync",
+    "_TrainingEpochLoop",
+    "_TunerExitException",
+    "_WrappingCheckpointIO",
+    "_all_gather_ddp_if_available",
+    "_basic_subprocess_cmd",
+    "_call_callback_hooks",
+    "_call_lightning_module_hook",
+    "_call_strategy_hook",
+    "_hydra_subprocess_cmd",
+    "_set_num_threads_if_needed",
+    "_set_sampler_epoch",
+    "fabric_accelerators",
+    "fabric_plugins",
+    "fabric_strategies",
+    "is_overridden",
+    "isolate_rng",
+    "load_hparams_from_yaml",
+    "pl",
+    "rank_zero_only",
+    "reset_seed",
+    "sized_len",
+]

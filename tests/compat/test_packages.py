@@ -1,0 +1,169 @@
+"""Lightning's two packages: a process uses the one that its script uses, and a script that mixes them is told so."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_replica._compat import lightning_names, packages, versions
+from lightning_replica._compat.packages import LIGHTNING, PACKAGES, PYTORCH_LIGHTNING, VARIABLE
+
+both = pytest.mark.skipif(
+    not all(package.is_installed() for package in PACKAGES), reason="needs both packages of Lightning"
+)
+USE = """
+trainer = {0}.Trainer(strategy={1}, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+assert isinstance(trainer.strategy, {0}.strategies.Strategy)
+import sys
+print(type(trainer.strategy).__name__, *sorted({{"lightning", "pytorch_lightning"}} & set(sys.modules)))
+"""
+IMPORTS = {
+    "lightning, then ours": ("import lightning.pytorch as pl\nimport lightning_replica", LIGHTNING),
+    "ours, then lightning": ("import lightning_replica\nimport lightning.pytorch as pl", LIGHTNING),
+    "pytorch_lightning, then ours": ("import pytorch_lightning as pl\nimport lightning_replica", PYTORCH_LIGHTNING),
+    "ours, then pytorch_lightning": ("import lightning_replica\nimport pytorch_lightning as pl", PYTORCH_LIGHTNING),
+    "its Fabric first": (
+        "import lightning_replica\nimport lightning_fabric\nimport pytorch_lightning as pl",
+        PYTORCH_LIGHTNING,
+    ),
+}
+
+
+def run(tmp_path: Path, text: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@both
+@pytest.mark.parametrize("name", ['"replica_zero"', "lightning_replica.ReplicaZeroStrategy(replicas=1)"])
+@pytest.mark.parametrize("order", IMPORTS)
+def test_the_package_of_the_script_is_used(order: str, name: str, tmp_path: Path) -> None:
+    imports, package = IMPORTS[order]
+    done = run(tmp_path, imports + USE.format("pl", name))
+    assert done.stdout.splitlines()[-1:] == [f"ReplicaZeroStrategy {package.name}"], done.stderr
+
+
+@both
+def test_our_classes_may_be_imported_before_lightning(tmp_path: Path) -> None:
+    """As tools that sort imports do it."""
+    ours = "from lightning_replica import ReplicaZeroStrategy\n"
+    for package in PACKAGES:
+        use = USE.format("pl", "ReplicaZeroStrategy()")
+        done = run(tmp_path, f"{ours}import {package.pytorch} as pl{use}")
+        assert done.stdout.splitlines()[-1:] == [f"ReplicaZeroStrategy {package.name}"], done.stderr
+
+
+MIXED = "import lightning.pytorch\nimport lightning_replica\nimport pytorch_lightning as pl"
+
+
+@both
+def test_a_name_in_the_other_package(tmp_path: Path) -> None:
+    done = run(tmp_path, MIXED + USE.format("pl", '"replica_zero"'))
+    assert done.returncode == 1
+    said = "works with lightning.pytorch in this process, and pytorch_lightning asked for it"
+    assert said in done.stderr
+    assert f"set {VARIABLE}=pytorch_lightning" in done.stderr
+    done = run(tmp_path, MIXED + USE.format("pl", '"replica_zero"'), **{VARIABLE: "pytorch_lightning"})
+    assert done.stdout.splitlines()[-1:] == ["ReplicaZeroStrategy lightning pytorch_lightning"], done.stderr
+
+
+@both
+def test_an_object_in_the_other_package(tmp_path: Path) -> None:
+    done = run(tmp_path, MIXED + USE.format("pl", "lightning_replica.ReplicaZeroStrategy()"))
+    assert done.returncode == 1
+    assert "<ReplicaZeroStrategy for lightning.pytorch, not for pytorch_lightning" in done.stderr
+
+
+@both
+def test_fabric_of_either_package(tmp_path: Path) -> None:
+    use = 'print(type(Fabric(strategy="replica_zero", accelerator="cpu", devices=1).strategy).__name__)'
+    for package in PACKAGES:
+        done = run(tmp_path, f"import lightning_replica\nfrom {package.fabric} import Fabric\n{use}")
+        assert done.stdout.splitlines()[-1:] == ["FabricStrategy"], done.stderr
+
+
+@both
+def test_a_killed_rank_under_either_package(tmp_path: Path) -> None:
+    found = {}
+    for package, *kill in [(LIGHTNING,), (PYTORCH_LIGHTNING,), (PYTORCH_LIGHTNING, "--kill", "1")]:
+        result = tmp_path / f"{package.name}{len(kill)}"
+        subprocess.run(
+            [sys.executable, "-m", "lightning_replica.cli.smoke", str(result), *kill],
+            env={**os.environ, VARIABLE: package.name},
+            check=True,
+            timeout=180,
+            capture_output=True,
+        )
+        found[result.name] = result.read_text()
+    assert len(found) == 3
+    assert len(set(found.values())) == 1, found
+
+
+def test_a_name_that_is_no_package(tmp_path: Path) -> None:
+    done = run(tmp_path, "import lightning_replica.trainer.strategy", **{VARIABLE: "thunder"})
+    assert f"{VARIABLE}='thunder' names no package of Lightning" in done.stderr
+
+
+def test_nothing_of_lightning_is_imported_before_the_script_does(tmp_path: Path) -> None:
+    done = run(tmp_path, "import lightning_replica, sys; print([name.partition('.')[0] for name in sys.modules])")
+    loaded = set(ast.literal_eval(done.stdout))
+    assert "lightning_replica" in loaded
+    assert not loaded & {"lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+def test_a_module_of_ours_by_its_own_path(tmp_path: Path) -> None:
+    """It imports Lightning by itself, while it is only half imported."""
+    ours = "from lightning_replica.trainer.strategy import ReplicaZeroStrategy\n"
+    done = run(
+        tmp_path, f"{ours}import lightning_replica\nprint(lightning_replica.ReplicaZeroStrategy is ReplicaZeroStrategy)"
+    )
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+
+
+def test_what_is_watched_is_as_if_nobody_watched(tmp_path: Path) -> None:
+    """The loader of a module finds its source and its files."""
+    done = run(
+        tmp_path,
+        "import inspect, lightning_replica, lightning.pytorch as pl\n"
+        "print(type(pl.__loader__).__name__, type(pl.__spec__.loader).__name__, len(inspect.getsource(pl)) > 100)",
+    )
+    assert done.stdout.split() == ["SourceFileLoader", "SourceFileLoader", "True"], done.stderr
+
+
+def test_both_halves_import_the_same() -> None:
+    tree = ast.parse(Path(lightning_names.__file__).read_text())
+    (choice,) = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+
+    def imported(body: list[ast.stmt], package: packages.Package) -> list[str]:
+        text = "\n".join(map(ast.unparse, body))
+        for own, common in ((package.pytorch, "PYTORCH"), (package.fabric, "FABRIC")):
+            text = text.replace(f"from {own} ", f"from {common} ").replace(f"from {own}.", f"from {common}.")
+            text = text.replace(f"import {own} as", f"import {common} as")
+        return sorted(text.splitlines())
+
+    found = imported(choice.body, LIGHTNING)
+    assert len(found) > 30
+    assert all("PYTORCH" in line or "FABRIC" in line for line in found)
+    assert found == imported(choice.orelse, PYTORCH_LIGHTNING)
+
+
+def test_a_version_of_lightning_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_installed", lambda _: "2.5.6")
+    with pytest.raises(versions.VersionError, match="pytorch-lightning 2.5.6 is installed, and"):
+        versions.check_version_of_lightning("pytorch-lightning")
+
+
+def test_one_that_alone_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else object())
+    assert packages._alone() is PYTORCH_LIGHTNING
