@@ -16,6 +16,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 import lightning_replica
+from lightning_replica._compat.packages import LIGHTNING, PYTORCH_LIGHTNING
+from lightning_replica._compat.versions import TESTED, is_newer_than_tested
 from lightning_replica.cli.ascend import ascend
 from lightning_replica.cli.check import Check
 from lightning_replica.core.output import size
@@ -30,9 +32,9 @@ _SMOKE_TIMEOUT_S = 180
 def versions() -> Iterator[Check]:
     """Check Python, the system, and whether the packages have the versions that this package requires."""
     yield Check("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield Check("python", "ok", platform.python_version())
+    yield _tested("python", platform.python_version())
     yield Check("lightning_replica", "ok", lightning_replica.__version__)
-    for wanted in _requirements():
+    for wanted in map(_of_this_process, _requirements()):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -41,9 +43,27 @@ def versions() -> Iterator[Check]:
             yield Check(wanted.name, "failed", "not installed", f'pip install "{wanted}"')
             continue
         if wanted.specifier.contains(found, prereleases=True):
-            yield Check(wanted.name, "ok", found)
+            yield _tested(wanted.name, found)
         else:
             yield Check(wanted.name, "failed", found, f'Install a supported version: pip install "{wanted}"')
+
+
+def _tested(package: str, found: str) -> Check:
+    """Return the check of a version that is supported: a note if it is newer than all that were tested."""
+    if package not in TESTED:
+        return Check(package, "ok", found)
+    lowest, newest = TESTED[package]
+    if is_newer_than_tested(package, found):
+        advice = f"If something fails, try {package} {newest} before you look elsewhere, and report it."
+        return Check(package, "note", f"{found}, newer than {newest}, the newest that was tested", advice)
+    return Check(package, "ok", f"{found} (tested: {lowest} to {newest})")
+
+
+def _of_this_process(wanted: Requirement) -> Requirement:
+    """Return a requirement; of Lightning, for the one of its packages that is used here."""
+    if wanted.name == LIGHTNING.distribution and not LIGHTNING.is_installed() and PYTORCH_LIGHTNING.is_installed():
+        return Requirement(f"{PYTORCH_LIGHTNING.distribution}{wanted.specifier}")
+    return wanted
 
 
 def _requirements() -> list[Requirement]:
