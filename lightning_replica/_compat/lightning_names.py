@@ -6,7 +6,13 @@ This is the only module that imports Lightning, so that none of its other packag
 from typing import TYPE_CHECKING
 
 from lightning_replica._compat.packages import LIGHTNING, chosen
-from lightning_replica._compat.versions import check_version_of_lightning, private_names_of
+from lightning_replica._compat.versions import (
+    check_version_of_lightning,
+    need,
+    need_in_instances,
+    need_parameters,
+    private_names_of,
+)
 
 check_version_of_lightning(chosen().distribution)
 with private_names_of(chosen().distribution):
@@ -70,12 +76,15 @@ with private_names_of(chosen().distribution):
             _call_lightning_module_hook,
             _call_strategy_hook,
         )
+        from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+        from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
         from lightning.pytorch.trainer.connectors.logger_connector.result import (
             _Metadata,
             _ResultCollection,
             _ResultMetric,
             _Sync,
         )
+        from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
         from lightning.pytorch.trainer.states import TrainerFn
         from lightning.pytorch.tuner.lr_finder import _LRCallback
         from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
@@ -143,12 +152,15 @@ with private_names_of(chosen().distribution):
             _call_lightning_module_hook,
             _call_strategy_hook,
         )
+        from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+        from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
         from pytorch_lightning.trainer.connectors.logger_connector.result import (
             _Metadata,
             _ResultCollection,
             _ResultMetric,
             _Sync,
         )
+        from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
         from pytorch_lightning.trainer.states import TrainerFn
         from pytorch_lightning.tuner.lr_finder import _LRCallback
         from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
@@ -156,6 +168,35 @@ with private_names_of(chosen().distribution):
         from pytorch_lightning.utilities.model_helpers import is_overridden
         from pytorch_lightning.utilities.rank_zero import rank_zero_only
         from pytorch_lightning.utilities.seed import isolate_rng
+
+    # What the package reads, writes or calls in Lightning's objects. A name that is only written would do so silently.
+    need(pl.Trainer, "_results")
+    need_in_instances(pl.Trainer, "_checkpoint_connector", "_logger_connector", "_signal_connector", "fit_loop")
+    need_in_instances(pl.LightningModule, "_current_fx_name", "_device_mesh", "_on_before_batch_transfer")
+    need(_CheckpointConnector, "dump_checkpoint")
+    need_parameters(_CheckpointConnector.dump_checkpoint, "weights_only")
+    need(_SignalConnector, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    need_in_instances(_SignalConnector, "_original_handlers", "received_sigterm")
+    need(_LoggerConnector, "on_batch_end", "update_train_step_metrics")
+    need_in_instances(_LoggerConnector, "_callback_metrics", "_current_fx", "_first_loop_iter", "_logged_metrics")
+    need_in_instances(_LoggerConnector, "_progress_bar_metrics")
+    need(_Loop, "_load_from_state_dict", "on_save_checkpoint", "on_iteration_done")
+    need_in_instances(_Loop, "_restarting")
+    need_in_instances(_FitLoop, "_combined_loader", "_data_fetcher", "epoch_loop", "epoch_progress")
+    need(_TrainingEpochLoop, "_num_ready_batches_reached", "_should_accumulate", "_should_check_val_fx")
+    need(_TrainingEpochLoop, "_on_after_fetch", "_on_before_fetch")
+    need_in_instances(_TrainingEpochLoop, "_batches_that_stepped", "_results", "batch_progress", "val_loop")
+    need_in_instances(_EvaluationLoop, "_combined_loader", "_data_fetcher", "_has_run", "_module_mode", "_results")
+    need_in_instances(_EvaluationLoop, "_seen_batches_per_dataloader")
+    need(_AutomaticOptimization, "_make_closure")
+    need_in_instances(Closure, "_result")
+    need_in_instances(CombinedLoader, "_flattened", "_iterator", "_mode")
+    need_in_instances(CSVLogger, "_experiment", "_fs")
+    need_in_instances(ModelCheckpoint, "_fs")
+    need_in_instances(StochasticWeightAveraging, "_average_model", "_initialized")
+    need_in_instances(WeightAveraging, "_average_model")
+    need(MixedPrecision, "_after_closure")
+    need(fabric_strategies.DDPStrategy, "_configure_launcher", "_set_world_ranks", "_setup_distributed")
 
 __all__ = [
     "Accelerator",
@@ -193,6 +234,9 @@ __all__ = [
     "WeightAveraging",
     "_AcceleratorRegistry",
     "_AutomaticOptimization",
+    "_CheckpointConnector",
+    "_LoggerConnector",
+    "_SignalConnector",
     "_BaseProgress",
     "_DataLoaderIterDataFetcher",
     "_EvaluationLoop",

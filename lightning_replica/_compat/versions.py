@@ -67,6 +67,24 @@ def need(owner: Any, *names: str) -> None:
             raise AttributeError(f"{getattr(owner, '__name__', owner)} has no `{name}`")
 
 
+def need_in_instances(owner: type[Any], *names: str) -> None:
+    """Check that instances of ``owner`` have attributes, by the code of its methods: there is no instance yet.
+
+    Raises:
+        AttributeError: If no method of the class or of its bases mentions one of them.
+    """
+    mentioned = set[str]()
+    for base in owner.__mro__:
+        mentioned |= set(vars(base))
+        for member in vars(base).values():
+            function = getattr(member, "fget", None) or getattr(member, "__wrapped__", member)
+            code = getattr(function, "__code__", None)
+            mentioned |= set(code.co_names) if code is not None else set()
+    for name in names:
+        if name not in mentioned:
+            raise AttributeError(f"instances of {owner.__qualname__} have no `{name}`")
+
+
 def need_parameters(function: Callable[..., Any], *names: str) -> None:
     """Check that ``function`` takes parameters of these names.
 

@@ -117,12 +117,13 @@ def write_metadata(directory: Path, parts: Iterable[bytes], durable: bool = True
         parts: `Written.part` of each rank.
         durable: Whether to flush the file to the disk.
     """
-    whole, results = Metadata({}), []
+    whole, results = Metadata({}, storage_data={}), []
     for part in map(read_dcp_metadata, parts):
         for name, tensor in part.state_dict_metadata.items():
             known: Any = whole.state_dict_metadata.setdefault(name, tensor)
             if known is not tensor:
                 known.chunks.extend(cast("TensorStorageMetadata", tensor).chunks)
+        whole.storage_data.update(part.storage_data)  # `finish` puts it into a copy only, in some versions of torch
         results.append([WriteResult(index, info.length, info) for index, info in part.storage_data.items()])
     _Writer(directory, durable).finish(whole, results)
     return whole

@@ -4,6 +4,10 @@ import os
 import signal
 from pathlib import Path
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.support import job, world
 from tests.support.job import Case
 
@@ -27,6 +31,30 @@ def test_all_ranks_end_with_the_same_batch(tmp_path: Path) -> None:
     assert [list(seen)[-1] for seen in outcome.batches] == ["0 5", "0 5"], outcome.logs
     assert "recovered" not in outcome.logs
     assert (outcome.code, outcome.said) == (0, [])  # as under DDP; a supervisor that is told itself ends with 143
+
+
+def one_is_told_in_a_later_lightning(case: Case, out: Path) -> None:
+    """Lightning's pull request 21623, which is merged and not released: the exception ends a process with 143."""
+
+    def end_with_143(self: SIGTERMException) -> None:
+        SystemExit.__init__(self, 143)
+
+    SIGTERMException.__init__ = end_with_143  # type: ignore[method-assign, assignment]
+    one_is_told(case, out)
+
+
+def test_all_ranks_end_with_the_code_of_a_later_lightning(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=one_is_told_in_a_later_lightning)
+    assert outcome.ranks == [{}, {}], outcome.logs
+    assert [list(seen)[-1] for seen in outcome.batches] == ["0 5", "0 5"], outcome.logs
+    assert "takes its place" not in outcome.logs
+    assert outcome.code == 143  # as under DDP of that version
+
+
+def test_the_code_of_a_last_checkpoint_precedes_it(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2, gasp=True), tmp_path, target=one_is_told_in_a_later_lightning)
+    assert outcome.code == GASP_WRITTEN, outcome.logs
+    assert CheckpointDirectory(tmp_path / "gasp").latest(verify=True) is not None
 
 
 def interrupted(case: Case, out: Path) -> None:

@@ -1,0 +1,127 @@
+"""A version whose private names do not fit is refused at import, and what is claimed is what was tested."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lightning_replica._compat.versions import (
+    LIGHTNING,
+    TESTED,
+    need,
+    need_in_instances,
+    need_parameters,
+    private_names_of,
+)
+from lightning_replica.errors import ReplicaError, VersionError
+
+ROOT = Path(__file__).parents[2]
+
+
+def requirements() -> dict[str, Requirement]:
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.M | re.S)
+    assert block is not None
+    found = [Requirement(line) for line in re.findall(r'^    "(.+?)",', block[1], re.M)]
+    return {each.name: each for each in found}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "package", "missing"),
+    [
+        (
+            "import torch.distributed.distributed_c10d as m; del m._new_process_group_helper",
+            "torch",
+            "_new_process_group",
+        ),
+        ("from torch.distributed import ProcessGroup as g; del g._set_group_desc", "torch", "_set_group_desc"),
+        (
+            "from torch.utils.data._utils import signal_handling as m; del m._remove_worker_pids",
+            "torch",
+            "_remove_worker",
+        ),
+        ("import lightning.pytorch.loops as m; del m._FitLoop", "lightning", "_FitLoop"),
+        (
+            "from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as c;"
+            " del c._sigterm_notifier_fn",
+            "lightning",
+            "_sigterm_notifier_fn",
+        ),
+    ],
+)
+def test_a_name_that_is_gone(spoil: str, package: str, missing: str) -> None:
+    script = f"{spoil}\nimport lightning.pytorch, lightning_replica\nprint('imported')"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1, done.stdout
+    assert re.search(rf"VersionError: lightning-replica does not work with {package} \d.*{missing}", last), last
+    assert f"It is tested with {package} {TESTED[package][0]} to {TESTED[package][1]}" in last
+    assert "report this on the issue page" in last
+
+
+class Connector:
+    """As one of Lightning's: some attributes exist in instances only."""
+
+    kind = 1
+
+    def __init__(self) -> None:
+        self.in_init = 1
+
+    @property
+    def known(self) -> int:
+        return self.in_property
+
+    in_property = 2
+
+    def take(self, batch: int, *, sample: int) -> None: ...
+
+
+def test_what_is_needed() -> None:
+    need(Connector, "kind", "take")
+    need_in_instances(Connector, "kind", "in_init", "in_property", "take")
+    need_parameters(Connector.take, "batch", "sample")
+    need_parameters(lambda **_: None, "anything")
+    with pytest.raises(AttributeError, match="Connector has no `in_init`"):
+        need(Connector, "in_init")
+    with pytest.raises(AttributeError, match="instances of Connector have no `gone`"):
+        need_in_instances(Connector, "in_init", "gone")
+    with pytest.raises(AttributeError, match=r"Connector\.take takes no `other`"):
+        need_parameters(Connector.take, "batch", "other")
+
+
+def test_the_error_can_be_caught_as_what_it_is() -> None:
+    with pytest.raises(ImportError, match="torch") as caught, private_names_of("torch"):
+        need(Connector, "gone")
+    assert isinstance(caught.value, VersionError)
+    assert isinstance(caught.value, ReplicaError)
+
+
+def test_what_is_required_is_what_was_tested() -> None:
+    wanted = requirements()
+    assert wanted["lightning"].specifier == LIGHTNING
+    for name in ("torch", "lightning", "numpy"):
+        lowest, newest = TESTED[name]
+        specifier = wanted[name].specifier
+        assert specifier.contains(lowest), name
+        assert specifier.contains(newest), name
+        bound = next(each.version for each in specifier if each.operator == ">=")
+        assert SpecifierSet(f"=={bound}").contains(lowest), f"{name}: {bound} is claimed, {lowest} was tested"
+    python = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert python is not None
+    assert python[1] == TESTED["python"][0]
+
+
+def test_the_page_shows_that_it_was_tested() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "compatibility.md").read_text().splitlines()
+        if line.startswith("| ") and " passed, " in line
+    ]
+    columns = {"python": 1, "torch": 2, "lightning": 3, "numpy": 4}
+    for package, column in columns.items():
+        shown = {row[column].partition("+")[0] for row in rows}
+        assert set(TESTED[package]) <= shown, package
