@@ -89,7 +89,6 @@ with private_names_of(chosen().distribution):
         from lightning.pytorch.tuner.lr_finder import _LRCallback
         from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
         from lightning.pytorch.utilities.exceptions import _TunerExitException
-        from lightning.pytorch.utilities.model_helpers import is_overridden
         from lightning.pytorch.utilities.rank_zero import rank_zero_only
         from lightning.pytorch.utilities.seed import isolate_rng
     else:
@@ -165,7 +164,6 @@ with private_names_of(chosen().distribution):
         from pytorch_lightning.tuner.lr_finder import _LRCallback
         from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
         from pytorch_lightning.utilities.exceptions import _TunerExitException
-        from pytorch_lightning.utilities.model_helpers import is_overridden
         from pytorch_lightning.utilities.rank_zero import rank_zero_only
         from pytorch_lightning.utilities.seed import isolate_rng
 
@@ -266,7 +264,6 @@ __all__ = [
     "fabric_accelerators",
     "fabric_plugins",
     "fabric_strategies",
-    "is_overridden",
     "isolate_rng",
     "load_hparams_from_yaml",
     "pl",

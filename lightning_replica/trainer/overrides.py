@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from lightning_replica._compat.lightning_names import is_overridden, pl
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import is_of_lightning
 
 log = logging.getLogger(__name__)
@@ -48,21 +48,19 @@ def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 def _first(
     trainer: pl.Trainer, module: pl.LightningModule, in_module: Iterable[str], in_callbacks: Iterable[str]
 ) -> str | None:
-    for hook in in_module:
-        if is_overridden(hook, module):
-            return f"{type(module).__name__}.{hook}"
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        for hook in in_callbacks:
-            if is_overridden(hook, callback, parent=pl.Callback) and _is_users(getattr(callback, hook)):
-                return f"{type(callback).__name__}.{hook}"
+    for owner, hooks in [(module, in_module), *((callback, in_callbacks) for callback in callbacks)]:
+        for hook in hooks:
+            if _is_users(getattr(owner, hook)):
+                return f"{type(owner).__name__}.{hook}"
     return None
 
 
 def _is_users(hook: Any) -> bool:
-    """Return whether user code stands behind a callback's hook.
+    """Return whether user code stands behind a hook.
 
     What counts is where the function was written: ``LambdaCallback`` is Lightning's, and its functions are the user's.
+    Lightning's ``is_overridden`` raises an error where the hook is an object that can be called.
     """
     while isinstance(hook, functools.partial):
         hook = hook.func

@@ -594,6 +594,24 @@ def finetuning() -> tuple[Net, dict[str, Any]]:
     return Finetuned(), {"callbacks": [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], "max_epochs": 3}
 
 
+class Thaws(BackboneFinetuning):
+    """As Lightning's pull request 21902 has it: what a former run has thawed is thawed before the fit begins."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        restarting = self._restarting
+        super().on_fit_start(trainer, pl_module)
+        named = dict(pl_module.named_parameters())
+        for group in (each for groups in self._internal_optimizer_metadata.values() for each in groups):
+            for name in group["params"] if restarting else ():
+                named[name].requires_grad = True
+
+
+@scenario
+def thawed_at_the_start() -> tuple[Net, dict[str, Any]]:
+    net, options = finetuning()
+    return net, {**options, "callbacks": [Thaws(1, lambda epoch: 1.5, verbose=False)]}
+
+
 @scenario
 def added_group() -> tuple[Net, dict[str, Any]]:
     class Adds(Net):

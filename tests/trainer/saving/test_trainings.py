@@ -32,6 +32,7 @@ CASES = {
     "lost in the middle of a window": Trained(killed("batch 5", 1), name="accumulation", devices=2),
     "data without length": Trained(killed("reduction", 3), name="stream", devices=2),
     "unfrozen by a callback": Trained(told("update", 6), name="finetuning", devices=2),
+    "thawed before the fit begins": Trained(told("update", 6), name="thawed_at_the_start", devices=2),
     "averaged weights": Trained(killed("train_batch_end", 10), name="moving_average", devices=2),
     "three replicas, one is left": Trained(
         killed("after_commit", 2, 0, 2), name="plain", devices=3, options={"replicas": 3}

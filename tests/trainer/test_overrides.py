@@ -1,0 +1,72 @@
+"""Whose code a callback's hook is: what counts is where the function was written, not the class that holds it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients
+
+HOOKS = [name for name in vars(L.Callback) if name.startswith("on_")]
+
+
+def trainer_with(*callbacks: L.Callback) -> tuple[L.Trainer, L.LightningModule]:
+    return L.Trainer(accelerator="cpu", logger=False, callbacks=[*callbacks]), L.LightningModule()
+
+
+def ask(*_: Any) -> None: ...
+
+
+def with_hooks(callback: L.Callback, make: Callable[[str], Any]) -> L.Callback:
+    for name in HOOKS:
+        setattr(callback, name, make(name))
+    return callback
+
+
+def test_a_function_that_the_user_gives_to_lightnings_callback() -> None:
+    found = trainer_with(LambdaCallback(on_before_optimizer_step=ask))
+    assert who_sees_gradients(*found) == "LambdaCallback.on_before_optimizer_step"
+    assert not may_change_weights(*found)
+    assert may_change_weights(*trainer_with(LambdaCallback(on_train_batch_end=ask)))
+
+
+def test_every_hook_as_an_attribute_of_lightnings_own() -> None:
+    """As Lightning's pull request 21407 has it, for signals: hooks that call a function of Lightning's."""
+    inside = ModelCheckpoint.on_train_batch_end  # any function that was written there and is no hook of the base class
+    callback = with_hooks(L.Callback(), lambda name: partial(inside, name))
+    assert len(HOOKS) > 20
+    assert is_overridden("on_after_backward", callback, parent=L.Callback)
+    found = trainer_with(callback)
+    assert who_sees_gradients(*found) is None
+    assert not may_change_weights(*found)
+
+
+class Asks:
+    def __call__(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("make", [lambda _: ask, lambda _: partial(ask, 1), lambda _: Asks()])
+def test_every_hook_as_an_attribute_of_the_users(make: Callable[[str], Any]) -> None:
+    found = trainer_with(with_hooks(L.Callback(), make))
+    assert who_sees_gradients(*found) == "Callback.on_after_backward"
+    assert may_change_weights(*found)
+
+
+def test_a_hook_of_the_module() -> None:
+    trainer, module = trainer_with()
+    trainer.strategy._lightning_module = module
+    assert who_sees_gradients(trainer, module) is None
+    assert not may_change_weights(trainer, module)
+    module.on_after_backward = Asks()  # type: ignore[method-assign]
+    assert who_sees_gradients(trainer, module) == "LightningModule.on_after_backward"
+
+
+def test_a_method_that_is_inherited_from_lightning() -> None:
+    class Own(ModelCheckpoint):
+        """Adds nothing that runs in a batch."""
+
+    assert not may_change_weights(*trainer_with(Own()))
