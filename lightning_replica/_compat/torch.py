@@ -92,7 +92,14 @@ def failure_of(work: torch.distributed.Work) -> BaseException | None:
     torch calls ``exception`` deprecated, but offers nothing else where ``wait`` only orders work, as NCCL's does
     (pytorch issue 46291).
     """
-    failure: BaseException | None = work.exception()
+    try:
+        failure: BaseException | None = work.exception()
+    except TypeError:  # before torch 2.13, it cannot return what it has, not even that there is no error
+        try:
+            work.wait()  # returns at once, as the work has ended
+        except RuntimeError as error:
+            return error
+        return None
     return failure
 
 

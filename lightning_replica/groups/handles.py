@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica._compat.groups import NewGroup, devices_of
+from lightning_replica._compat.torch import failure_of
 from lightning_replica.control.journal import Call, Journal, describe
 from lightning_replica.errors import ClosedGroupError, CollectiveError
 
@@ -106,7 +107,7 @@ class Noted(dist.Work):
     def is_completed(self) -> bool:
         """Return whether the work has ended; write the collective to the journal if it ended without an error."""
         completed: bool = self._work.is_completed()
-        if completed and self._work.exception() is None:
+        if completed and failure_of(self._work) is None:
             self._done()
         return completed
 

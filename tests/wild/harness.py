@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class Script:
         prepare: Puts what the script finds into its working directory.
         terminal: Whether it writes to a terminal.
         packages: Directories, named by environment variables, with packages that only this script sees.
+        forked: Whether it is forked from a process that has imported Lightning; not if it uses `pytorch_lightning`.
         ddp: Pattern of what need not be as under DDP.
         varies: Pattern of what differs from run to run even under DDP: times.
     """
@@ -37,6 +39,7 @@ class Script:
     prepare: Callable[[Path], object] = field(default=lambda _: None, repr=False)
     terminal: bool = False
     packages: tuple[str, ...] = ()
+    forked: bool = True
     ddp: str = ""
     varies: str = ""
 
@@ -53,7 +56,7 @@ class Script:
         self.prepare(work)
         line = [sys.executable, str(HERE / self.path), *(a.format(strategy=strategy) for a in self.arguments)]
         with Output(out / "output", self.terminal) as output:
-            process = ForkedPython(line, str(work), self._environment(strategy, out), output.name)
+            process = self._start(line, work, self._environment(strategy, out), output.name)
             late = threading.Timer(_LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
             late.start()
             try:
@@ -67,6 +70,16 @@ class Script:
         text = (out / "output").read_text(errors="replace")
         assert killed, f"the run ended before {kill}\n{text}"
         return Outcome.read(process.returncode, out, work, text)
+
+    def _start(
+        self, line: list[str], work: Path, environment: dict[str, str], output: str
+    ) -> "ForkedPython | subprocess.Popen[bytes]":
+        if self.forked:
+            return ForkedPython(line, str(work), environment, output)
+        with open(output, "wb") as file:
+            return subprocess.Popen(
+                line, cwd=work, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def _environment(self, strategy: str, out: Path) -> dict[str, str]:
         paths = [str(HERE / "watcher"), str(HERE.parents[1]), *(os.environ[name] for name in self.packages)]

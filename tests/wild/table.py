@@ -26,6 +26,8 @@ SCRIPTS = {
     "hydra": Script("hydra_project/src/train.py", ("trainer.strategy={strategy}",)),
     "hydra_workers": Script("hydra_project/src/train.py", ("trainer.strategy={strategy}", "data.num_workers=2")),
     "language": Script("scripts/language.py", packages=("WITH_TRANSFORMERS",)),
+    "neuralforecast": Script("scripts/with_neuralforecast.py", packages=("WITH_NEURALFORECAST",), forked=False),
+    "darts": Script("scripts/with_darts.py", packages=("WITH_DARTS",), forked=False),
     "metrics": Script("scripts/metrics.py"),
     "callbacks": Script("scripts/callbacks.py", varies="Timer|DeviceStats"),
     "averaging": Script("scripts/averaging.py"),

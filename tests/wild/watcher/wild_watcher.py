@@ -8,13 +8,19 @@ of it.
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+
+if "pytorch_lightning" in sys.modules:
+    import pytorch_lightning as L
+    from pytorch_lightning.callbacks import Callback
+else:
+    import lightning as L
+    from lightning.pytorch.callbacks import Callback
 
 OUT = Path(os.environ.get("WILD_OUT", "."))
 
