@@ -1,5 +1,6 @@
 """What `inspect` says of checkpoints, whole and damaged, and `export` of a directory of them."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -27,7 +28,7 @@ def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (found["checkpoint"], found["step"], found["written for"]) == (str(path), "120", "gasp")
     assert re.fullmatch(rf"\d{{4}}-\S+ \S+ UTC by rank 0 on {re.escape(socket.gethostname())}", found["saved"])
     assert found["run"] == "1 ranks, replicas=1, partition='element'"
-    assert f"torch {torch.__version__}" in found["versions"]
+    assert f"torch {importlib.metadata.version('torch')}" in found["versions"]
     assert found["weights"] == "147 trained, 3 others"
     assert found["optimizers"] == "SGD"
     size = sum(file.stat().st_size for file in path.iterdir()) - (path / "manifest.json").stat().st_size

@@ -15,7 +15,7 @@ import torch
 
 from lightning_replica.devices import npu_contract as contract
 
-# Downloaded once (44 MB, seconds); pip asks the index each time whether there is a newer one of the same minor version.
+# Downloaded once (44 MB, seconds); pip asks the index each time whether there is a newer one for the same torch.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_replica" / "torch_npu"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # How pip says that nobody has answered it.
@@ -26,26 +26,26 @@ LIBRARY = "torch_npu/lib/libtorch_npu.so"
 
 def at_hand() -> "Wheel":
     """The one for the torch that is here."""
-    return Wheel(fetch(".".join(torch.__version__.split(".")[:2])))
+    return Wheel(fetch(torch.__version__.split("+")[0]))
 
 
-def fetch(minor: str) -> Path:
-    """The newest wheel for torch ``minor`` ("2.13"); the one that is here already where the index cannot be reached."""
+def fetch(wanted: str) -> Path:
+    """The newest wheel for torch ``wanted`` ("2.13.0"); one that is here already where the index cannot be reached."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", f"torch_npu=={minor}.*", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "download", f"torch_npu=={wanted}.*", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version=3.11", *(f"--platform={name}" for name in PLATFORMS), f"--dest={CACHE}"]
     command += ["--retries=1", "--timeout=15", "--progress-bar=off", "--disable-pip-version-check"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     said = answer.stdout + answer.stderr
     if answer.returncode == 0:
         return CACHE / re.findall(r"torch_npu-[\w.]+-[\w.-]+\.whl", said)[-1]
-    here = list(CACHE.glob(f"torch_npu-{minor}.*.whl"))
+    here = list(CACHE.glob(f"torch_npu-{wanted}*.whl"))
     if here:
         return max(here, key=lambda path: path.stat().st_mtime)
     if UNREACHABLE.search(said):
-        pytest.skip(f"the package index cannot be reached, and {CACHE} has no torch_npu {minor}")
+        pytest.skip(f"the package index cannot be reached, and {CACHE} has no torch_npu {wanted}")
     assert "No matching distribution found" in said, said
-    pytest.skip(f"there is no torch_npu for torch {minor} (yet)")
+    pytest.skip(f"there is no torch_npu for torch {wanted} (yet)")
 
 
 class Wheel:
