@@ -354,21 +354,18 @@ class Handle(dist.ProcessGroup):
 
 
 def _complete() -> None:
-    """Give `Handle` every method of torch's groups, whichever version of torch this is."""
-    for name in (*_OPERATIONS, *_FILL_NOTHING):
-        setattr(Handle, name, _operation(name))
-    for name in _SETTINGS:
-        setattr(Handle, name, _setting(name))
-    for name in _HOOKS:
-        setattr(Handle, f"register_{name}", _registering(name))
-        setattr(Handle, f"unregister_{name}", _unregistering(name))
+    """Give `Handle` every method that torch's groups have in this version, and no other."""
+    made: dict[str, Any] = {name: _operation(name) for name in (*_OPERATIONS, *_FILL_NOTHING)}
+    made |= {name: _setting(name) for name in _SETTINGS}
+    made |= {f"register_{name}": _registering(name) for name in _HOOKS}
+    made |= {f"unregister_{name}": _unregistering(name) for name in _HOOKS}
     for name, member in vars(dist.ProcessGroup).items():
         if name in vars(Handle) or name in _OWN or name.startswith(("__", "_pybind11")):
             continue
         if isinstance(member, property):
             setattr(Handle, name, _passed_on_property(name))
         elif callable(member):
-            setattr(Handle, name, _passed_on(name))
+            setattr(Handle, name, made.get(name) or _passed_on(name))
 
 
 _complete()

@@ -104,6 +104,7 @@ def half_of(group: Any) -> Hccl:
 
 def make_half(options: Any, _: Any) -> Any:
     """What torch calls to open it."""
-    own = FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # the former from torch 2.10
+    own = make(options.group_rank, options.group_size)
     HALVES.append(Hccl(own, options.store, options.group_rank, options.group_size))
     return own

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -61,17 +62,23 @@ class Block(nn.Module):
         return x + self.second(self.drop(torch.tanh(self.first(self.norm(x)))))
 
 
+AROUND = PrepareModuleInputOutput(
+    input_layouts=Replicate(),
+    desired_input_layouts=Shard(1),
+    output_layouts=Shard(1),
+    desired_output_layouts=Replicate(),
+)
 PLAN = {
-    "": PrepareModuleInputOutput(
-        input_layouts=Replicate(),
-        desired_input_layouts=Shard(1),
-        output_layouts=Shard(1),
-        desired_output_layouts=Replicate(),
-    ),
     "norm": SequenceParallel(),
     "first": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     "second": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
 }
+
+
+def divide(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Divides a block; torch before 2.9 knows no plan for a module itself beside those for its parts."""
+    parallelize_module(block, mesh, PLAN)
+    parallelize_module(block, mesh, AROUND)
 
 
 class Model(L.LightningModule):
@@ -91,7 +98,7 @@ class Model(L.LightningModule):
     def configure_model(self) -> None:
         if self._case.tensor > 1 and not is_divided(self.block.first.weight):
             for block in (self.block, self.frozen):
-                parallelize_module(block, self.device_mesh["tensor_parallel"], PLAN)
+                divide(block, self.device_mesh["tensor_parallel"])
         self.frozen.requires_grad_(False)  # not earlier: `SequenceParallel` makes parameters that are trained
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_replica import ConfigurationError, ReplicaZeroStrategy
 from lightning_replica.errors import ReplicaError
@@ -64,16 +64,16 @@ def not_parallelized(module: job.Model) -> None:
 
 
 def over_all_ranks(module: job.Model) -> None:
-    parallelize_module(module.block, module.device_mesh._flatten(), job.PLAN)
+    job.divide(module.block, init_device_mesh("cpu", (4,), mesh_dim_names=("all",)))
 
 
 def over_data_parallel_ranks(module: job.Model) -> None:
-    parallelize_module(module.block, module.device_mesh["tensor_parallel"], job.PLAN)
+    job.divide(module.block, module.device_mesh["tensor_parallel"])
     fully_shard(module.block, mesh=module.device_mesh["data_parallel"])
 
 
 def without_saying_so(module: job.Model) -> None:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (4,))
     module.last.weight = torch.nn.Parameter(distribute_tensor(module.last.weight, mesh, [Shard(1)]))
 
 
