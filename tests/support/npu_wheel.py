@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from lightning_replica.devices import npu_contract as contract
 
@@ -26,7 +27,11 @@ LIBRARY = "torch_npu/lib/libtorch_npu.so"
 
 def at_hand() -> "Wheel":
     """The one for the torch that is here."""
-    return Wheel(fetch(torch.__version__.split("+")[0]))
+    wheel = Wheel(fetch(torch.__version__.split("+")[0]))
+    (wanted,) = (each for each in map(Requirement, wheel.requires) if each.name == "torch")
+    if not wanted.specifier.contains(torch.__version__, prereleases=True):
+        pytest.skip(f"{wheel.path.name} is made for {wanted}, and torch is {torch.__version__}")
+    return wheel
 
 
 def fetch(wanted: str) -> Path:
@@ -68,6 +73,12 @@ class Wheel:
     @cached_property
     def metadata(self) -> str:
         return self.text(next(name for name in self._names if name.endswith(".dist-info/METADATA")))
+
+    @property
+    def requires(self) -> list[str]:
+        """Its requirements, without those of extras."""
+        lines = re.findall(r"^Requires-Dist: (.*)$", self.metadata, re.M)
+        return [line for line in lines if "extra ==" not in line]
 
     @cached_property
     def library(self) -> bytes:
