@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from lightning_replica._compat.packages import LIGHTNING, chosen
 from lightning_replica._compat.versions import (
-    check_version_of_lightning,
+    LIGHTNING_VERSIONS,
+    check_version,
     need,
     need_in_instances,
     need_parameters,
     private_names_of,
 )
 
-check_version_of_lightning(chosen().distribution)
+check_version(chosen().distribution, LIGHTNING_VERSIONS)
 with private_names_of(chosen().distribution):
     if TYPE_CHECKING or chosen() is LIGHTNING:
         import lightning.pytorch as pl

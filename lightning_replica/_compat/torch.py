@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
-from lightning_replica._compat.versions import need, private_names_of
+from lightning_replica._compat.versions import TORCH_VERSIONS, check_version, need, private_names_of
 
+check_version("torch", TORCH_VERSIONS)
 with private_names_of("torch"):
     from torch import _weights_only_unpickler
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm

@@ -21,8 +21,9 @@ TESTED: Final = {
 }
 
 
-# The same as in pyproject.toml, for both packages of Lightning. 2.6.2 and 2.6.3 have been withdrawn.
-LIGHTNING: Final = SpecifierSet(">=2.6,<2.7,!=2.6.2,!=2.6.3")
+# The same as in pyproject.toml; for both packages of Lightning. 2.6.2 and 2.6.3 have been withdrawn.
+LIGHTNING_VERSIONS: Final = SpecifierSet(">=2.6,<2.7,!=2.6.2,!=2.6.3")
+TORCH_VERSIONS: Final = SpecifierSet(">=2.8")
 
 
 @contextmanager
@@ -43,16 +44,17 @@ def private_names_of(package: str) -> Iterator[None]:
         ) from error
 
 
-def check_version_of_lightning(distribution: str) -> None:
-    """Refuse a version that pip did not choose for this package: of ``pytorch-lightning``, which it does not require.
+def check_version(distribution: str, supported: SpecifierSet) -> None:
+    """Refuse a version that pip has not chosen for this package, as ``pytorch-lightning``, which it does not require.
 
     Raises:
-        VersionError: If the version of Lightning is not supported.
+        VersionError: If the version that is installed is not supported.
     """
-    if not LIGHTNING.contains(_installed(distribution), prereleases=True):
+    found = _installed(distribution)
+    if found and not supported.contains(found, prereleases=True):
         raise VersionError(
-            f"{distribution} {_installed(distribution)} is installed, and lightning-replica works with {LIGHTNING}."
-            f' Install such a version: pip install "{distribution}{LIGHTNING}"'
+            f"{distribution} {found} is installed, and lightning-replica works with {distribution}{supported}."
+            f' Install such a version: pip install "{distribution}{supported}"'
         )
 
 
@@ -112,4 +114,4 @@ def _installed(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return ""  # a build from source, which has no metadata

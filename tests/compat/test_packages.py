@@ -161,7 +161,7 @@ def test_both_halves_import_the_same() -> None:
 def test_a_version_of_lightning_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_installed", lambda _: "2.5.6")
     with pytest.raises(versions.VersionError, match="pytorch-lightning 2.5.6 is installed, and"):
-        versions.check_version_of_lightning("pytorch-lightning")
+        versions.check_version("pytorch-lightning", versions.LIGHTNING_VERSIONS)
 
 
 def test_one_that_alone_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lightning_replica._compat.versions import (
-    LIGHTNING,
+    LIGHTNING_VERSIONS,
     TESTED,
+    TORCH_VERSIONS,
+    check_version,
     need,
     need_in_instances,
     need_parameters,
@@ -63,6 +65,12 @@ def test_a_name_that_is_gone(spoil: str, package: str, missing: str) -> None:
     assert "report this on the issue page" in last
 
 
+def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_replica._compat.versions._installed", lambda _: "2.7.1+cu126")
+    with pytest.raises(VersionError, match=r"torch 2.7.1\+cu126 is installed, and .* works with torch>=2.8"):
+        check_version("torch", TORCH_VERSIONS)
+
+
 class Connector:
     """As one of Lightning's: some attributes exist in instances only."""
 
@@ -102,7 +110,8 @@ def test_the_error_can_be_caught_as_what_it_is() -> None:
 
 def test_what_is_required_is_what_was_tested() -> None:
     wanted = requirements()
-    assert wanted["lightning"].specifier == LIGHTNING
+    assert wanted["lightning"].specifier == LIGHTNING_VERSIONS
+    assert wanted["torch"].specifier == TORCH_VERSIONS
     for name in ("torch", "lightning", "numpy"):
         lowest, newest = TESTED[name]
         specifier = wanted[name].specifier
