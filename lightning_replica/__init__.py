@@ -52,11 +52,12 @@ def __dir__() -> list[str]:
 
 def _register(package: _packages.Package) -> None:
     if package is not _packages.chosen():
-        import_module("lightning_replica._compat.other_package").refuse(package)
-    elif not _packages.is_being_imported("lightning_replica._compat.lightning_names"):
+        import_module("lightning_replica._compat.registration").refuse(package)
+    elif _packages.is_being_imported("lightning_replica._compat.lightning_names"):
+        # A module of this package imports Lightning, and must be complete before others can use it.
+        import_module("lightning_replica._compat.registration").register_by_name(package)
+    else:
         import_module("lightning_replica.public")
-    # Otherwise a module of this package is what imports Lightning, and it must be complete before another can use it.
-    # If that is `public`, it registers the names; whoever imports another has a class at hand, and needs no name.
 
 
 _enter()

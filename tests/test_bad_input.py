@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -117,7 +118,7 @@ def other_lightning(case: Case, out: Path) -> None:
 
     metadata.version = version  # type: ignore[assignment]
     if os.environ["LOCAL_RANK"] == "0":
-        L.__version__ = "1.0"
+        pl.__version__ = "1.0"
     job.run(case, out)
 
 

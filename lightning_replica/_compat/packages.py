@@ -171,8 +171,8 @@ class _Watch(MetaPathFinder):
 
     def _tell(self, package: Package) -> None:
         if package not in self._told:
-            self._told.add(package)
             self._call(package)
+            self._told.add(package)
 
 
 class _TellingLoader(Loader):

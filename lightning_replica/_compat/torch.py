@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -245,6 +246,14 @@ def load_known(content: bytes) -> Any:
     """
     pickled: Any = SimpleNamespace(Unpickler=_KnownUnpickler, __name__="known")
     return torch.load(io.BytesIO(content), map_location=_HOST, pickle_module=pickled, weights_only=False)
+
+
+def ignore_warnings_of_dcp() -> None:
+    """Ignore what PyTorch Distributed Checkpoint of torch 2.9 to 2.12 warns of itself; as an error, nothing is saved.
+
+    This adds to the filters and restores none: a thread may save while the main thread has filters of its own.
+    """
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
 
 def is_profiled() -> bool:

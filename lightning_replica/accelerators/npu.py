@@ -35,8 +35,8 @@ class NPUAccelerator(Accelerator):
     @classmethod
     def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
         """Register this class, so that ``Trainer(accelerator="npu")`` finds it."""
-        if cls.name() not in accelerator_registry:
-            accelerator_registry.register(cls.name(), cls, description=(cls.__doc__ or "").splitlines()[0])
+        description = (cls.__doc__ or "").splitlines()[0]
+        accelerator_registry.register(cls.name(), cls, description=description, override=True)
 
     @staticmethod
     def is_available() -> bool:

@@ -8,7 +8,6 @@ rectangular block. Shapes and strides are kept separately (`contents`).
 
 import os
 import pickle
-import warnings
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_replica._compat.torch import read_dcp_metadata
+from lightning_replica._compat.torch import ignore_warnings_of_dcp, read_dcp_metadata
 from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.files import Files, Readable, files_of
 from lightning_replica.checkpoint.manifest import FileInfo
@@ -96,10 +95,9 @@ def write_chunks(directory: Path, chunks: Sequence[Chunk], rank: int, durable: b
     writer, planner = _Writer(directory, durable), _SavePlanner(chunks)
     # The writer names files by the position of a plan in the list of all ranks' plans.
     plan = writer.prepare_global_plan([planner.create_local_plan()] * (rank + 1))[rank]
+    ignore_warnings_of_dcp()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP of torch 2.9 to 2.12 warns of itself; as an error, nothing is saved
-            written = writer.write_data(plan, planner).wait()
+        written = writer.write_data(plan, planner).wait()
     except CheckpointError:
         raise
     except Exception as error:  # DCP promises no error type

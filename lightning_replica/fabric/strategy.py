@@ -116,8 +116,8 @@ class FabricStrategy(fabric_strategies.DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this class for ``Fabric(strategy="replica_zero")``."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").splitlines()[0])
+        description = (cls.__doc__ or "").splitlines()[0]
+        strategy_registry.register(cls.strategy_name, cls, description=description, override=True)
 
     # Ranks
 

@@ -292,9 +292,11 @@ class Handle(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        if self.behind is None:
-            return [torch.device(kind) for kind in devices_of(self.wanted.backend)]
-        return self.behind._device_types
+        if self.behind is not None:
+            return self.behind._device_types
+        # In a replacement's set-up, torch asks for them before it calls `monitored_barrier`. Between two generations
+        # there are none: whoever asks would look for the backends next.
+        return [torch.device(kind) for kind in devices_of(self.wanted.backend)] if self.is_journalled else []
 
     def shutdown(self) -> None:
         """Destroy the group. Called by ``destroy_process_group``."""

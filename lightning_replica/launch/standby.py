@@ -52,7 +52,7 @@ def imported() -> list[str]:
         for name, file in files.items()
         if name != "__main__" and (name.partition(".")[0] == own or (file or "").startswith(folders))
     ]
-    return sorted(found, key=lambda name: (name != chosen().pytorch, name))
+    return [chosen().pytorch, *sorted(found)]
 
 
 class Standbys:

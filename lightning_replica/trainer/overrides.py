@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any, Literal
 
 from lightning_replica._compat.lightning_names import pl
@@ -13,7 +14,7 @@ log = logging.getLogger(__name__)
 # Hooks that run between a backward pass and the update. User code that overrides one wants to see gradients.
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE = (*_SEE_GRADIENTS, "configure_gradient_clipping")
-_OWN = __name__.partition(".")[0]
+_KNOWN = (__name__.partition(".")[0], "lightning_utilities", "torch")  # packages whose code changes no weights here
 # Hooks that run once a batch outside of the step. User code that overrides one may change weights there.
 _CHANGE_WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward")
 
@@ -49,20 +50,41 @@ def _first(
     trainer: pl.Trainer, module: pl.LightningModule, in_module: Iterable[str], in_callbacks: Iterable[str]
 ) -> str | None:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for owner, hooks in [(module, in_module), *((callback, in_callbacks) for callback in callbacks)]:
+    owners = [(module, pl.LightningModule, in_module), *((each, pl.Callback, in_callbacks) for each in callbacks)]
+    for owner, base, hooks in owners:
         for hook in hooks:
-            if _is_users(getattr(owner, hook)):
+            if _is_users(owner, getattr(owner, hook), getattr(base, hook)):
                 return f"{type(owner).__name__}.{hook}"
     return None
 
 
-def _is_users(hook: Any) -> bool:
-    """Return whether user code stands behind a hook.
+def _is_users(owner: Any, hook: Any, default: Any) -> bool:
+    """Return whether user code may stand behind a hook.
 
-    What counts is where the function was written: ``LambdaCallback`` is Lightning's, and its functions are the user's.
-    Lightning's ``is_overridden`` raises an error where the hook is an object that can be called.
+    The user's is each class of the user's, also one that inherits the hook from a callback of Lightning's: it may
+    override what that hook calls. Of an object of Lightning's, what counts is where the function was written:
+    ``LambdaCallback`` is Lightning's, and its functions are the user's. Lightning's ``is_overridden`` raises an error
+    where the hook is an object that can be called.
     """
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    module = getattr(hook, "__module__", None) or ""
-    return not is_of_lightning(module) and module.partition(".")[0] != _OWN
+    if getattr(hook, "__func__", hook) is default:
+        return False
+    return _is_foreign(type(owner).__module__) or any(map(_is_foreign, _places(hook)))
+
+
+def _places(hook: Any) -> Iterator[str]:
+    """Yield the modules in which the functions were written that a hook is made of, whatever decorators name them."""
+    if isinstance(hook, functools.partial):
+        for each in (hook.func, *hook.args, *hook.keywords.values()):
+            yield from _places(each) if callable(each) else ()
+        return
+    function = getattr(hook, "__func__", hook)
+    if isinstance(function, FunctionType):
+        yield function.__globals__.get("__name__", "")  # `functools.wraps` copies `__module__`
+        if hasattr(function, "__wrapped__"):
+            yield from _places(function.__wrapped__)
+    else:
+        yield type(function).__module__
+
+
+def _is_foreign(module: str) -> bool:
+    return not is_of_lightning(module) and module.partition(".")[0] not in _KNOWN

@@ -178,8 +178,8 @@ class ReplicaZeroStrategy(ModelParallel):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this class for ``Trainer(strategy="replica_zero")``."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").splitlines()[0])
+        description = (cls.__doc__ or "").splitlines()[0]
+        strategy_registry.register(cls.strategy_name, cls, description=description, override=True)
 
     @property
     def num_nodes(self) -> int:

@@ -131,6 +131,16 @@ def test_a_module_of_ours_by_its_own_path(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
+@pytest.mark.parametrize(
+    "first", ["from lightning_replica.callbacks import RankReplacement", "import lightning_replica.conf"]
+)
+def test_a_name_after_a_module_of_ours(first: str, tmp_path: Path) -> None:
+    """Another module of ours imports Lightning, or none does, and then the name is asked for."""
+    name = '"replica_zero"'
+    done = run(tmp_path, f"{first}\nimport lightning.pytorch as pl{USE.format('pl', name)}")
+    assert done.stdout.splitlines()[-1:] == ["ReplicaZeroStrategy lightning"], done.stderr
+
+
 def test_what_is_watched_is_as_if_nobody_watched(tmp_path: Path) -> None:
     """The loader of a module finds its source and its files."""
     done = run(

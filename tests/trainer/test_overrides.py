@@ -1,5 +1,6 @@
 """Whose code a callback's hook is: what counts is where the function was written, not the class that holds it."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,8 +66,19 @@ def test_a_hook_of_the_module() -> None:
     assert who_sees_gradients(trainer, module) == "LightningModule.on_after_backward"
 
 
-def test_a_method_that_is_inherited_from_lightning() -> None:
-    class Own(ModelCheckpoint):
-        """Adds nothing that runs in a batch."""
+def test_a_function_that_takes_its_name_from_lightnings() -> None:
+    """To inherit its docstring, for example."""
+    named = functools.wraps(L.Callback.on_before_optimizer_step)(lambda *_: None)
+    assert named.__module__.startswith("lightning.")
+    assert who_sees_gradients(*trainer_with(LambdaCallback(on_before_optimizer_step=named))) is not None
+    callback = L.Callback()
+    callback.on_train_batch_end = partial(ModelCheckpoint.on_train_batch_end, ask)  # type: ignore[method-assign]
+    assert may_change_weights(*trainer_with(callback))
 
-    assert not may_change_weights(*trainer_with(Own()))
+
+def test_a_class_that_inherits_a_hook_of_lightnings() -> None:
+    class Own(ModelCheckpoint):
+        """May override what the hook calls."""
+
+    assert may_change_weights(*trainer_with(Own()))
+    assert not may_change_weights(*trainer_with(ModelCheckpoint()))
