@@ -1,6 +1,7 @@
 """Lightning's names, public and private, from the package that this process uses (`packages`).
 
-This is the only module that imports Lightning, so that none of its other package comes in. Both halves name the same.
+This is the only module that imports Lightning. An import elsewhere could bring in the package that the script does not
+use. Both halves import the same names (tests/compat/test_packages.py).
 """
 
 from typing import TYPE_CHECKING

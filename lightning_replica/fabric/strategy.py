@@ -278,9 +278,8 @@ class FabricStrategy(fabric_strategies.DDPStrategy):
         Raises:
             CheckpointError: If it is damaged, or a directory.
         """
-        if not isinstance(
-            self.checkpoint_io, fabric_plugins.TorchCheckpointIO
-        ):  # another plugin checks what it has written by itself
+        # Another plugin checks what it has written by itself.
+        if not isinstance(self.checkpoint_io, fabric_plugins.TorchCheckpointIO):
             return super().load_checkpoint(path, state, strict, weights_only)
         with checkpoint_file.checked(path):
             if not isinstance(state, dict):
