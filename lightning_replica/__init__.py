@@ -40,6 +40,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for, and Lightning with it, if that is not imported yet."""
+    if name == "callbacks":
+        return import_module("lightning_replica.callbacks")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module("lightning_replica.public"), name)

@@ -10,6 +10,8 @@ import ast
 import importlib.util
 import os
 import sys
+import tokenize
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,6 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+from lightning_replica._compat.versions import LIGHTNING_VERSIONS, supports
 from lightning_replica.errors import ConfigurationError
 
 VARIABLE: Final = "LIGHTNING_REPLICA_LIGHTNING"  # names the package, where the script does not show it
@@ -50,7 +53,18 @@ class Package:
 
     def is_installed(self) -> bool:
         """Return whether the package can be imported; it is not imported for that."""
-        return importlib.util.find_spec(self.name) is not None
+        try:
+            spec = importlib.util.find_spec(self.name)
+        except ValueError:  # something without a spec stands in for it in `sys.modules`
+            return False
+        return spec is not None and spec.origin is not None  # any folder of that name has a spec without an origin
+
+    def is_supported(self) -> bool:
+        """Return whether the package is installed in a version that this package works with."""
+        try:
+            return self.is_installed() and supports(LIGHTNING_VERSIONS, self.version())
+        except metadata.PackageNotFoundError:
+            return True  # imported from its source
 
 
 LIGHTNING: Final = Package("lightning", "lightning.pytorch", "lightning.fabric", "lightning")
@@ -63,15 +77,15 @@ _chosen: Package | None = None
 def chosen() -> Package:
     """Return the package that this process uses. The first call decides, for the life of the process.
 
-    It is the package that `VARIABLE` names, or else the one that is imported already (of two, the first), or else the
-    one that alone is installed, or else the one that the script imports further below.
+    It is the package that `VARIABLE` names, or else the one that alone is installed in a supported version, or else the
+    one that is imported already (of two, the first), or else the one that the script imports further below.
 
     Raises:
         ConfigurationError: If `VARIABLE` names something else.
     """
     global _chosen
     if _chosen is None:
-        _chosen = _named() or next(_imported(), None) or _alone() or _in_script() or LIGHTNING
+        _chosen = _named() or _usable()
     return _chosen
 
 
@@ -112,28 +126,38 @@ def _named() -> Package | None:
 def _imported() -> Iterator[Package]:
     """Yield the packages that this process has imported, in that order."""
     for module in list(sys.modules):
-        yield from (package for package in PACKAGES if module in (package.pytorch, package.fabric))
+        for package in PACKAGES:
+            if module in (package.pytorch, package.fabric) and package.is_installed():
+                yield package
 
 
-def _alone() -> Package | None:
-    installed = [package for package in PACKAGES if package.is_installed()]
-    return installed[0] if len(installed) == 1 else None
+def _usable() -> Package:
+    usable = [package for package in PACKAGES if package.is_supported()]
+    # If none is, the one that is there is refused by its version.
+    usable = usable or [package for package in PACKAGES if package.is_installed()] or [LIGHTNING]
+    if len(usable) > 1:
+        usable = [package for package in (*_imported(), *_in_script()) if package in usable] or usable
+    return usable[0]
 
 
-def _in_script() -> Package | None:
-    """Return the package that the script itself imports first: tools sort our import before ``pytorch_lightning``."""
+def _in_script() -> Iterator[Package]:
+    """Yield the packages that the script itself imports: tools sort our import before ``pytorch_lightning``."""
+    # A process that multiprocessing starts imports the script under the first name.
+    main = sys.modules.get("__mp_main__") or sys.modules.get("__main__")
     try:
-        with open(getattr(sys.modules["__main__"], "__file__", None) or os.devnull, encoding="utf-8") as script:
-            tree = ast.parse(script.read())
+        with tokenize.open(getattr(main, "__file__", None) or os.devnull) as script:
+            nodes: deque[ast.AST] = deque([ast.parse(script.read())])
     except (OSError, SyntaxError, ValueError):
-        return None
-    for node in ast.walk(tree):
+        return
+    while nodes:  # what is imported at the top comes before what functions import
+        node = nodes.popleft()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            nodes.extend(node.orelse)
+            continue
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-        for package in PACKAGES:
-            if any(package.has(name) for name in names):
-                return package
-    return None
+        yield from (package for name in names for package in PACKAGES if package.has(name))
+        nodes.extend(ast.iter_child_nodes(node))
 
 
 class _Watch(MetaPathFinder):
@@ -142,26 +166,24 @@ class _Watch(MetaPathFinder):
     def __init__(self, call: Callable[[Package], None]) -> None:
         self._call = call
         self._told: set[Package] = set()
-        self._looking = False
 
     def begin(self) -> None:
-        sys.meta_path.insert(0, self)
+        """Watch, in place of a watch that has begun before: `importlib.reload` begins another."""
+        sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if not isinstance(finder, _Watch))]
         for package in [*_imported()]:
             self._tell(package)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        found = [package for package in PACKAGES if fullname in (package.pytorch, package.fabric)]
-        if not found or self._looking:
+        found = next((package for package in PACKAGES if fullname in (package.pytorch, package.fabric)), None)
+        if found is None:
             return None
-        self._looking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._looking = False
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TellingLoader(spec.loader, lambda: self._loaded(found[0], fullname))
+            package = found
+            spec.loader = _TellingLoader(spec.loader, lambda: self._loaded(package, fullname))
         return spec
 
     def _loaded(self, package: Package, module: str) -> None:
@@ -180,6 +202,10 @@ class _TellingLoader(Loader):
 
     def __init__(self, loader: Any, loaded: Callable[[], None]) -> None:
         self._loader, self._loaded = loader, loaded
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module's own loader has besides, as ``get_source``."""
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)

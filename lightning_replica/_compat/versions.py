@@ -35,7 +35,7 @@ def private_names_of(package: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
-        if isinstance(error, VersionError):
+        if isinstance(error, VersionError) or (isinstance(error, ImportError) and not _lacks_a_name(package, error)):
             raise
         raise VersionError(
             f"lightning-replica does not work with {package} {_installed(package)}: {error}. It is tested with"
@@ -51,11 +51,19 @@ def check_version(distribution: str, supported: SpecifierSet) -> None:
         VersionError: If the version that is installed is not supported.
     """
     found = _installed(distribution)
-    if found and not supported.contains(found, prereleases=True):
+    if found and not supports(supported, found):
         raise VersionError(
             f"{distribution} {found} is installed, and lightning-replica works with {distribution}{supported}."
             f' Install such a version: pip install "{distribution}{supported}"'
         )
+
+
+def supports(supported: SpecifierSet, version: str) -> bool:
+    """Return whether a version is supported. A build between two releases, as 2.8.0a0+nv25.6, counts as the later one.
+
+    Vendors of containers ship such builds, and what the later release has is in them.
+    """
+    return supported.contains(Version(version).base_version)
 
 
 def need(owner: Any, *names: str) -> None:
@@ -108,6 +116,14 @@ def is_newer_than_tested(package: str, version: str) -> bool:
     """
     newest = Version(TESTED[package][1])
     return Version(version).release[: len(newest.release)] > newest.release
+
+
+def _lacks_a_name(package: str, error: ImportError) -> bool:
+    """Return whether ``package`` is there and lacks a name or a module, and nothing else is missing or broken."""
+    module = error.name or ""
+    roots = {package.replace("-", "_"), *(["lightning_fabric"] if package == "pytorch-lightning" else [])}
+    is_there = not isinstance(error, ModuleNotFoundError) or module not in roots
+    return is_there and module.partition(".")[0] in roots
 
 
 def _installed(package: str) -> str:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 import lightning_replica
-from lightning_replica._compat.packages import LIGHTNING, PYTORCH_LIGHTNING
-from lightning_replica._compat.versions import TESTED, is_newer_than_tested
+from lightning_replica._compat.packages import LIGHTNING, chosen
+from lightning_replica._compat.versions import TESTED, is_newer_than_tested, supports
 from lightning_replica.cli.ascend import ascend
 from lightning_replica.cli.check import Check
 from lightning_replica.core.output import size
@@ -42,7 +42,7 @@ def versions() -> Iterator[Check]:
         except importlib.metadata.PackageNotFoundError:
             yield Check(wanted.name, "failed", "not installed", f'pip install "{wanted}"')
             continue
-        if wanted.specifier.contains(found, prereleases=True):
+        if supports(wanted.specifier, found):
             yield _tested(wanted.name, found)
         else:
             yield Check(wanted.name, "failed", found, f'Install a supported version: pip install "{wanted}"')
@@ -61,9 +61,9 @@ def _tested(package: str, found: str) -> Check:
 
 def _of_this_process(wanted: Requirement) -> Requirement:
     """Return a requirement; of Lightning, for the one of its packages that is used here."""
-    if wanted.name == LIGHTNING.distribution and not LIGHTNING.is_installed() and PYTORCH_LIGHTNING.is_installed():
-        return Requirement(f"{PYTORCH_LIGHTNING.distribution}{wanted.specifier}")
-    return wanted
+    return (
+        Requirement(f"{chosen().distribution}{wanted.specifier}") if wanted.name == LIGHTNING.distribution else wanted
+    )
 
 
 def _requirements() -> list[Requirement]:

@@ -2,12 +2,14 @@
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
 
 import lightning_replica
-from lightning_replica.cli import chaos, doctor, export, inspect, plan, run, save, store, timeline
 from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
+_COMMANDS = ("doctor", "run", "store", "plan", "inspect", "export", "save", "chaos", "timeline")  # modules of `cli`
 _DESCRIPTION = "Checks machines and jobs before `Trainer(strategy='replica_zero')` runs, and inspects what it leaves."
 
 
@@ -16,16 +18,28 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("lightning-replica", description=_DESCRIPTION)
     top.add_argument("--version", action="version", version=f"lightning-replica {lightning_replica.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor.add_parser(commands)
-    run.add_parser(commands)
-    store.add_parser(commands)
-    plan.add_parser(commands)
-    inspect.add_parser(commands)
-    export.add_parser(commands)
-    save.add_parser(commands)
-    chaos.add_parser(commands)
-    timeline.add_parser(commands)
+    for name in _COMMANDS:
+        try:
+            command = import_module(f"lightning_replica.cli.{name}")
+        except ImportError as error:
+            _add_unavailable(commands, name, error)
+        else:
+            command.add_parser(commands)
     return top
+
+
+def _add_unavailable(commands: Any, name: str, error: ImportError) -> None:
+    """Add a command that cannot be imported, as without a Lightning: `doctor` works, and says what is missing."""
+
+    def refuse(_: argparse.Namespace) -> NoReturn:
+        raise ConfigurationError(
+            f"`{name}` cannot run: {str(error).rstrip('.')}. `lightning-replica doctor` says what is missing."
+        )
+
+    # All that follows is taken as it is: no option is known.
+    parser = commands.add_parser(name, help="cannot run: see `doctor`", add_help=False, prefix_chars="\0")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=refuse)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,8 +11,17 @@ Importing this package stores the schemas that the groups are checked against. H
 search path. May import everything but the command line.
 """
 
+from typing import Any
+
+from lightning_replica._compat.lightning_names import pl
 from lightning_replica.conf.schema import MegatronStrategyConf, StrategyConf, register
 
-__all__ = ["MegatronStrategyConf", "StrategyConf", "register"]
+__all__ = ["MegatronStrategyConf", "StrategyConf", "make_trainer", "register"]
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    """Return a Trainer of the package of Lightning that this process uses: ``lightning`` or ``pytorch_lightning``."""
+    return pl.Trainer(**options)
+
 
 register()

@@ -198,6 +198,17 @@ class Journal:
                 self._blobs.put(entry["blob"], data, self._rank)
         self._store.set(key, plain.pack(entry))
 
+    def write_failure(self, key: str, call: Call, error: Exception) -> None:
+        """Write an entry of a call that was refused, as by a backend that cannot do it: the script may catch that.
+
+        Args:
+            key: The key that `reserve` returned.
+            call: The call of the collective.
+            error: What it has raised; a replacement's call raises a RuntimeError with the same text.
+        """
+        entry = {"call": {**asdict(call), "shapes": list(call.shapes)}, "error": str(error)}
+        self._store.set(key, plain.pack(entry))
+
     # Reading
 
     def read(self, group: str, call: Call, any_shape: bool = False) -> list[Tensor]:
@@ -210,6 +221,7 @@ class Journal:
 
         Raises:
             RecoveryError: If the predecessor did not make this call next, or its result cannot be read.
+            RuntimeError: If the call has failed in the predecessor.
         """
         found = self._find_optional(group, call, any_shape) if self._reads_left_out_first else None
         if found is not None:
@@ -245,6 +257,8 @@ class Journal:
         return plain.unpack(self._store.get(key)) if self._store.check([key]) else None
 
     def _content(self, entry: dict[str, Any]) -> list[Tensor]:
+        if "error" in entry:
+            raise RuntimeError(entry["error"])
         if "data" in entry:
             data = entry["data"]
         else:

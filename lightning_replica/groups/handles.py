@@ -8,7 +8,7 @@ is set up, every collective passes through a handle, so the handles write and re
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_replica._compat.groups import NewGroup, devices_of
 from lightning_replica._compat.torch import failure_of
 from lightning_replica.control.journal import Call, Journal, describe
-from lightning_replica.errors import ClosedGroupError, CollectiveError
+from lightning_replica.errors import ClosedGroupError, CollectiveError, ConfigurationError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ _OPERATIONS = (
     *("alltoall", "alltoall_base", "all_to_all_single", "recv", "recv_anysource"),
 )
 _FILL_NOTHING = ("barrier", "monitored_barrier", "send")
+_MAKE_GROUPS = ("split_group", "merge_remote_group")
 # What a caller sets in a group once. A handle sets it in every group that comes behind it.
 _SETTINGS = ("set_timeout", "_enable_collectives_timing", "_register_on_completion_hook")
 _HOOKS = ("pre_hook", "post_hook", "abort_hook")  # which a caller registers and unregisters under a number
@@ -40,6 +41,8 @@ _OWN = (
     *("shutdown", "abort", "boxed", "unbox", "_id", "_backend_id", "BackendType", "bound_device_id"),
     *("_register_backend", "_set_default_backend", "use_pg_for_symm_mem_rendezvous"),
 )
+_OWN_OF_WORK = ("boxed", "unbox")
+_BY_PYBIND = "__", "_pybind11"
 _NAME = "handle"
 # In these functions, the sender keeps its own objects, even if the tensors that it made of them get other content.
 _SENT_AS_THEY_ARE = frozenset(("broadcast_object_list",))
@@ -111,36 +114,10 @@ class Noted(dist.Work):
             self._done()
         return completed
 
-    def is_success(self) -> bool:
-        """Return whether the work has ended without an error."""
-        success: bool = self._work.is_success()
-        return success
-
-    def exception(self) -> Any:
-        """Return the error that the work has failed with."""
-        return self._work.exception()
-
-    def synchronize(self) -> None:
-        """Call ``synchronize`` of the work."""
-        self._work.synchronize()
-
-    def source_rank(self) -> int:
-        """Return the rank that sent the received data."""
-        rank: int = self._work.source_rank()
-        return rank
-
     def get_future(self) -> Any:
         """Wait for the work, then return its future: C++ waits for the future itself and does not call `wait`."""
         self.wait()
         return self._work.get_future()
-
-    def result(self) -> Any:
-        """Return the work's result."""
-        return self._work.result()
-
-    def block_current_stream(self) -> None:
-        """Call ``block_current_stream`` of the work."""
-        self._work.block_current_stream()
 
     def get_future_result(self) -> Any:
         """Wait for the work, then return its future of the result, as `get_future` does."""
@@ -169,8 +146,25 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return call
 
 
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def call(self: "Handle", *_: Any, **__: Any) -> NoReturn:
+        raise ConfigurationError(
+            f"`{name}` of a process group makes a group that does not outlive a recovery. Make it with"
+            " `torch.distributed.new_group(ranks)`."
+        )
+
+    return call
+
+
 def _passed_on_property(name: str) -> property:
     return property(lambda self: getattr(self.real(), name))
+
+
+def _of_work(name: str) -> Callable[..., Any]:
+    def call(self: Noted, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._work, name)(*args, **kwargs)
+
+    return call
 
 
 def _setting(name: str) -> Callable[..., None]:
@@ -238,8 +232,16 @@ class Handle(dist.ProcessGroup):
         """Put ``group`` behind this handle from now on; None between two generations, when there is no group."""
         self.behind = group
         if group is not None:
-            for apply in self._settings.values():
-                apply(group)
+            for key, apply in self._settings.items():
+                try:
+                    apply(group)
+                except Exception as error:
+                    log.warning(
+                        "The process group of ranks %s does without %r, which was set before: %s",
+                        list(self.wanted.ranks),
+                        key,
+                        error,
+                    )
 
     def set(self, key: str, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the group behind the handle, and of every group that will stand there.
@@ -249,7 +251,12 @@ class Handle(dist.ProcessGroup):
             method: Name of the method.
             args: Its arguments.
             kwargs: Its keyword arguments.
+
+        Raises:
+            ClosedGroupError: If the handle is closed.
         """
+        if self.closed:
+            self.real()
 
         def apply(group: dist.ProcessGroup) -> None:
             getattr(group, method)(*args, **kwargs)
@@ -318,8 +325,13 @@ class Handle(dist.ProcessGroup):
         call = describe(operation, filled)
         if journal.mode == "reading":
             return self._answer(call, filled, args)
+        group = self.real()
         entry = journal.reserve(self.key)
-        work = getattr(self.real(), operation)(*args, **kwargs)
+        try:
+            work = getattr(group, operation)(*args, **kwargs)
+        except Exception as error:
+            journal.write_failure(entry, call, error)
+            raise
         if work is None:
             return None
         return Noted(work, lambda: journal.write(entry, call, filled, first=self.wanted.place == 0))
@@ -356,13 +368,22 @@ class Handle(dist.ProcessGroup):
 
 
 def _complete() -> None:
-    """Give `Handle` every method that torch's groups have in this version, and no other."""
+    """Give `Handle` and `Noted` every method that torch's classes have in this version, and no other."""
+    for name, member in vars(dist.Work).items():
+        if (
+            callable(member)
+            and name not in vars(Noted)
+            and name not in _OWN_OF_WORK
+            and not name.startswith(_BY_PYBIND)
+        ):
+            setattr(Noted, name, _of_work(name))
     made: dict[str, Any] = {name: _operation(name) for name in (*_OPERATIONS, *_FILL_NOTHING)}
     made |= {name: _setting(name) for name in _SETTINGS}
+    made |= {name: _refused(name) for name in _MAKE_GROUPS}
     made |= {f"register_{name}": _registering(name) for name in _HOOKS}
     made |= {f"unregister_{name}": _unregistering(name) for name in _HOOKS}
     for name, member in vars(dist.ProcessGroup).items():
-        if name in vars(Handle) or name in _OWN or name.startswith(("__", "_pybind11")):
+        if name in vars(Handle) or name in _OWN or name.startswith(_BY_PYBIND):
             continue
         if isinstance(member, property):
             setattr(Handle, name, _passed_on_property(name))

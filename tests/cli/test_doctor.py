@@ -84,8 +84,8 @@ def test_of_python_two_numbers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.is_newer_than_tested("python", "3.14.0rc1")
 
 
-def test_only_the_other_package_of_lightning_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.Package, "is_installed", lambda self: self.name == "pytorch_lightning")
+def test_the_other_package_of_lightning_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_chosen", packages.PYTORCH_LIGHTNING)
     (found,) = versions_where(monkeypatch, ["lightning>=2.6,<2.7"], {"pytorch-lightning": "2.6.1"})
     assert (found.name, found.status) == ("pytorch-lightning", "ok")
 

@@ -65,10 +65,6 @@ def test_what_is_followed_reads_the_same(name: str) -> None:
     assert digest(function) in known, f"{name} reads otherwise in Lightning {L.__version__} than in {known}"
 
 
-def test_private_names_exist() -> None:
-    assert all(hasattr(names, name) for name in names.__all__)
-
-
 def test_the_names_in_the_metadata_of_a_checkpoint_exist() -> None:
     for module, inside in torch_compat._DCP_METADATA.items():
         assert all(hasattr(importlib.import_module(module), name) for name in inside), module

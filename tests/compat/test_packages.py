@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,11 @@ def test_a_killed_rank_under_either_package(tmp_path: Path) -> None:
     assert len(set(found.values())) == 1, found
 
 
+def test_a_part_of_the_package_without_an_import_of_its_own(tmp_path: Path) -> None:
+    done = run(tmp_path, "import lightning_replica\nprint(lightning_replica.callbacks.RankReplacement.__name__)")
+    assert done.stdout.split() == ["RankReplacement"], done.stderr
+
+
 def test_a_name_that_is_no_package(tmp_path: Path) -> None:
     done = run(tmp_path, "import lightning_replica.trainer.strategy", **{VARIABLE: "thunder"})
     assert f"{VARIABLE}='thunder' names no package of Lightning" in done.stderr
@@ -174,6 +180,135 @@ def test_a_version_of_lightning_that_is_too_old(monkeypatch: pytest.MonkeyPatch)
         versions.check_version("pytorch-lightning", versions.LIGHTNING_VERSIONS)
 
 
-def test_one_that_alone_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else object())
-    assert packages._alone() is PYTORCH_LIGHTNING
+def of_a_script(text: str | bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[packages.Package]:
+    script = folder / "script.py"
+    script.write_bytes(text if isinstance(text, bytes) else text.encode())
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    return [*packages._in_script()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xef\xbb\xbfimport pytorch_lightning",
+        b"# coding: latin-1\nname = '\xe9'\nimport pytorch_lightning",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import lightning\nimport pytorch_lightning",
+        "import typing\nif typing.TYPE_CHECKING:\n    import lightning\nelse:\n    import pytorch_lightning",
+        "import lightning_fabric.utilities",
+        "def main():\n    from pytorch_lightning.callbacks import Timer",
+    ],
+)
+def test_what_a_script_imports(text: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_a_script(text, tmp_path, monkeypatch) == [PYTORCH_LIGHTNING]
+
+
+@pytest.mark.parametrize("text", ["print('", "from . import lightning", "import lightning_utilities", b"\xff\x00"])
+def test_a_script_that_shows_no_package(text: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_a_script(text, tmp_path, monkeypatch) == []
+
+
+def test_the_top_of_a_script_counts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def main():\n    import lightning\nimport pytorch_lightning"
+    assert of_a_script(text, tmp_path, monkeypatch) == [PYTORCH_LIGHTNING, LIGHTNING]
+
+
+@both
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_process_that_the_script_starts_uses_the_same(method: str, tmp_path: Path) -> None:
+    """As a worker of a DataLoader that does not fork."""
+    text = f"""
+import multiprocessing
+from lightning_replica._compat.packages import chosen
+print(chosen().name, flush=True)
+import pytorch_lightning
+
+def work():
+    pass
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("{method}").Process(target=work)
+    child.start()
+    child.join()
+"""
+    assert run(tmp_path, text).stdout.split() == ["pytorch_lightning"] * 2
+
+
+def test_one_that_alone_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.Package, "is_installed", lambda package: package is PYTORCH_LIGHTNING)
+    monkeypatch.setattr(packages.Package, "version", lambda _: "2.5.0")
+    assert packages._usable() is PYTORCH_LIGHTNING  # and is refused by its version
+
+
+def test_one_that_alone_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library has imported the other one, in a version that is too old."""
+    monkeypatch.setattr(packages.Package, "is_installed", lambda _: True)
+    monkeypatch.setattr(packages.Package, "version", lambda package: "2.6.1" if package is LIGHTNING else "2.5.0")
+    monkeypatch.setattr(packages, "_imported", lambda: iter([PYTORCH_LIGHTNING]))
+    assert packages._usable() is LIGHTNING
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "a_folder_with_logs"
+    folder = packages.Package(name, name, name, name)
+    (tmp_path / name).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec(name) is not None
+    assert not folder.is_installed()
+    (tmp_path / name / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert folder.is_installed()
+
+
+@pytest.mark.parametrize("stub", ["None", "types.ModuleType('lightning.pytorch')", "unittest.mock.MagicMock()"])
+def test_something_else_in_the_place_of_a_package(stub: str, tmp_path: Path) -> None:
+    """Tests of other projects put it there."""
+    names = "('lightning', 'lightning.pytorch')"
+    hidden = f"import sys, types, unittest.mock\nfor name in {names}:\n    sys.modules[name] = {stub}"
+    done = run(tmp_path, f"{hidden}\nimport lightning_replica\nprint('imported')")
+    assert done.stdout.split() == ["imported"], done.stderr
+
+
+def test_reading_what_is_watched(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "import lightning_replica, importlib.util, importlib, sys\n"
+        "spec = importlib.util.find_spec('lightning.pytorch')\n"
+        "print(len(spec.loader.get_source('lightning.pytorch')) > 100)\n"
+        "importlib.reload(lightning_replica)\n"
+        "print([type(finder).__name__ for finder in sys.meta_path].count('_Watch'))",
+    )
+    assert done.stdout.split() == ["True", "1"], done.stderr
+
+
+def test_hydras_trainer_is_that_of_the_package(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    text = """
+import hydra, lightning_replica.conf
+from lightning_replica._compat.packages import chosen
+with hydra.initialize_config_module("lightning_replica.conf", version_base=None):
+    trainer = hydra.utils.instantiate(hydra.compose("trainer/replica_zero").trainer)
+print(type(trainer).__module__.partition(".")[0], chosen().name)
+"""
+    done = run(tmp_path, text)
+    assert len(set(done.stdout.split())) == 1, done.stderr
+    if all(package.is_installed() for package in PACKAGES):
+        done = run(tmp_path, text, **{VARIABLE: "pytorch_lightning"})
+        assert set(done.stdout.split()) == {"pytorch_lightning"}, done.stderr
+
+
+HIDDEN = "import sys\nfor name in ('lightning', 'pytorch_lightning', 'lightning_fabric'): sys.modules[name] = None\n"
+COMMAND = "from lightning_replica.__main__ import main\nsys.exit(main({!r}))"
+
+
+def test_the_command_line_without_lightning(tmp_path: Path) -> None:
+    """The doctor has to work, as it says what is missing."""
+    done = run(tmp_path, HIDDEN + COMMAND.format(["plan", "--help"]))
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, HIDDEN + COMMAND.format(["chaos", "--runs", "2", "--", "python", "train.py"]))
+    assert done.returncode == 2
+    assert "`chaos` cannot run: " in done.stderr
+    assert "No module named 'lightning" in done.stderr
+    assert "`lightning-replica doctor` says what is missing" in done.stderr

@@ -18,6 +18,7 @@ from lightning_replica._compat.versions import (
     need_in_instances,
     need_parameters,
     private_names_of,
+    supports,
 )
 from lightning_replica.errors import ReplicaError, VersionError
 
@@ -69,6 +70,35 @@ def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_replica._compat.versions._installed", lambda _: "2.7.1+cu126")
     with pytest.raises(VersionError, match=r"torch 2.7.1\+cu126 is installed, and .* works with torch>=2.8"):
         check_version("torch", TORCH_VERSIONS)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.0a0+nv25.6", "2.9.0.dev20250801", "2.14.1+cpu"])
+def test_builds_between_releases_are_supported(version: str) -> None:
+    assert supports(TORCH_VERSIONS, version)
+    assert not supports(TORCH_VERSIONS, "2.7.1+cu126")
+
+
+@pytest.mark.parametrize(
+    "text", ["import not_there", "import not_there.torch", "from json import torch", "import torch_not_there"]
+)
+def test_the_error_of_another_package_stays(text: str) -> None:
+    """As of a torchvision that does not fit torch, which Lightning imports."""
+    with pytest.raises(ImportError) as found, private_names_of("torch"):
+        exec(text)
+    assert not isinstance(found.value, VersionError)
+
+
+@pytest.mark.parametrize("text", ["import torch.not_there", "from torch import not_there", "import torch.nn.gone.too"])
+def test_a_module_that_is_gone(text: str) -> None:
+    with pytest.raises(VersionError, match="does not work with torch"), private_names_of("torch"):
+        exec(text)
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError) as found, private_names_of("torch"):
+        exec("import torch")
+    assert not isinstance(found.value, VersionError)
 
 
 class Connector:
@@ -132,7 +162,10 @@ def test_the_page_shows_that_it_was_tested() -> None:
     ]
     if not rows:
         pytest.skip("scripts/matrix has written no row yet")
+    assert all("no" not in row and row[-2].endswith(", 0 failed") for row in rows)
     columns = {"python": 1, "torch": 2, "lightning": 3, "numpy": 4}
     for package, column in columns.items():
-        shown = {row[column].partition("+")[0] for row in rows}
+        shown = {row[column].partition("+")[0] for row in rows if row[0] != "pytorch_lightning"}
         assert set(TESTED[package]) <= shown, package
+    (other,) = (row for row in rows if row[0] == "pytorch_lightning")
+    assert other[3] == TESTED["pytorch-lightning"][1]

@@ -20,7 +20,7 @@ from lightning_replica.control.journal import Journal
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import ClosedGroupError, CollectiveError, ConfigurationError, RecoveryError
 from lightning_replica.groups import handles
-from lightning_replica.groups.handles import Answered, Handle
+from lightning_replica.groups.handles import Answered, Handle, Noted
 from lightning_replica.groups.names import Held
 from lightning_replica.groups.world import ProcessGroups
 from tests.support.ranks import meet, run_ranks
@@ -244,7 +244,7 @@ def test_a_group_that_others_have_destroyed() -> None:
 PASSED_ON = {
     *("_start_coalescing", "_end_coalescing", "_get_backend", "_get_backend_name", "get_backend", "get_group_store"),
     *("_set_sequence_number_for_group", "_get_sequence_number_for_group", "_has_hooks", "_wait_for_pending_works"),
-    *("_add_ephemeral_timeout", "split_group", "merge_remote_group", "new_window", "supports_window"),
+    *("_add_ephemeral_timeout", "new_window", "supports_window"),
     *("reconfigure", "get_reconfigure_handle", "supports_reconfigure"),
     *("supports_abort_hooks", "supports_completion_hooks"),
 }
@@ -253,11 +253,93 @@ MADE_BY_PYBIND = re.compile("__.*__|_pybind11_.*|[A-Z]+")  # the last: members o
 
 def test_every_method_of_torchs_groups_is_known() -> None:
     hooks = {f"{verb}_{hook}" for verb in ("register", "unregister") for hook in handles._HOOKS}
-    data = {*handles._OPERATIONS, *handles._FILL_NOTHING}
+    data = {*handles._OPERATIONS, *handles._FILL_NOTHING, *handles._MAKE_GROUPS}
     known = data | hooks | {*handles._SETTINGS, *handles._OWN} | PASSED_ON
     names = {name for name in vars(dist.ProcessGroup) if not MADE_BY_PYBIND.fullmatch(name)}
     assert names <= known, f"torch {torch.__version__} has methods of groups that nobody has looked at"
     assert names - set(vars(Handle)) <= set(handles._OWN), "a handle answers for a group without asking it"
+
+
+OF_WORK = {
+    *("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result", "synchronize", "wait"),
+    *("block_current_stream", "get_future", "get_future_result", "_get_op_type", "_get_duration", "boxed", "unbox"),
+}
+
+
+def test_every_method_of_torchs_works_is_known() -> None:
+    names = {name for name in vars(dist.Work) if not MADE_BY_PYBIND.fullmatch(name)}
+    assert names <= OF_WORK, f"torch {torch.__version__} has methods of works that nobody has looked at"
+    assert names - set(vars(Noted)) <= set(handles._OWN_OF_WORK), "a noted work answers without asking the real one"
+
+
+def refusals(rank: int, store: Any) -> list[str]:
+    own = ProcessGroups(store, rank, 1, Cpu(), 60)
+    own.open(0, none)
+    said = []
+    group: Any = dist.new_group()
+    for call in (lambda: group.split_group([0]), lambda: group.merge_remote_group(store, 2)):
+        with pytest.raises(ConfigurationError, match=r"Make it with `torch.distributed.new_group\(ranks\)`") as refused:
+            call()
+        said.append(str(refused.value).split()[0])
+    own.leave()
+    dist.destroy_process_group(group)
+    with pytest.raises(ClosedGroupError):
+        group.set("timeout", "set_timeout", timedelta(seconds=1))
+    own.close()
+    return said
+
+
+def test_what_a_handle_refuses() -> None:
+    assert run_ranks(1, refusals) == [["`split_group`", "`merge_remote_group`"]]
+
+
+def failing_setting(rank: int, store: Any) -> float:
+    own = ProcessGroups(store, rank, 1, Cpu(), 60)
+    own.open(0, none)
+    group: Any = dist.new_group()
+    held = {0: own.held()}
+    own.leave()
+    group.set("something", "a_method_that_no_group_has")
+    own.open(1, none, held=held)
+    dist.all_reduce(one := torch.ones(1), group=group)
+    own.close()
+    return one.item()
+
+
+def test_a_setting_that_fails_after_a_recovery_is_no_failure_of_the_recovery() -> None:
+    assert run_ranks(1, failing_setting) == [1.0]
+
+
+def caught(rank: int, store: Any) -> list[str]:
+    """A script that tries something that fails, and goes on."""
+
+    def script() -> str:
+        group: Any = dist.new_group()
+        said = ""
+        try:
+            dist.all_gather_into_tensor(torch.empty(3), torch.ones(1), group=group)
+        except RuntimeError as error:
+            said = str(error)
+        dist.all_reduce(one := torch.ones(1), group=group)
+        return f"{said} {one.item()}"
+
+    journal = Journal(store, rank)
+    own = ProcessGroups(store, rank, 2, Cpu(), 60, journal=journal)
+    own.open(0, none)
+    first = script()
+    own.close()
+    alone = ProcessGroups(store, rank, 2, Cpu(), 60, journal=Journal(store, rank, reading=1))
+    alone.hold()
+    again = script()
+    alone.close()
+    return [first, again]
+
+
+def test_a_collective_that_the_script_has_seen_fail() -> None:
+    for first, again in run_ranks(2, caught):
+        assert first == again
+        assert first.endswith(" 2.0")
+        assert len(first) > 10
 
 
 def keeps_settings(rank: int, store: Any) -> dict[str, Any]:
