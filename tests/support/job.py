@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from lightning_replica.chaos.flip import flip_bit
-from lightning_replica.core.grid import Grid
+from lightning_replica.core.grids import Grids
 from lightning_replica.core.points import listen
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.sharding.state import ShardedState
@@ -149,8 +149,15 @@ class OfNodes(ReplicaZeroStrategy):
     nodes = 1
 
     @property
-    def grid(self) -> Grid:
-        return replace(super().grid, nodes=self.nodes)
+    def grids(self) -> Grids:
+        (grid,) = super().grids.grids
+        return Grids.of(replace(grid, nodes=self.nodes))
+
+    def assert_used(self) -> None:
+        """Assert that the ranks of this run have met in the grid that is wanted here."""
+        assert self._session is not None
+        (grid,) = self._session.world.grids.grids
+        assert grid.nodes == self.nodes
 
 
 def watch_closely(rank: int, limit_s: float) -> None:
@@ -345,6 +352,7 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
     )
     loaders = DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=5)
     trainer.fit(model, *loaders, ckpt_path=case.load or None)
+    trainer.strategy.assert_used()
     (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
 
 

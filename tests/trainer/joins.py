@@ -229,6 +229,7 @@ def run(case: Uneven, out: Path) -> None:
     )
     backwards = tuple(reversed(case.lengths))
     trainer.fit(model, loader(case, rank, case.lengths), loader(case, rank, backwards), ckpt_path=case.resume or None)
+    trainer.strategy.assert_used()
     found = {
         "weights": digest(*model.net.state_dict().values()),
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
