@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_replica._compat.packages import chosen
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.manifest import FileInfo, Manifest
 from lightning_replica.core.points import listen
@@ -29,7 +30,7 @@ def test_what_is_published_is_what_was_written(tmp_path: Path) -> None:
     assert (manifest.world_size, manifest.replicas, manifest.partition) == (4, 2, "element")
     assert (manifest.step, manifest.written_for, manifest.writers) == (7, "gasp", {1: "node3"})
     assert manifest.files["a"] == FileInfo(12, zlib.crc32(b"some content"))
-    assert set(manifest.versions) == {"lightning-replica", "lightning", "torch"}
+    assert set(manifest.versions) == {"lightning-replica", chosen().distribution, "torch"}
     assert publish.read_file(path, "b") == b"some content"
     assert sorted(file.name for file in path.parent.iterdir()) == ["step=1.ckpt"]
 

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from lightning_replica._compat.packages import chosen
 from lightning_replica._compat.versions import (
     LIGHTNING_VERSIONS,
     TESTED,
@@ -47,11 +48,11 @@ def requirements() -> dict[str, Requirement]:
             "torch",
             "_remove_worker",
         ),
-        ("import lightning.pytorch.loops as m; del m._FitLoop", "lightning", "_FitLoop"),
+        ("import lightning.pytorch.loops as m; del m._FitLoop", chosen().distribution, "_FitLoop"),
         (
             "from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as c;"
             " del c._sigterm_notifier_fn",
-            "lightning",
+            chosen().distribution,
             "_sigterm_notifier_fn",
         ),
     ],
