@@ -64,6 +64,24 @@ def write_count(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else data_version(tensor)
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor lies in, whole or in part; 0 if it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper(tensor):
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor's class stands in front of other tensors, so that its own memory has no meaning."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory, without its graph and its class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Prevent a scheduler's warning that it steps before the optimizer: a replacement has not made earlier steps."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

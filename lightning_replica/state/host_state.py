@@ -24,6 +24,7 @@ from lightning_replica.state.data.in_loops import training_fetches, training_loa
 from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.frozen import FrozenCopies
 from lightning_replica.state.metrics import from_plain, to_plain
+from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.state.structure import Outline, Structure, follow
 
@@ -41,8 +42,8 @@ class LightningHostState:
 
     def __init__(self, trainer: pl.Trainer, state: Engine, device: Device) -> None:
         self._trainer, self._state, self._device = trainer, state, device
-        self._copies = snapshots.Copies(trainer.lightning_module)
-        self._frozen = FrozenCopies(self._trained)
+        self._copies = snapshots.Copies(trainer)
+        self._frozen = FrozenCopies(self._trained, self._copies.inexact.late)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._loss: tuple[int, Any] = (0, None)
         self._passed = -1
@@ -102,11 +103,16 @@ class LightningHostState:
         self._loss = (step, output.get("loss"))
 
     @ranged("snapshot_batch")
-    def begin_window(self, step: int) -> Snapshot:
-        """Take the snapshot of a batch window that begins, and drop those of earlier steps: nobody needs them again."""
+    def begin_window(self, step: int, whole: bool = False) -> Snapshot:
+        """Take the snapshot of a batch window that begins, and drop those of earlier steps: nobody needs them again.
+
+        Args:
+            step: The step before the window.
+            whole: Whether the run will end here, so that everything must be compared, whatever its size.
+        """
         self._mark()
         self._held = {key: kept for key, kept in self._held.items() if key[1] >= step}
-        return self._keep(self._take("batch", step))
+        return self._keep(self._take("batch", step, whole))
 
     def _mark(self) -> None:
         training_fetches(self._trainer).mark(snapshots.fetched_ahead(self._trainer))
@@ -127,11 +133,21 @@ class LightningHostState:
         taken.loss = to_plain(output.get("loss"))
         return self._keep(taken)
 
-    def _take(self, kind: Kind, step: int) -> Snapshot:
+    @property
+    def buffers(self) -> BufferCopies:
+        """The copies of the module's buffers."""
+        return self._copies.buffers
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        if len(self._trained()) == len(self._copies.tree.parameters if self._copies.tree else ()):
+            return {}
+        return dict(self._trainer.lightning_module.named_parameters())
+
+    def _take(self, kind: Kind, step: int, whole: bool = False) -> Snapshot:
         with self._device.fence:  # a copy that was interrupted would pass for a complete one
-            taken = snapshots.take(self._trainer, self._device, kind, step, self._copies)
+            taken = snapshots.take(self._trainer, self._device, kind, step, self._copies, whole)
             if taken.structure is not None:
-                taken.frozen = self._frozen.take(taken.structure.parameters, kind == "batch")
+                taken.frozen = self._frozen.take(self._parameters(), kind == "batch", whole)
             return taken
 
     def _trained(self) -> list[nn.Parameter]:
@@ -148,7 +164,7 @@ class LightningHostState:
             RecoveryError: If the result holds a value that cannot be sent.
         """
         taken = self._take("tail", 0)
-        taken.replicated["attributes"] = plain.pack(taken.attributes.whole())
+        taken.replicated["attributes"] = plain.pack(self._copies.reachable.whole(taken.reached))
         return taken.replicated_bytes(), taken.private_bytes()
 
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
@@ -158,7 +174,7 @@ class LightningHostState:
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
-        snapshots.restore(self._trainer, taken)
+        snapshots.restore(self._trainer, taken, self._copies)
         self._device.set_rng_state(taken.rng)
 
     # recovery.interface.HostState
@@ -179,7 +195,7 @@ class LightningHostState:
         replicated = {
             **taken.replicated,
             "frozen": frozen,
-            "attributes": plain.pack(taken.attributes.whole()),
+            "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
             "outline": asdict(Outline.of(self._trainer.lightning_module)),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
@@ -226,7 +242,7 @@ class LightningHostState:
         """Restore all host state from a snapshot, and set `resume`, so that the fit loop resumes there."""
         taken = self._held[kind, step]
         with self._device.fence:  # see `_take`; likewise, a value whose restoring was interrupted would stay as it is
-            snapshots.restore(self._trainer, taken)
+            snapshots.restore(self._trainer, taken, self._copies)
             if taken.sent:
                 self._make_own(taken)
         data_setup.put_back(self._trainer, taken.data_setups)
@@ -237,17 +253,22 @@ class LightningHostState:
         self._device.set_rng_state(taken.rng)
         self.resume = taken
 
+    def put_back(self, taken: Snapshot) -> None:
+        """Restore the trainer from a snapshot, but for generators and data."""
+        snapshots.restore(self._trainer, taken, self._copies)
+
     def _make_own(self, taken: Snapshot) -> None:
         """Turn what a peer has sent into this rank's own copies, which may be sent on to other ranks."""
         module = self._trainer.lightning_module
-        taken.attributes, taken.sent = self._copies.attributes.take(Tree.of(module)), ()
-        self._frozen = FrozenCopies(self._trained)
-        taken.frozen = self._frozen.take(list(module.parameters()), window=False)
+        taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
+        taken.mirrored = self._copies.mirrored(taken.reached)
+        self._frozen = FrozenCopies(self._trained, self._copies.inexact.late)
+        taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 
     def load(self, taken: Snapshot) -> None:
         """Begin this fit at a snapshot that a checkpoint held."""
         if "callbacks" in taken.replicated:
-            snapshots.restore(self._trainer, taken, same_fit=False)
+            snapshots.restore(self._trainer, taken, self._copies, same_fit=False)
         else:
             snapshots.restore_progress(self._trainer, taken)
         if taken.place in ("batch", "tail", "batch_end", "validation_end"):

@@ -1,53 +1,50 @@
-"""Keeps the module's buffers, such as BatchNorm's statistics, the same on all ranks after every step, as DDP does."""
+"""A module's buffers, such as BatchNorm's statistics: copied in snapshots, and the same on all ranks after every step."""
 
-import weakref
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Work
-from lightning_replica.devices.host import same_bits
-
-# Buffers of up to this many elements are compared by content: BatchNorm's kernels write to its statistics without
-# raising their version (tests/trainer/test_ddp.py, images_with_batch_norm). Larger buffers are masks and tables.
-_SMALL = 1 << 16
+from lightning_replica.state.objects.contents import Contents, Held, Late
 
 
-class _Mark(NamedTuple):
-    """A buffer as it was, by weak reference, because a new buffer may get the ``id`` of one that is gone."""
+class BufferCopies:
+    """Copies of a module's buffers, made again only for the buffers that have changed.
 
-    buffer: "weakref.ref[Tensor]"
-    version: int
-    content: Tensor | None
+    Args:
+        report: Called with a write that is found late.
+    """
 
+    def __init__(self, report: Callable[[Late], None]) -> None:
+        self._contents = Contents(report, copied_bytes=sys.maxsize)
 
-class ChangedBuffers:
-    """Finds the buffers of a module that have been written to or replaced since the last `settle`."""
+    def take(self, buffers: Mapping[str, Tensor], window: bool = True, whole: bool = False) -> dict[str, Tensor]:
+        """Return a copy of each of ``buffers``, which must be all of the module's; nobody may write to the copies.
 
-    def __init__(self) -> None:
-        self._marks: dict[str, _Mark] = {}
+        Args:
+            buffers: The buffers, by name.
+            window: Whether a window of batches begins.
+            whole: Whether everything is compared, whatever its size.
+        """
+        return {name: held.copy for name, held in self.watch(buffers, window, whole).items()}
 
-    def among(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of ``buffers``, which must be all buffers of the module, that have changed since `settle`."""
-        return {name: buffer for name, buffer in buffers.items() if self._has_changed(name, buffer)}
+    def watch(self, buffers: Mapping[str, Tensor], window: bool, whole: bool = False) -> dict[str, Held]:
+        """Bring the copies up to date; see `take`. Return what is watched, by name."""
+        found = {name: self._contents.add(buffer, f"module.{name}") for name, buffer in buffers.items()}
+        self._contents.keep(map(id, buffers.values()))
+        self._contents.refresh(window, whole)
+        return found
 
-    def settle(self, changed: Mapping[str, Tensor]) -> None:
-        """Count the present contents of ``changed`` as unchanged."""
-        for name, buffer in changed.items():
-            content = _content(buffer).clone() if buffer.numel() <= _SMALL else None
-            self._marks[name] = _Mark(weakref.ref(buffer), data_version(buffer), content)
-
-    def _has_changed(self, name: str, buffer: Tensor) -> bool:
-        known = self._marks.get(name)
-        if known is None or known.buffer() is not buffer or known.version != data_version(buffer):
-            return True
-        return known.content is not None and not same_bits(known.content, _content(buffer))
+    def put_back(self, buffers: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+        """Write copies, which `take` or another rank has made, into the buffers of the same names."""
+        for name, buffer in buffers.items():
+            if name in copies:
+                self._contents.add(buffer, f"module.{name}").put_back(copies[name].to(buffer.device))
 
 
 class BufferSync:
@@ -58,13 +55,14 @@ class BufferSync:
 
     Args:
         module: The module.
+        copies: The copies of its buffers, which show what has changed.
         wait: Waits for the collective on a tensor.
     """
 
-    def __init__(self, module: nn.Module, wait: Callable[[Work, Tensor], None]) -> None:
-        self._module, self._wait = module, wait
+    def __init__(self, module: nn.Module, copies: BufferCopies, wait: Callable[[Work, Tensor], None]) -> None:
+        self._module, self._copies, self._wait = module, copies, wait
         self._tree: Tree | None = None
-        self._changes = ChangedBuffers()
+        self._sent: dict[str, tuple[Held, int]] = {}
 
     @ranged("module_buffers")
     def sync(self, group: dist.ProcessGroup, source: int = 0) -> None:
@@ -78,18 +76,23 @@ class BufferSync:
         buffers = self._tree.buffers
         if not buffers:
             return
-        changed = self._changes.among(buffers)
-        flags = torch.tensor([name in changed for name in buffers], dtype=torch.uint8)
+        watched = self._copies.watch(buffers, window=False)
+        flags = torch.tensor([self._has_changed(name, held) for name, held in watched.items()], dtype=torch.uint8)
         self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True), flags)
         agreed = {name: buffers[name] for name, flag in zip(buffers, flags.tolist(), strict=True) if flag}
         with torch.no_grad():
             for kind in _by_kind(agreed.values()):
                 self._broadcast(kind, group, source)
-        self._changes.settle(agreed)
+        for name in agreed:
+            watched[name].take()
+            self._sent[name] = watched[name], watched[name].changes
 
     def forget(self) -> None:
         """Count all buffers as changed; called after a fault."""
-        self._changes = ChangedBuffers()
+        self._sent = {}
+
+    def _has_changed(self, name: str, held: Held) -> bool:
+        return self._sent.get(name) != (held, held.changes)
 
     def _broadcast(self, buffers: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
@@ -97,25 +100,6 @@ class BufferSync:
         if group.rank() != source:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view(buffer.shape))
-
-
-class BufferCopies:
-    """Copies of a module's buffers, made again only for the buffers that have changed."""
-
-    def __init__(self) -> None:
-        self._changes = ChangedBuffers()
-        self._copies: dict[str, Tensor] = {}
-
-    def take(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of each of ``buffers``, which must be all of the module's; nobody may write to the copies."""
-        changed = self._changes.among(buffers)
-        self._copies.update({name: buffer.detach().clone() for name, buffer in changed.items()})
-        self._changes.settle(changed)
-        return {name: self._copies[name] for name in buffers}
-
-
-def _content(buffer: Tensor) -> Tensor:
-    return buffer.detach().contiguous()
 
 
 def _by_kind(buffers: Iterable[Tensor]) -> list[list[Tensor]]:

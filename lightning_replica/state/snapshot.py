@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
@@ -22,8 +21,7 @@ from lightning_replica.core import plain
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.state import attributes, data_setup, own_states, param_groups
-from lightning_replica.state.attributes import Taken
+from lightning_replica.state import data_setup, own_states, param_groups
 from lightning_replica.state.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -40,6 +38,7 @@ from lightning_replica.state.frozen import FrozenValues
 from lightning_replica.state.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.own_states import Logged, Own, States
+from lightning_replica.state.reachable import Inexact, Reachable, Taken
 from lightning_replica.state.structure import Structure
 
 log = logging.getLogger(__name__)
@@ -69,9 +68,10 @@ class Snapshot:
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; only where ``batch`` is.
         metric_states: States of torchmetrics objects in the module.
-        attributes: Plain attributes of the module and its submodules; empty on a replacement.
+        reached: What the user's objects hold; empty on a replacement.
+        mirrored: The part of it that is mirrored, packed.
         data_setups: How training loaders and validation loaders were made, if they are made more than once.
-        sent: On a replacement, the attributes that its peer had, then those of its predecessor, which take precedence.
+        sent: On a replacement, what the objects of its peer held, then those of its predecessor, which take precedence.
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
         frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
@@ -91,7 +91,8 @@ class Snapshot:
     batch: Any = None
     output: dict[str, Any] = field(default_factory=dict)
     metric_states: list[dict[str, Any]] = field(default_factory=list)
-    attributes: Taken = field(default_factory=Taken)
+    reached: Taken = field(default_factory=Taken)
+    mirrored: bytes = b""
     data_setups: list[DataSetup | None] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
     own: bytes = b""
@@ -114,8 +115,7 @@ class Snapshot:
         """Return the private part, as it is mirrored: plain data and tensors."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
-        kept = plain.pack(self.attributes.private()) if self.attributes.changed else b""
-        rest = [self.loss, self.fresh, self._packed_states(), kept, self.own, setups, list(self.fetching)]
+        rest = [self.loss, self.fresh, self._packed_states(), self.mirrored, self.own, setups, list(self.fetching)]
         return plain.pack_lists([self.rng, self.results, *loaders, *rest])
 
     def _packed_states(self) -> bytes:
@@ -205,22 +205,30 @@ class Copies:
     """Copies of state that is large and seldom changes, kept from one snapshot to the next.
 
     Args:
-        module: The LightningModule, before training.
+        trainer: The trainer, before training.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self.attributes = attributes.Copies(module)
-        self.buffers = BufferCopies()
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.inexact = Inexact()
+        self.reachable = Reachable(trainer, self.inexact)
+        self.buffers = BufferCopies(self.inexact.late)
         self.callbacks = CallbackStates()
         self.schedulers = States()
         self.structure: Structure | None = None
         self.tree: Tree | None = None
         self._logged, self._own = Logged(), Own()
+        self._mirrored: tuple[Taken | None, bytes] = None, b""
 
     def own(self, replicated: dict[str, Any]) -> bytes:
         """Pack the part of ``replicated``, just taken with these copies, that may differ between ranks."""
         schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
         return self._own.pack(schedulers, self.callbacks.packed, self._logged.pack(replicated["logged"]))
+
+    def mirrored(self, reached: Taken) -> bytes:
+        """Pack the part of what `Reachable.take` returned that is mirrored; empty if nothing has changed."""
+        if self._mirrored[0] is not reached:
+            self._mirrored = reached, plain.pack(self.reachable.private(reached)) if reached.changed else b""
+        return self._mirrored[1]
 
 
 def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
@@ -251,7 +259,7 @@ def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
     }
 
 
-def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
+def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whole: bool) -> dict[str, Any]:
     """Return the replicated host state, detached from the trainer."""
     return {
         **capture_progress(trainer, tree),
@@ -264,12 +272,12 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies) -> dict[str, Any]:
         "callbacks": copies.callbacks.take(stateful(trainer)),
         "should_stop": trainer.should_stop,
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
-        "buffers": copies.buffers.take(tree.buffers),
+        "buffers": copies.buffers.take(tree.buffers, window, whole),
         "momenta": batch_norm_momenta(tree),
     }
 
 
-def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> None:
+def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: bool = True) -> None:
     """Restore the trainer from ``snapshot``, except the generators in ``rng``.
 
     The caller restores these last, because this function may draw random numbers.
@@ -277,6 +285,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> N
     Args:
         trainer: The trainer.
         snapshot: The snapshot to restore.
+        copies: What has been kept for snapshots.
         same_fit: Whether it was taken in this fit. A fit that resumes from a checkpoint may have other limits.
     """
     state = snapshot.replicated
@@ -291,17 +300,13 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, same_fit: bool = True) -> N
         config.scheduler.load_state_dict(copy.deepcopy(saved))
     restore_callbacks(stateful(trainer), state["callbacks"])
     follow_batch_norm_epoch(trainer, state["momenta"])
-    modules = list(trainer.lightning_module.modules())
-    attributes.put(modules, snapshot.attributes)
+    copies.reachable.put_back(snapshot.reached)
     for sent in snapshot.sent:
-        attributes.put_plain(modules, sent)
+        copies.reachable.put_sent(sent)
     trainer.should_stop = state["should_stop"]
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
-    with torch.no_grad():
-        for name, buffer in trainer.lightning_module.named_buffers():
-            if name in state["buffers"]:
-                local_of(buffer).copy_(state["buffers"][name])
+    copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"])
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
@@ -330,13 +335,23 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
         put_states(module.modules(), snapshot.metric_states)
 
 
-def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies) -> Snapshot:
-    """Take a snapshot of the trainer, and of the generators of its device, as they are now."""
+def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Copies, whole: bool = False) -> Snapshot:
+    """Take a snapshot of the trainer, and of the generators of its device, as they are now.
+
+    Args:
+        trainer: The trainer.
+        device: The device.
+        kind: See `Snapshot`.
+        step: See `Snapshot`.
+        copies: What has been kept for snapshots.
+        whole: Whether all contents are compared with their copies, whatever their size.
+    """
     tree = copies.tree = Tree.of(trainer.lightning_module, copies.tree)
-    replicated = _capture(trainer, tree, copies)
+    replicated = _capture(trainer, tree, copies, kind == "batch", whole)
     taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
     taken.own = copies.own(replicated)
-    taken.attributes = copies.attributes.take(tree)
+    taken.reached = copies.reachable.take(tree, kind == "batch", whole)
+    taken.mirrored = copies.mirrored(taken.reached)
     taken.data_setups = data_setup.take(trainer)
     taken.structure = copies.structure = Structure.of(tree, copies.structure)
     return taken

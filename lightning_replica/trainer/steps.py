@@ -111,7 +111,7 @@ class Training:
         grids = session.world.grids.grids_of(session.rank)
         self.state = make_engine(grids, session.rank, parameters, optimizers, settings, self.device.fence)
         self.host = LightningHostState(trainer, self.state, self.device)
-        self._module_buffers = BufferSync(module, session.world.wait)
+        self._module_buffers = BufferSync(module, self.host.buffers, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
         self.last_save = LastSave(session)
@@ -148,7 +148,7 @@ class Training:
         if not self.recoverable:
             self.host.pass_window(self.state.step)
             return
-        taken = self.host.begin_window(self.state.step)
+        taken = self.host.begin_window(self.state.step, whole=self._told_to_end)
         self.records.taken("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
         if self._told_to_end:

@@ -1,12 +1,14 @@
 """Which parameters that nobody trains are copied, and how they go back."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_replica.errors import RecoveryError
-from lightning_replica.state import frozen
-from lightning_replica.state.frozen import FrozenCopies
+from lightning_replica.state.frozen import FrozenCopies, FrozenValues
+from lightning_replica.state.objects.contents import Contents, Late
 
 
 class Model(nn.Module):
@@ -21,60 +23,66 @@ class Model(nn.Module):
         self.teacher.weight.data.mul_(0.9)
 
     def copies(self) -> FrozenCopies:
-        return FrozenCopies(lambda: list(self.head.parameters()))
+        return FrozenCopies(lambda: list(self.head.parameters()), never)
 
 
-def window(model: Model, copies: FrozenCopies) -> frozen.FrozenValues:
-    return copies.take(list(model.parameters()), window=True)
+def never(late: Late) -> None:
+    pytest.fail(f"{late.name} was found late")
 
 
-def test_only_what_changes_is_copied_for_long() -> None:
+def window(model: nn.Module, copies: FrozenCopies) -> FrozenValues:
+    return copies.take(dict(model.named_parameters()), window=True)
+
+
+def test_only_what_changes_is_copied_again() -> None:
     model = Model()
     copies = model.copies()
-    taken = []
+    before = dict[str, Any]()
     for _ in range(6):
-        taken = window(model, copies)
+        taken = {held.name: copy for held, copy in window(model, copies)}
+        changed = [name for name, copy in taken.items() if before and copy is not before[name]]
+        assert changed == (["module.teacher.weight"] if before else [])
+        before = taken
         model.follow()
-    (parameter, before), later = taken[0], model.teacher.weight.clone()
-    assert parameter is model.teacher.weight
-    assert len(taken) == 1
-    copies.put_back(taken)
-    assert torch.equal(model.teacher.weight, before.view(3, 100))
-    assert not torch.equal(model.teacher.weight, later)
-    assert all(watched._value is None for watched in copies._watched if not watched.follows)
-
-
-@pytest.mark.parametrize("copied", [2**30, 0])
-def test_in_the_first_window(copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen, "_COPIED_BYTES", copied)
-    model = Model()
-    copies, before = model.copies(), model.teacher.weight.clone()
-    taken = window(model, copies)
+    last, later = window(model, copies), model.teacher.weight.clone()
     model.follow()
-    if copied:
-        copies.put_back(taken)
-        assert torch.equal(model.teacher.weight, before)
-    else:
-        with pytest.raises(RecoveryError, match=r"shape \(3, 100\) that no optimizer trains"):
+    copies.put_back(last)
+    assert torch.equal(model.teacher.weight, later)
+
+
+@pytest.mark.parametrize("way", ["counted", "data"])
+@pytest.mark.parametrize("windows", [1, 10])
+def test_a_large_one_whose_first_write_is_in_the_step_that_is_repeated(windows: int, way: str) -> None:
+    model = nn.Module()
+    model.bank = nn.Parameter(torch.zeros(100_000), requires_grad=False)
+    for copied in (False, True):
+        copies = FrozenCopies(list, never)
+        copies._contents = Contents(never, copied_bytes=2**28 if copied else 0)
+        for _ in range(windows):
+            taken = window(model, copies)
+        model.bank.data[:] += 1 if way == "data" else 0
+        if way == "counted":
+            model.bank.detach().add_(1)
+        if copied:
             copies.put_back(taken)
+            assert float(model.bank.max()) == 1  # as the first round has left it
+        else:
+            with pytest.raises(RecoveryError, match="module.bank, one of 1 parameters of which that is so, is trained"):
+                copies.put_back(taken)
 
 
-@pytest.mark.parametrize("counted", [False, True])
-def test_one_that_begins_late(counted: bool) -> None:
-    """By a way that torch counts, in the next window; by another one, as soon as one of its parameters is looked at."""
-    model = Model()
-    copies = model.copies()
-    taken = []
-    for _ in range(10):
+def test_rows_that_are_written_through_data_go_back() -> None:
+    """As of a memory bank."""
+    model = nn.Module()
+    model.bank = nn.Parameter(torch.zeros(3000, 64), requires_grad=False)
+    copies = FrozenCopies(list, never)
+    for step in range(8):
         taken = window(model, copies)
-    assert taken == []
-    for _ in range(6):
-        with torch.no_grad():
-            model.teacher.weight.mul_(0.5) if counted else model.follow()
-        taken = window(model, copies)
-        if counted:
-            break
-    assert [parameter.shape for parameter, _ in taken] == [(3, 100)]
+        model.bank.data[100 * step : 100 * step + 7] += 1
+        model.bank.data[100 * step : 100 * step + 7] += 1
+        copies.put_back(taken)
+        assert float(model.bank.sum()) == 64 * 7 * step
+        model.bank.data[100 * step : 100 * step + 7] += 1
 
 
 def test_other_layouts_and_unfreezing() -> None:
@@ -82,26 +90,33 @@ def test_other_layouts_and_unfreezing() -> None:
     model.head, model.teacher = nn.Linear(2, 2), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.empty = nn.Parameter(torch.zeros(0), requires_grad=False)
     trained = list(model.head.parameters())
-    copies = FrozenCopies(lambda: trained)
-    taken = copies.take(list(model.parameters()), window=True)
+    copies = FrozenCopies(lambda: trained, never)
+    taken = window(model, copies)
     before = model.teacher.weight.clone()
     model.teacher.weight.data = torch.ones(4, 3, 3, 3)
     copies.put_back(taken)
     assert torch.equal(model.teacher.weight, before)
     trained += [*model.teacher.parameters()]
-    assert [len(value) for _, value in copies.take(list(model.parameters()), window=True)] == [0]
+    assert [held.name for held, _ in window(model, copies)] == ["module.empty"]
 
 
 class Packed(nn.Parameter):
-    """A quantized weight, as libraries for such have them."""
+    """A quantized weight, as libraries for such have them: its methods mean something else."""
 
-    def reshape(self, *shape: int) -> torch.Tensor:
+    def reshape(self, *shape: int) -> torch.Tensor:  # type: ignore[override]
+        raise NotImplementedError
+
+    def clone(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         raise NotImplementedError
 
 
-def test_parameters_of_other_classes_are_left_alone() -> None:
+def test_parameters_of_other_classes_go_back_by_their_bits() -> None:
     model = nn.Module()
     model.packed, model.nowhere = Packed(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
-    copies = FrozenCopies(list)
+    copies = FrozenCopies(list, never)
     for _ in range(5):
-        assert copies.take(list(model.parameters()), window=True) == []
+        taken = window(model, copies)
+        assert [held.name for held, _ in taken] == ["module.packed"]
+    model.packed.data.zero_()
+    copies.put_back(taken)
+    assert model.packed.tolist() == [1, 1, 1]

@@ -1,17 +1,28 @@
-"""A copy of a buffer is made anew when the buffer is another one, or has been written to."""
+"""A copy of a buffer is made anew when the buffer is another one, or holds something else."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from lightning_replica.state.module_buffers import BufferCopies
 
-SMALL, LARGE = 10, 70_000  # compared by content, and not
+SMALL, LARGE = 10, 3_000_000  # compared in every snapshot, and in the first windows and then in turn
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "counted": lambda tensor: tensor.add_(1),
+    "data": lambda tensor: tensor.data.add_(1),
+    "numpy": lambda tensor: tensor.numpy().__iadd__(1),
+}
+
+
+def copies_of() -> BufferCopies:
+    return BufferCopies(lambda late: pytest.fail(f"{late.name} was found late"))
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_buffer_that_is_replaced_again_and_again(size: int) -> None:
     """Each of them may get the memory, and the identity, of the one before."""
-    copies = BufferCopies()
+    copies = copies_of()
     buffers = {"x": torch.zeros(size)}
     for number in range(1, 50):
         taken = copies.take(buffers)["x"]
@@ -20,12 +31,13 @@ def test_a_buffer_that_is_replaced_again_and_again(size: int) -> None:
         buffers["x"] = torch.full((size,), float(number))
 
 
+@pytest.mark.parametrize("way", WRITES)
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_only_what_has_changed_is_copied(size: int) -> None:
-    copies = BufferCopies()
+def test_only_what_has_changed_is_copied(size: int, way: str) -> None:
+    copies = copies_of()
     buffers = {"x": torch.zeros(size), "y": torch.zeros(size)}
     first = copies.take(buffers)
-    buffers["x"].add_(1)
+    WRITES[way](buffers["x"])
     second = copies.take(buffers)
     assert second["y"] is first["y"]
     assert second["x"] is not first["x"]
@@ -34,7 +46,45 @@ def test_only_what_has_changed_is_copied(size: int) -> None:
 
 
 def test_buffers_that_come_and_go() -> None:
-    copies = BufferCopies()
+    copies = copies_of()
     assert list(copies.take({"x": torch.zeros(2)})) == ["x"]
     assert list(copies.take({"y": torch.zeros(2)})) == ["y"]
     assert copies.take({}) == {}
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_was_written_to_once_is_compared_for_ever(size: int) -> None:
+    """As a codebook, from the first step on."""
+    copies = copies_of()
+    buffers = {"x": torch.zeros(size)}
+    for number in range(20):
+        assert float(copies.take(buffers)["x"].max()) == number
+        buffers["x"].data[size // 2] += 1
+        assert float(copies.take(buffers, window=False)["x"].max()) == number + 1
+
+
+def test_a_write_that_is_found_late() -> None:
+    found = []
+    copies = BufferCopies(found.append)
+    buffers = {"x": torch.zeros(LARGE), "y": torch.zeros(LARGE)}
+    for _ in range(10):
+        copies.take(buffers)
+    buffers["x"].data[LARGE // 2] = 1
+    steps = 0
+    while float(copies.take(buffers)["x"].max()) == 0:
+        steps += 1
+        assert steps < 100
+    (late,) = found
+    assert late.name == "module.x"
+    assert late.windows <= 100
+    buffers["y"].data[7] = 1
+    assert float(copies.take(buffers, whole=True)["y"][7]) == 1  # before the last checkpoint of a run
+
+
+def test_going_back() -> None:
+    copies = copies_of()
+    buffers = {"x": torch.zeros(LARGE)}
+    taken = copies.take(buffers)
+    buffers["x"].data += 1
+    copies.put_back(buffers, taken)
+    assert float(buffers["x"].max()) == 0

@@ -13,7 +13,8 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lightning_replica.core import plain
-from lightning_replica.state import attributes
+from lightning_replica.state.objects.capture import Anchors, Recorder, Root
+from lightning_replica.state.objects.wire import Decoder, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -29,39 +30,40 @@ class Samplers:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._found = list(_foreign(loader))
+        found = list(_foreign(loader))
+        self._roots = [Root(sampler, f"{type(sampler).__name__} {place}") for place, sampler in enumerate(found)]
+        data = [getattr(each, name, None) for each in (loader, *found) for name in ("dataset", "data_source")]
+        self._anchored = [(root.name, root.value) for root in self._roots]
+        self._anchored += [(f"data {place}", each) for place, each in enumerate(data)]
 
     def state(self) -> bytes | None:
-        """Return what the samplers keep now, without objects of unknown types; None if there are no samplers.
+        """Return what the samplers keep now; None if there are no samplers.
 
-        A replacement has objects of unknown types as its script has made them.
+        A replacement has what cannot be sent as its script has made it.
         """
-        return plain.pack([list(_kept(sampler)) for sampler in self._found]) if self._found else None
+        if not self._roots:
+            return None
+        anchors = Anchors.of(self._anchored)
+        capture = Recorder(_report).take(self._roots, anchors)
+        encoder = Encoder(capture, anchors, _report)
+        return plain.pack([encoder.attributes(capture.attributes_of(root)) for root in self._roots])
 
     def put(self, state: bytes | None) -> None:
         """Restore what `state` returned."""
-        if state is not None:
-            for sampler, kept in zip(self._found, plain.unpack(state, placed=True), strict=True):
-                attributes.put_plain_into(vars(sampler), kept)
-
-
-def _kept(sampler: Any) -> Iterator[list[Any]]:
-    for name, value in vars(sampler).items():
-        if attributes.is_state(value):
-            try:
-                yield [name, attributes.to_plain(value)]
-            except plain.NotPlainError as error:
-                _warn(type(sampler).__name__, name, str(error))
+        if state is None:
+            return
+        decoder = Decoder(dict(self._anchored[::-1]), _report)
+        for root, sent in zip(self._roots, plain.unpack(state, placed=True), strict=True):
+            decoder.put_attributes(root.value, root.name, sent)
 
 
 @cache
-def _warn(sampler: str, name: str, problem: str) -> None:
+def _report(name: str, why: str) -> None:
     log.warning(
-        "%s.%s is not restored after a fault: %s. If it changes from epoch to epoch, the order of the data may differ."
+        "%s is not restored after a fault: %s. If it changes from epoch to epoch, the order of the data may differ."
         " Keep numbers, tensors, arrays, generators and containers of these in a sampler.",
-        sampler,
         name,
-        problem,
+        why,
     )
 
 

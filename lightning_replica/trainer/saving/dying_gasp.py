@@ -11,7 +11,6 @@ from lightning_replica.recovery.diagnosis import fault_behind
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
-from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.saving import resume
 from lightning_replica.trainer.saving.checkpoints import Checkpoints
@@ -66,7 +65,7 @@ class DyingGasp:
         own = {rank: self._private(taken, rank) for rank in plan.privates[self._rank]}
         privates = {rank: each for given in Together(None).all(lambda: own) for rank, each in given.items()}
         self._training.state.params_from_main()  # of this rank's shard only: it writes no other
-        snapshots.restore(self._trainer, taken)
+        self._training.host.put_back(taken)
         record = resume.record_last(self._trainer, taken, plan.commit, privates, self._trainer.world_size)
         step = self._step(taken)
         path = self._directory.path_of(step)

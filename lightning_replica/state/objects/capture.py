@@ -1,0 +1,404 @@
+"""One walk over everything that is reachable, taken at one point and put back there.
+
+The walk begins at roots: the modules of a model, callbacks, the data module. It follows attributes, slots, containers,
+closures and iterators, whatever their classes are. It stops at anchors: objects that have a name in every process of a
+job and whose content other code restores, as parameters, buffers and optimizers.
+
+[Note: most of it stays]
+A snapshot is taken twice a step, and most of what is reachable are settings. So the records of the snapshot before are
+compared with the objects, and only what has changed is recorded again. That takes 0.3 us for a module. What large
+containers hold is compared as a whole in the first windows only, and then in turn: see `contents`.
+"""
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.torch import storage_of
+from lightning_replica.state.objects.contents import (
+    FIRST_WINDOWS,
+    Contents,
+    Copy,
+    Held,
+    Late,
+    is_content,
+    plain_of,
+    same_content,
+)
+from lightning_replica.state.objects.kinds import Kind, describe, kind_of, slots_of
+from lightning_replica.state.objects.records import OF_KIND, Attributes, Graphed, Record, Remade, Slots, Unknown
+
+log = logging.getLogger(__name__)
+
+MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
+_CONTAINERS: Final = (Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES)
+_ALL: Final = 200_000  # objects that are watched
+_IN_TURN: Final = 256  # of the objects in large containers, in one window
+_DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Objects that have a name in every process of the job, and whose content other code restores.
+
+    Attributes:
+        names: Their names, by ``id``.
+        storages: By the address of the memory of those that are tensors, the name of the first that lies there.
+    """
+
+    names: Mapping[int, str]
+    storages: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, objects: Iterable[tuple[str, Any]]) -> "Anchors":
+        """Return the anchors for objects with their names; of an object with two names, the first counts."""
+        names: dict[int, str] = {}
+        storages: dict[int, str] = {}
+        for name, value in objects:
+            names.setdefault(id(value), name)
+            if isinstance(value, Tensor):
+                storages.setdefault(storage_of(local_of(value)), name)
+        storages.pop(0, None)
+        return cls(names, storages)
+
+    def has_memory_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the memory of an anchor, as a row of a parameter does."""
+        return bool(self.storages) and storage_of(local_of(tensor)) in self.storages
+
+    def name_of_memory(self, tensor: Tensor) -> str:
+        """Return the name of an anchor in whose memory a tensor lies."""
+        return self.storages[storage_of(local_of(tensor))]
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where the walk begins.
+
+    Attributes:
+        value: The object.
+        name: Its name, the same in every process of the job.
+        own: Names of attributes that other code restores.
+        leads: How many of the ``own`` names come first in the object's attributes, as those of ``nn.Module`` do.
+    """
+
+    value: Any
+    name: str
+    own: frozenset[str] = frozenset()
+    leads: int = 0
+
+
+class Content(Record):
+    """What a tensor or an array in a large container held."""
+
+    __slots__ = ("copy",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        content = plain_of(value)
+        self.copy = content.clone() if isinstance(content, Tensor) else content.copy()
+
+    def is_same(self) -> bool:
+        return same_content(plain_of(self.value), self.copy)
+
+    def put_back(self, stands: Callable[[Any], Any]) -> None:
+        Held(self.value, self.name).put_back(self.copy)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """All that was reachable at one point.
+
+    Attributes:
+        roots: Where the walk began.
+        records: What objects held, by a key of their identity.
+        copies: What tensors and arrays held; None of those that are large and have not been seen to change.
+    """
+
+    roots: Sequence[Root] = ()
+    records: Mapping[int, Record] = field(default_factory=dict)
+    copies: Sequence[tuple[Held, Copy]] = ()
+
+    def attributes_of(self, root: Root) -> Attributes:
+        """Return what the attributes of a root held."""
+        record = self.records[id(root.value)]
+        if not isinstance(record, Attributes):
+            raise TypeError(f"{root.name} is no root of this capture.")
+        return record
+
+    def put_back(self) -> list[str]:
+        """Restore all of it, in place. Return the names of what has changed and cannot be restored."""
+        made: dict[int, Any] = {}
+        remade = {key: each for key, each in self.records.items() if isinstance(each, Remade)}
+
+        def stands(value: Any) -> Any:
+            key = id(value)
+            if key in remade and key not in made:
+                made[key] = value  # a tuple that contains itself
+                made[key] = remade[key].made_again(stands)
+            return made.get(key, value)
+
+        lost = []
+        for record in self.records.values():
+            record.put_back(stands)
+            if isinstance(record, Unknown) and not record.is_same():
+                lost.append(record.name)
+        for held, copy in self.copies:
+            if copy is not None:
+                held.put_back(copy)
+            elif held.look():
+                lost.append(held.name)
+        return lost
+
+
+class Recorder:
+    """Takes captures, each with what is the same of the one before.
+
+    Args:
+        report: Called with the name of something, and with why it is not restored after a fault.
+    """
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report
+        self._contents = Contents(self._tell_of_late)
+        self._roots: Sequence[Root] = ()
+        self._anchors = Anchors({})
+        self._records: dict[int, Record] = {}
+        self._former: Mapping[int, Record] = {}
+        self._in_turn: dict[int, int] = {}  # by key of a record, the container that it is in
+        self._containers: set[int] | None = None
+        self._compared: list[Record] | None = None
+        self._modules = _Modules([])
+        self._windows = self._turn = self._dropped = self._dropped_bytes = 0
+        self._last = Capture()
+        self._stale = True
+
+    def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Capture:
+        """Return what is reachable now.
+
+        Args:
+            roots: Where the walk begins.
+            anchors: Where it stops.
+            window: Whether a window of batches begins. In the middle of a step, less is compared.
+            whole: Whether everything is compared, whatever its size.
+        """
+        self._windows += window
+        if self._stale or roots is not self._roots or anchors is not self._anchors:
+            self._roots, self._anchors, self._stale = roots, anchors, False
+            changed = self._walk()
+        else:
+            changed = self._renew(window, whole)
+        if self._contents.refresh(window, whole) or changed:
+            copies = [(held, held.copy) for held in self._contents.held.values()]
+            self._last = Capture(roots, dict(self._records), copies)
+        return self._last
+
+    def forget(self) -> None:
+        """Walk anew in the next `take`; called when a capture has been put back."""
+        self._stale = True
+
+    def _walk(self) -> bool:
+        self._former, self._records, self._in_turn = self._records, {}, {}
+        self._dropped = self._dropped_bytes = 0
+        reached: set[int] = set()
+        for root in self._roots:
+            self._add(id(root.value), Attributes(root.value, root.name, root.own), reached, None)
+        self._modules = _Modules([root for root in self._roots if root.leads])
+        self._contents.keep(reached)
+        self._former = {}
+        return True
+
+    def _add(self, key: int, first: Record, reached: set[int] | None, container: int | None) -> None:
+        """Record an object and all that it leads to."""
+        ahead = [(key, first, container)]
+        while ahead:
+            key, record, inside = ahead.pop()
+            record = self._known(key, record)
+            record.key = key
+            self._records[key] = record
+            self._compared = None
+            if inside is not None:
+                self._in_turn[key] = inside
+            elif _size_of(record) > MANY:
+                inside = self._in_turn[key] = key
+                self._containers = None
+            found = [self._reach(record, name, value, reached, inside) for name, value in record.children()]
+            ahead += [(*each, inside) for each in chain.from_iterable(found)][::-1]
+
+    def _known(self, key: int, record: Record) -> Record:
+        """Return the record of an earlier walk if the object is as it was then, so that it does not count as changed."""
+        former = self._former.get(key)
+        if former is None or former.value is not record.value or type(former) is not type(record):
+            return record
+        if former.is_same():
+            return former
+        if isinstance(former, Unknown):
+            self._tell_of_unknown(former)
+        return record
+
+    def _reach(
+        self, parent: Record, name: str, value: Any, reached: set[int] | None, inside: int | None
+    ) -> Iterable[tuple[int, Record]]:
+        """Yield the records of an object that is not known yet."""
+        kind = kind_of(value)
+        key = id(value)
+        if kind in (Kind.ATOM, Kind.CLOSED) or key in self._anchors.names:
+            return
+        if key in self._records or ~key in self._records:
+            return
+        if len(self._records) >= _ALL:
+            self._report(f"{parent.name}", f"more than {_ALL} objects are reachable: changes in some are not seen")
+            return
+        name = parent.name + name
+        if kind is Kind.TENSOR:
+            yield from self._reach_tensor(name, value, reached, inside)
+        elif kind is Kind.ARRAY and is_content(value):
+            yield from self._reach_content(name, value, reached, inside)
+        elif kind is Kind.OBJECT:
+            if hasattr(value, "__dict__"):
+                yield id(value), Attributes(value, name)
+            if slots_of(type(value)):
+                yield ~id(value), Slots(value, name)
+        else:
+            record = OF_KIND.get(kind, Unknown)(value, name)
+            if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):
+                return
+            yield key, record
+            if kind in _CONTAINERS and hasattr(value, "__dict__"):  # of the user's class
+                yield ~key, Attributes(value, name)
+
+    def _reach_tensor(
+        self, name: str, value: Tensor, reached: set[int] | None, inside: int | None
+    ) -> Iterable[tuple[int, Record]]:
+        if vars(value) or type(value) not in (Tensor, nn.Parameter):
+            yield ~id(value), Attributes(value, name)
+        if hasattr(value, "__tensor_flatten__") and not is_content(value):
+            return
+        if value.requires_grad and not value.is_leaf:
+            yield id(value), Graphed(value, name)
+        elif not self._anchors.has_memory_of(value) and is_content(value):
+            yield from self._reach_content(name, value, reached, inside)
+
+    def _reach_content(
+        self, name: str, value: Any, reached: set[int] | None, inside: int | None
+    ) -> Iterable[tuple[int, Record]]:
+        if inside is not None:
+            yield id(value), Content(value, name)
+            return
+        self._contents.add(value, name)
+        if reached is not None:
+            reached.add(id(value))
+
+    def _renew(self, window: bool, whole: bool) -> bool:
+        """Record again what has changed. Return whether anything has."""
+        if self._compared is None:
+            rest = self._records.keys() - self._modules.keys - self._in_turn.keys()
+            self._compared = [record for key, record in self._records.items() if key in rest]
+        changed = [key for key in self._modules.changed() if not self._records[key].is_same()]
+        changed += [record.key for record in self._compared if not record.is_same()]
+        changed += self._look_in_turn(window, whole)
+        if not changed:
+            return False
+        for key in changed:
+            record = self._records[key]
+            if isinstance(record, Unknown):
+                self._tell_of_unknown(record)
+            renewed = record.renewed()
+            self._note_dropped(record, renewed)
+            self._add(key, renewed, None, self._in_turn.get(key))
+        if self._dropped > _DROPPED or self._dropped_bytes > _DROPPED_BYTES:
+            self._walk()
+        return True
+
+    def _note_dropped(self, before: Record, now: Record) -> None:
+        """Count what an object no longer refers to: it may not be reachable any more, and takes memory."""
+        kept = {id(value) for _, value in now.children()}
+        for _, value in before.children():
+            if id(value) not in kept and kind_of(value) not in (Kind.ATOM, Kind.CLOSED):
+                self._dropped += 1
+                held = self._contents.held.get(id(value))
+                self._dropped_bytes += held.nbytes if held is not None else 0
+
+    def _look_in_turn(self, window: bool, whole: bool) -> list[int]:
+        """Return the keys of what has changed in large containers, as far as it is compared now."""
+        if not self._in_turn:
+            return []
+        whole = whole or self._windows <= FIRST_WINDOWS
+        containers = {*self._in_turn.values()} if self._containers is None else self._containers
+        self._containers = containers
+        sized = [key for key in containers if _has_other_size(self._records[key])]
+        keys: list[int] = []
+        if window or whole:
+            start = 0 if whole else self._turn % len(self._in_turn)
+            keys = [*islice(self._in_turn, start, None if whole else start + _IN_TURN)]
+            self._turn += _IN_TURN
+        found = [key for key in keys if not self._records[key].is_same()]
+        if not whole and found and not sized:
+            passed = 1 + len(self._in_turn) // _IN_TURN
+            self._tell_of_late(Late(self._records[self._in_turn[found[0]]].name, passed))
+        found = [*dict.fromkeys([*sized, *found])]
+        changed = {self._in_turn[key] for key in found}
+        if changed:  # from now on, all of it is compared
+            self._in_turn = {key: inside for key, inside in self._in_turn.items() if inside not in changed}
+            self._containers = self._compared = None
+        return found
+
+    def _tell_of_unknown(self, record: Record) -> None:
+        self._report(record.name, f"it is a {describe(record.value)}, which changes and cannot be restored")
+
+    def _tell_of_late(self, late: Late) -> None:
+        self._report(late.name, late.text)
+
+
+class _Modules:
+    """Compares the attributes of all modules at once: there are many, and they seldom change.
+
+    Args:
+        roots: The modules.
+    """
+
+    def __init__(self, roots: Sequence[Root]) -> None:
+        self._of = [vars(root.value) for root in roots]
+        self._leads = [root.leads for root in roots]
+        self._ids = [id(root.value) for root in roots]
+        self.keys = frozenset(self._ids)
+        self._note()
+
+    def _note(self) -> None:
+        self._names = list(chain.from_iterable(self._of))
+        self._values = list(self._rest())
+
+    def _rest(self) -> Iterable[Any]:
+        return chain.from_iterable(map(islice, map(dict.values, self._of), self._leads, repeat(None)))
+
+    def changed(self) -> list[int]:
+        """Return the ``id`` of all modules if one of them has changed: which one, their records tell."""
+        names = list(chain.from_iterable(self._of))
+        if names == self._names and all(map(operator.is_, self._rest(), self._values)):
+            return []
+        self._note()
+        return self._ids
+
+
+def leads_of(module: nn.Module, own: frozenset[str]) -> int:
+    """Return how many attributes at the beginning are ``own``."""
+    found = 0
+    for name in vars(module):
+        if name not in own:
+            break
+        found += 1
+    return found
+
+
+def _size_of(record: Record) -> int:
+    items = getattr(record, "items", ())
+    return len(items)
+
+
+def _has_other_size(record: Record) -> bool:
+    return _size_of(record) > 0 and len(record.value) != _size_of(record)

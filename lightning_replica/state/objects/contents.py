@@ -1,0 +1,281 @@
+"""Copies of what tensors and arrays hold, and a watch that finds by content which of them have changed.
+
+torch counts the writes to a tensor, but not those through ``.data``, through NumPy or by a kernel; NumPy counts none.
+So content is compared. What is small, and what has been seen to change, is compared and copied in every snapshot. The
+rest (masks, tables, a frozen backbone, a dataset in memory) is compared as a whole in the first windows only, because
+most of what changes does so from the first step on. Afterwards a part of it is compared in each window, so that all of
+it has been compared after some of them. A write that is found that late is reported by name, with the steps since the
+comparison before.
+
+What is large has a copy only if all of it together takes no more than `COPIED_BYTES`. Without a copy, a first write
+cannot be undone; that is reported, too.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.torch import is_wrapper, write_count
+from lightning_replica._compat.torch import plain_of as torch_plain_of
+from lightning_replica.core.plain import is_plain
+from lightning_replica.devices.host import on_host, same_bits
+
+log = logging.getLogger(__name__)
+
+COPIED_BYTES: Final = 2**28
+FIRST_WINDOWS: Final = 3
+_COMPARED_BYTES: Final = 2**20  # of what has not been seen to change, in each snapshot
+_PART: Final = 1 << 16  # elements of one tensor that are compared in one window
+_PARTS: Final = 4  # tensors of which a part is compared in one window
+
+Copy: TypeAlias = Any
+"""A tensor or an array that nobody writes to; None if there is no copy."""
+
+
+class Held:
+    """A tensor or an array that is watched.
+
+    Attributes:
+        value: The tensor or array.
+        name: Its name in messages.
+        copy: What it held when it was last taken; None if it is large and has not been seen to change.
+        follows: Whether it has been seen to change.
+        seen: The window in which a part of it was last compared.
+        changes: How often it has been seen to change.
+    """
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.value, self.name, self.follows = value, name, False
+        self.copy: Copy = None
+        self.seen = self.changes = 0
+        self._sample: Copy = None
+        self._place = 0
+        self.writes = self._count()
+
+    def _count(self) -> int:
+        return write_count(local_of(self.value)) if isinstance(self.value, Tensor) else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the content, in bytes."""
+        size: int = plain_of(self.value).nbytes
+        return size
+
+    def take(self) -> None:
+        """Copy the content."""
+        self.writes = self._count()
+        content = plain_of(self.value)
+        self.copy = content.clone() if isinstance(content, Tensor) else content.copy()
+
+    def is_written(self) -> bool:
+        """Return whether torch has counted a write since the last copy or look."""
+        return self._count() != self.writes
+
+    def put_back(self, copy: Copy) -> None:
+        """Write the content of ``copy`` if the present one is another."""
+        content = plain_of(self.value)
+        if same_content(content, copy):
+            return
+        with torch.no_grad():
+            if not isinstance(content, Tensor):
+                content[...] = copy
+            elif (content.shape, content.dtype) == (copy.shape, copy.dtype):
+                content.copy_(copy)
+            else:
+                local_of(self.value).data = copy.clone()
+        self.writes = self._count()
+
+    def look(self) -> bool:
+        """Compare a part with what it held when it was last looked at; look at another part from then on."""
+        row = _row(self.value)
+        changed = self.is_written() or (self._sample is not None and not same_content(self._part(row), self._sample))
+        self.writes = self._count()
+        if self.copy is None:
+            self._place = (self._place + _PART) % max(1, len(row) - _PART + 1)
+            part = self._part(row)
+            self._sample = part.clone() if isinstance(part, Tensor) else part.copy()
+        return changed
+
+    def differs_here(self) -> bool:
+        """Compare one part with the copy, and go on to the next."""
+        row, copy = _row(self.value), self.copy.reshape(-1)
+        same = row.shape == copy.shape and same_content(self._part(row), self._part(copy))
+        self._place = 0 if self._place + _PART >= len(row) else self._place + _PART
+        return not same
+
+    def _part(self, row: Any) -> Any:
+        return row[self._place : self._place + _PART]
+
+
+@dataclass(frozen=True)
+class Late:
+    """A write that was found late.
+
+    Attributes:
+        name: What has been written to.
+        windows: How many windows of batches ago it may have happened, at most.
+    """
+
+    name: str
+    windows: int
+
+    @property
+    def text(self) -> str:
+        """What it means, for people."""
+        return (
+            f"it has been written to for the first time in one of the last {self.windows} steps, in a way that was seen"
+            " only now: if a fault came since, it went back to its former content. From now on it is restored"
+        )
+
+
+class Contents:
+    """Watches tensors and arrays; see the top of the file.
+
+    Args:
+        report: Called with a write that is found late.
+        copied_bytes: Below this size all together have copies from the start.
+    """
+
+    def __init__(self, report: Callable[[Late], None], copied_bytes: int = COPIED_BYTES) -> None:
+        self._report, self._copied_bytes = report, copied_bytes
+        self._held: dict[int, Held] = {}
+        self._bytes, self._turn, self._windows = 0, 0, 0
+
+    @property
+    def held(self) -> dict[int, Held]:
+        """What is watched, by ``id``."""
+        return self._held
+
+    def add(self, value: Any, name: str) -> Held:
+        """Watch a tensor or an array from now on."""
+        held = self._held.get(id(value))
+        if held is None:
+            held = self._held[id(value)] = Held(value, name)
+            self._bytes += held.nbytes
+            # What comes up in the middle of a training is new each time, as an output that a list collects.
+            held.seen = self._windows
+            if self._is_copied(held):
+                held.take()
+            else:
+                held.look()
+        return held
+
+    def keep(self, values: Iterable[int]) -> None:
+        """Watch only the values with these ``id``."""
+        wanted = set(values)
+        if wanted != self._held.keys():
+            self._held = {key: held for key, held in self._held.items() if key in wanted}
+            self._bytes = sum(held.nbytes for held in self._held.values())
+
+    def refresh(self, window: bool, whole: bool = False) -> list[Held]:
+        """Copy what has changed.
+
+        Args:
+            window: Whether a window of batches begins. In the middle of a step, less is compared.
+            whole: Whether everything is compared, whatever its size.
+
+        Returns:
+            What has changed.
+        """
+        self._windows += window
+        room, compared, parts = _COMPARED_BYTES, list[Held](), list[Held]()
+        everything = whole or self._windows <= FIRST_WINDOWS
+        changed: list[Held] = []
+        for held in self._held.values():
+            if held.copy is None or held.is_written():
+                (parts if held.copy is None and not held.is_written() else changed).append(held)
+            elif held.follows or everything or held.nbytes <= room:
+                room -= 0 if held.follows else min(room, held.nbytes)
+                compared.append(held)
+            else:
+                parts.append(held)
+        changed += [held for held, same in zip(compared, same_of(compared), strict=True) if not same]
+        if window:
+            changed += self._look_at(parts)
+            for held in compared:
+                held.seen = self._windows
+        for held in changed:
+            held.follows, held.seen = True, self._windows
+            held.changes += 1
+            held.take()
+        return changed
+
+    def _look_at(self, parts: Sequence[Held]) -> list[Held]:
+        some = parts if self._windows <= FIRST_WINDOWS else [
+            parts[(self._turn + place) % len(parts)] for place in range(min(_PARTS, len(parts)))
+        ]  # fmt: skip
+        self._turn += _PARTS
+        found = [held for held in some if (held.look() if held.copy is None else held.differs_here())]
+        for held in found:
+            if self._windows > FIRST_WINDOWS:
+                self._report(Late(held.name, self._windows - held.seen))
+        return found
+
+    def _is_copied(self, held: Held) -> bool:
+        return self._bytes <= self._copied_bytes or held.nbytes <= _PART
+
+
+def same_of(held: Sequence[Held]) -> list[bool]:
+    """Return for each value whether it holds what its copy holds; wait for each device once."""
+    found = [True] * len(held)
+    devices: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(held):
+        content = plain_of(each.value)
+        if isinstance(content, Tensor) and not on_host(content) and is_like(content, each.copy):
+            devices.setdefault(content.device, []).append(place)
+        else:
+            found[place] = same_content(content, each.copy)
+    for places in devices.values():
+        flags = [(_bytes(_row(held[n].value)) == _bytes(held[n].copy)).all() for n in places]
+        for place, same in zip(places, torch.stack(flags).tolist(), strict=True):
+            found[place] = same
+    return found
+
+
+def is_content(value: Any) -> bool:
+    """Return whether the bits of a tensor or an array can be compared and copied; of others, too little is known."""
+    if not isinstance(value, Tensor):
+        return not value.dtype.hasobject
+    local = local_of(value)
+    return is_plain(local) and not is_wrapper(local)
+
+
+def plain_of(value: Any) -> Any:
+    """Return an array itself, or a tensor without its graph, its class and what other ranks have of it."""
+    return torch_plain_of(local_of(value)) if isinstance(value, Tensor) else value
+
+
+def is_like(a: Any, b: Any) -> bool:
+    """Return whether two tensors or arrays have the same shape and dtype."""
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
+
+
+def same_content(a: Any, b: Any) -> bool:
+    """Return whether two tensors or two arrays hold the same bits; 0.0 equals -0.0, but does not divide like it."""
+    if not is_like(a, b):
+        return False
+    if isinstance(a, Tensor):
+        if a.device != b.device:
+            return False
+        a, b = (each.resolve_conj().resolve_neg().contiguous() for each in (a, b))
+        return same_bits(a, b)
+    return np.array_equal(_words(a), _words(b))
+
+
+def _row(value: Any) -> Any:
+    content = plain_of(value)
+    return content.reshape(-1) if isinstance(content, Tensor) else np.ascontiguousarray(content).reshape(-1)
+
+
+def _words(array: Any) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,227 @@
+"""What kind of state a value is, by its type.
+
+Every value that is reachable from the roots has a kind, and every kind knows what it can do: it is copied and put back
+in place, it cannot change, or it is opaque: then a change can at most be seen, and is reported by name.
+"""
+
+import array
+import collections
+import contextlib
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import itertools
+import logging
+import multiprocessing.process
+import pathlib
+import queue
+import random
+import re
+import socket
+import subprocess
+import threading
+import types
+import uuid
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_replica._compat.lightning_names import Logger, Strategy, pl
+from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica.state.atoms import ATOMS
+
+
+class Kind(enum.Enum):
+    """What a value is to the walk."""
+
+    ATOM = "cannot change"
+    TUPLE = "cannot change, but what it holds can"
+    LIST = "list or deque"
+    DICT = "dict"
+    SET = "set"
+    TENSOR = "tensor"
+    ARRAY = "array of NumPy"
+    BYTES = "bytearray or array.array"
+    GENERATOR = "generator of random numbers"
+    ITERATOR = "built-in iterator, which is made again"
+    FUNCTION = "function, method or partial"
+    CELL = "variable of a closure"
+    OBJECT = "attributes"
+    OPAQUE = "nothing is known of its content"
+    CLOSED = "other code restores it"
+
+
+GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+_IMMUTABLE: Final = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, np.generic, enum.Enum),
+    *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
+    *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.BuiltinFunctionType, types.CodeType),
+    *(types.GenericAlias, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property),
+    *(np.ufunc, logging.Logger, logging.Handler, torch.finfo, torch.iinfo),
+)
+# State that other code of this package restores, or that is no state of the training.
+_CLOSED: Final = (
+    *(DataLoader, Sampler, Optimizer, LRScheduler, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
+    *(torch.distributed.Store, torch.jit.ScriptModule),
+)
+_CLOSED_MODULES: Final = ("lightning_replica.", "torch.utils.data.dataloader", "torch.distributed.", "torch.optim.")
+# Part of something that runs: to put its attributes back would break it.
+_LIVE: Final = (
+    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread),
+    *(threading.local, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
+    *(queue.Queue, queue.SimpleQueue),
+)
+_ITERATORS: Final[tuple[type, ...]] = (
+    *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70))), type(iter("")), type(iter(b""))),
+    *(type(reversed([])), enumerate, zip, map, filter, reversed),
+)
+_ITERTOOLS: Final = tuple(each for each in vars(itertools).values() if isinstance(each, type))
+
+_slots: dict[type, tuple[str, ...]] = {}
+_known: dict[type, Kind] = dict.fromkeys(ATOMS, Kind.ATOM)
+
+
+def kind_of(value: Any) -> Kind:
+    """Return the kind of a value."""
+    cls = type(value)
+    kind = _known.get(cls)
+    if kind is None:
+        kind = _known[cls] = kind_of_class(cls)
+    return Kind.OPAQUE if kind is Kind.OBJECT and is_live(value) else kind
+
+
+def kind_of_class(cls: type) -> Kind:
+    """Return the kind of the instances of a class."""
+    for kind, classes in _BY_CLASS:
+        if issubclass(cls, classes):
+            return kind
+    module = cls.__module__ + "."
+    if issubclass(cls, nn.Module | pl.Callback | pl.LightningDataModule):
+        return Kind.OBJECT
+    if is_of_lightning(module) or module.startswith(_CLOSED_MODULES):
+        return Kind.CLOSED
+    has_state = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
+    return Kind.OBJECT if has_state else Kind.OPAQUE
+
+
+_BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
+    (Kind.CLOSED, _CLOSED),
+    (Kind.ATOM, (random.SystemRandom,)),
+    (Kind.TENSOR, (Tensor,)),
+    (Kind.ATOM, _IMMUTABLE),
+    (Kind.TUPLE, (tuple, frozenset)),
+    (Kind.LIST, (list, collections.deque)),
+    (Kind.DICT, (dict,)),
+    (Kind.SET, (set,)),
+    (Kind.ARRAY, (np.ndarray,)),
+    (Kind.BYTES, (bytearray, array.array)),
+    (Kind.GENERATOR, GENERATORS),
+    (Kind.ITERATOR, _ITERATORS),
+    (Kind.FUNCTION, (types.FunctionType, types.MethodType, functools.partial)),
+    (Kind.CELL, (types.CellType,)),
+    (Kind.OPAQUE, (*_LIVE, *_ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
+)
+
+
+def is_live(value: Any) -> bool:
+    """Return whether an object holds a thread, a lock, a file or the like: it is part of something that runs."""
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    return not isinstance(value, nn.Module) and any(map(_is_live, [*attributes.values()]))
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(value, _LIVE)
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Return the names of the slots that instances of a class written in Python have."""
+    if cls not in _slots:
+        _slots[cls] = _find_slots(cls)
+    return _slots[cls]
+
+
+def _find_slots(cls: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if name not in ("__dict__", "__weakref__"):
+                hidden = name.startswith("__") and not name.endswith("__")
+                found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
+    return tuple(found)
+
+
+def probe(value: Any) -> Any:
+    """Return something that shows whether an opaque value has changed; None if nothing does."""
+    if isinstance(value, types.GeneratorType):
+        return (-1, 0) if value.gi_frame is None else (value.gi_frame.f_lasti, value.gi_frame.f_lineno)
+    if isinstance(value, _ITERTOOLS):
+        return repr(value) if " at 0x" not in repr(value) else None
+    if isinstance(value, io.IOBase):
+        with contextlib.suppress(OSError, ValueError):
+            return value.tell()
+    return None
+
+
+def random_state(generator: Any) -> Any:
+    """Return the state of one of `GENERATORS`."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def set_random(generator: Any, state: Any) -> None:
+    """Set one of `GENERATORS` to a former state."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def same_random_state(a: Any, b: Any) -> bool:
+    """Return whether two results of `random_state` are the same."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return all(same_random_state(value, b[key]) for key, value in a.items())
+    return all(map(same_random_state, a, b)) if isinstance(a, tuple) else bool(a == b)
+
+
+def describe(value: Any) -> str:
+    """Return the type of a value, for messages."""
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
+    """Yield what a function keeps: variables of its closure, defaults, attributes; the object of a method."""
+    if isinstance(function, types.MethodType):
+        yield ".__self__", function.__self__
+        yield from closure_of(function.__func__)
+    elif isinstance(function, functools.partial):
+        yield ".func", function.func
+        yield ".args", function.args
+        yield ".keywords", function.keywords
+    elif isinstance(function, types.FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            yield f".<{name}>", cell
+        yield ".__defaults__", function.__defaults__
+        yield ".__kwdefaults__", function.__kwdefaults__
+        yield ".__dict__", vars(function)

@@ -1,0 +1,424 @@
+"""What one reachable object held when a snapshot was taken: how it is compared and put back, in place.
+
+A record holds references to what its object refers to, and no copies: these objects have records of their own. So who
+refers to what is the same after a restoration, whatever it is.
+"""
+
+import copy
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from lightning_replica.state.objects.kinds import (
+    Kind,
+    closure_of,
+    probe,
+    random_state,
+    same_random_state,
+    set_random,
+    slots_of,
+)
+
+Stands: TypeAlias = Callable[[Any], Any]
+"""Returns what stands for a value now: the value itself, or what was made in its place."""
+
+_MISSING = object()
+
+
+class Record:
+    """What an object held; see the top of the file.
+
+    Attributes:
+        value: The object.
+        name: How the user would call it, as ``module.rnn.history[3]``.
+        key: Under which `Recorder` knows it.
+    """
+
+    __slots__ = ("key", "name", "value")
+    key: int
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.value, self.name = value, name
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        """Yield what the object refers to, each with what is added to the name."""
+        return ()
+
+    def is_same(self) -> bool:
+        """Return whether the object is as it was."""
+        raise NotImplementedError
+
+    def put_back(self, stands: Stands) -> None:
+        """Make the object as it was."""
+        raise NotImplementedError
+
+    def renewed(self) -> "Record":
+        """Return a record of the same object as it is now."""
+        return type(self)(self.value, self.name)
+
+
+class Attributes(Record):
+    """The attributes of an object.
+
+    Args:
+        value: The object.
+        name: Its name.
+        own: Names of attributes that other code restores, or that do not belong to the user.
+    """
+
+    __slots__ = ("names", "own", "values")
+
+    def __init__(self, value: Any, name: str, own: frozenset[str] = frozenset()) -> None:
+        super().__init__(value, name)
+        self.own = own
+        now = vars(value)
+        self.names = [each for each in now if each not in own]
+        self.values = [now[each] for each in self.names]
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f".{name}", value) for name, value in zip(self.names, self.values, strict=True))
+
+    def is_same(self) -> bool:
+        now, own = vars(self.value), self.own
+        names = [each for each in now if each not in own] if own else [*now]
+        return names == self.names and all(map(operator.is_, map(now.__getitem__, names), self.values))
+
+    def put_back(self, stands: Stands) -> None:
+        now = vars(self.value)
+        if [each for each in now if each not in self.own] != self.names:
+            for name in [each for each in now if each not in self.own]:
+                del now[name]
+        for name, value in zip(self.names, self.values, strict=True):
+            if not _is_registered(self.value, name):
+                now[name] = stands(value)
+
+    def renewed(self) -> "Attributes":
+        return Attributes(self.value, self.name, self.own)
+
+
+class Slots(Record):
+    """The slots of an object."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.values = [getattr(value, slot, _MISSING) for slot in slots_of(type(value))]
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        named = zip(slots_of(type(self.value)), self.values, strict=True)
+        return ((f".{name}", value) for name, value in named if value is not _MISSING)
+
+    def is_same(self) -> bool:
+        now = (getattr(self.value, slot, _MISSING) for slot in slots_of(type(self.value)))
+        return all(map(operator.is_, now, self.values))
+
+    def put_back(self, stands: Stands) -> None:
+        for name, value in zip(slots_of(type(self.value)), self.values, strict=True):
+            if getattr(self.value, name, _MISSING) is value:
+                continue
+            if value is _MISSING:
+                object.__delattr__(self.value, name)
+            else:
+                object.__setattr__(self.value, name, stands(value))  # a frozen dataclass has no other way
+
+
+class Items(Record):
+    """The items of a list or a deque."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.items = list(value)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f"[{place}]", value) for place, value in enumerate(self.items))
+
+    def is_same(self) -> bool:
+        return len(self.value) == len(self.items) and all(map(operator.is_, self.value, self.items))
+
+    def put_back(self, stands: Stands) -> None:
+        items = list(map(stands, self.items))
+        if len(self.value) == len(items) and all(map(operator.is_, self.value, items)):
+            return
+        if isinstance(self.value, deque):
+            deque.clear(self.value)
+            deque.extend(self.value, items)
+        else:
+            list.__setitem__(self.value, slice(None), items)
+
+
+class Remade(Record):
+    """An object that cannot be put back in place: another one stands for it after a restoration."""
+
+    __slots__ = ()
+
+    def made_again(self, stands: Stands) -> Any:
+        """Return the object as it was; itself if that is as it was."""
+        raise NotImplementedError
+
+    def put_back(self, stands: Stands) -> None:
+        """Do nothing: who refers to the object gets what `made_again` returns."""
+
+
+class Fixed(Remade):
+    """The items of a tuple or a frozenset, which only have to be others if one of them is made again."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.items = list(value)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f"[{place}]", value) for place, value in enumerate(self.items))
+
+    def is_same(self) -> bool:
+        return True
+
+    def made_again(self, stands: Stands) -> Any:
+        items = list(map(stands, self.items))
+        if all(map(operator.is_, items, self.items)):
+            return self.value
+        return type(self.value)(*items) if hasattr(self.value, "_fields") else type(self.value)(items)
+
+
+class Entries(Record):
+    """The entries of a dict of any class."""
+
+    __slots__ = ("base", "items", "keys")
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        # The methods of the user's class may do something else. An OrderedDict has an order of its own.
+        self.base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        self.keys, self.items = list(self.base.keys(value)), list(self.base.values(value))
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f"[{_short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
+
+    def is_same(self) -> bool:
+        value, base = self.value, self.base
+        return (
+            len(value) == len(self.keys)
+            and all(map(operator.is_, base.keys(value), self.keys))
+            and all(map(operator.is_, base.values(value), self.items))
+        )
+
+    def put_back(self, stands: Stands) -> None:
+        items = list(map(stands, self.items))
+        if self.is_same() and all(map(operator.is_, items, self.items)):
+            return
+        self.base.clear(self.value)
+        for key, item in zip(self.keys, items, strict=True):
+            self.base.__setitem__(self.value, key, item)
+
+
+class Members(Record):
+    """The members of a set."""
+
+    __slots__ = ("members",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.members = list(value)
+
+    def is_same(self) -> bool:
+        return len(self.value) == len(self.members) and all(map(self.value.__contains__, self.members))
+
+    def put_back(self, stands: Stands) -> None:
+        if not self.is_same():
+            set.clear(self.value)
+            set.update(self.value, self.members)
+
+
+class Bytes(Record):
+    """The bytes of a bytearray or an array of Python's ``array``."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.content = copy.copy(value)
+
+    def is_same(self) -> bool:
+        return bytes(self.value) == bytes(self.content)
+
+    def put_back(self, stands: Stands) -> None:
+        if not self.is_same():
+            self.value[:] = self.content
+
+
+class Randomness(Record):
+    """The state of a generator of random numbers."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.state = random_state(value)
+
+    def is_same(self) -> bool:
+        return same_random_state(random_state(self.value), self.state)
+
+    def put_back(self, stands: Stands) -> None:
+        set_random(self.value, self.state)
+
+
+class Iterated(Remade):
+    """How far a built-in iterator has come."""
+
+    __slots__ = ("reduced",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.reduced: Any = value.__reduce__()
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return (("", argument) for argument in self.reduced[1])
+
+    def is_same(self) -> bool:
+        function, arguments, *state = self.value.__reduce__()
+        known, same, *before = self.reduced
+        return known is function and state == before and all(map(operator.is_, arguments, same))
+
+    def made_again(self, stands: Stands) -> Any:
+        function, arguments, *state = self.reduced
+        others = list(map(stands, arguments))
+        if self.is_same() and all(map(operator.is_, others, arguments)):
+            return self.value
+        made = function(*others)
+        if state and state[0] is not None:
+            made.__setstate__(state[0])
+        return made
+
+
+class Variable(Record):
+    """A variable of a closure."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.content = self._now()
+
+    def _now(self) -> Any:
+        try:
+            return self.value.cell_contents
+        except ValueError:
+            return _MISSING
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return () if self.content is _MISSING else (("", self.content),)
+
+    def is_same(self) -> bool:
+        return self._now() is self.content
+
+    def put_back(self, stands: Stands) -> None:
+        if self.content is _MISSING:
+            if self._now() is not _MISSING:
+                del self.value.cell_contents
+        else:
+            self.value.cell_contents = stands(self.content)
+
+
+class Closure(Record):
+    """What a function refers to. That cannot change itself, but for its defaults."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        foreign = str(getattr(value, "__module__", "")).startswith(("lightning_replica", "torch."))
+        self.parts = [] if foreign else list(closure_of(value))
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return self.parts
+
+    def is_same(self) -> bool:
+        return True
+
+    def put_back(self, stands: Stands) -> None:
+        """Do nothing: the parts have records of their own."""
+
+
+class Graphed(Remade):
+    """A tensor with a graph. A copy without the graph takes its place, because no graph can be gone through twice."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, value: Tensor, name: str) -> None:
+        super().__init__(value, name)
+        self.content = value.detach().clone()
+
+    def is_same(self) -> bool:
+        return True  # such a tensor is made anew in each step
+
+    def made_again(self, stands: Stands) -> Any:
+        return self.content.clone()
+
+
+class ObjectItems(Record):
+    """The items of an array of objects."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.items = list(value.flat)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f"[{place}]", value) for place, value in enumerate(self.items))
+
+    def is_same(self) -> bool:
+        return self.value.size == len(self.items) and all(map(operator.is_, self.value.flat, self.items))
+
+    def put_back(self, stands: Stands) -> None:
+        for place, item in enumerate(map(stands, self.items)):
+            self.value.flat[place] = item
+
+
+class Unknown(Record):
+    """An object whose content is not known, and what shows that it has changed."""
+
+    __slots__ = ("mark",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.mark = probe(value)
+
+    def is_same(self) -> bool:
+        return bool(probe(self.value) == self.mark)
+
+    def put_back(self, stands: Stands) -> None:
+        """Do nothing: it cannot be done. `Recorder` has reported it."""
+
+
+OF_KIND: dict[Kind, type[Record]] = {
+    Kind.TUPLE: Fixed,
+    Kind.LIST: Items,
+    Kind.DICT: Entries,
+    Kind.SET: Members,
+    Kind.ARRAY: ObjectItems,
+    Kind.BYTES: Bytes,
+    Kind.GENERATOR: Randomness,
+    Kind.ITERATOR: Iterated,
+    Kind.FUNCTION: Closure,
+    Kind.CELL: Variable,
+    Kind.OPAQUE: Unknown,
+}
+
+
+def _is_registered(value: Any, name: str) -> bool:
+    if not isinstance(value, nn.Module):
+        return False
+    return name in value._parameters or name in value._buffers or name in value._modules
+
+
+def _short(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,569 @@
+"""Captured state as plain data for another process, which puts it into its own objects.
+
+Every object that others may refer to has a number. An object that is met again is a reference to that number, and an
+anchor is a reference to its name. So who refers to what is the same in the other process. There, the script has built
+the same roots, and what comes is put into the objects that stand in the same places, as far as they are of the same
+class. An object that is not there is made, without calling any code of its class; its class must be known already, as
+no module is imported and nothing is unpickled.
+
+What cannot be sent is left as the other process has built it, and is reported.
+"""
+
+import array
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_replica._compat.dtensor import local_of
+from lightning_replica.core import plain
+from lightning_replica.devices.host import HOST
+from lightning_replica.state.atoms import ATOMS
+from lightning_replica.state.objects.capture import Anchors, Capture, Content
+from lightning_replica.state.objects.contents import plain_of
+from lightning_replica.state.objects.kinds import Kind, closure_of, describe, kind_of, kind_of_class, set_random
+from lightning_replica.state.objects.records import (
+    Attributes,
+    Bytes,
+    Closure,
+    Entries,
+    Fixed,
+    Graphed,
+    Items,
+    Iterated,
+    Members,
+    Randomness,
+    Record,
+    Slots,
+    Variable,
+)
+
+_MISSING: Final = object()
+_OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
+_DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
+
+
+class Encoder:
+    """Turns a capture into plain data.
+
+    Args:
+        capture: What was reachable, with its contents.
+        anchors: What has a name in every process.
+        report: Called with the name of what cannot be sent, and why.
+        first: What was reachable when training began, if the other process has that.
+    """
+
+    def __init__(
+        self, capture: Capture, anchors: Anchors, report: Callable[[str, str], None], first: Capture | None = None
+    ) -> None:
+        self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
+        self._copies = {id(held.value): copy for held, copy in capture.copies}
+        self._numbers: dict[int, int] = {}
+
+    def attributes(self, record: Attributes, names: frozenset[str] | None = None) -> list[Any]:
+        """Return the attributes of a root: pairs of a name and a value.
+
+        Args:
+            record: What the root held.
+            names: Those that are wanted; None for all.
+        """
+        sent = []
+        for name, value in zip(record.names, record.values, strict=True):
+            if names is None or name in names:
+                sent.append([name, self._encode(value, f"{record.name}.{name}", 0)])
+        return sent
+
+    def _encode(self, value: Any, name: str, depth: int) -> Any:
+        if type(value) in ATOMS:
+            return value
+        key = id(value)
+        if key in self._anchors.names:
+            return ["@", self._anchors.names[key]]
+        if key in self._numbers:
+            return ["#", self._numbers[key]]
+        kind = kind_of(value)
+        if kind is Kind.ATOM:
+            return _encode_atom(value)
+        if depth > _DEEP:
+            self._report(name, "it lies too deep to be sent to a replacement")
+            return self._left_out(value)
+        number = self._numbers[key] = len(self._numbers)
+        sent = self._encode_new(value, kind, number, name, depth)
+        beside = self._capture.records.get(~key)
+        if kind is Kind.OBJECT or not isinstance(beside, Attributes):
+            return sent
+        return ["with", number, sent, self._pairs([beside], name, depth)]  # a list or a tensor with attributes
+
+    def _encode_new(self, value: Any, kind: Kind, number: int, name: str, depth: int) -> Any:
+        key = id(value)
+        if kind is Kind.TENSOR:
+            return self._encode_tensor(value, number, name)
+        record = self._capture.records.get(key)
+        if kind is Kind.ARRAY:
+            content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
+            content = value if content is None else content
+            if content.dtype.kind in "biufc":
+                return ["array", number, torch.from_numpy(np.array(content, order="C"))]
+        elif kind is Kind.OBJECT:
+            slots = self._capture.records.get(~key)
+            return self._encode_object(value, number, record, slots, name, depth)
+        elif record is not None:
+            return self._encode_record(record, number, name, depth)
+        elif kind is Kind.TUPLE:  # of atoms only
+            items = [self._encode(item, name, depth + 1) for item in value]
+            return ["tuple" if isinstance(value, tuple) else "frozenset", number, _class_of(value), items]
+        return self._left_out(value)
+
+    def _left_out(self, value: Any) -> list[Any]:
+        """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""
+        is_new = self._first is not None and id(value) not in self._first.records
+        return ["!" if is_new else "?", describe(value)]
+
+    def _encode_tensor(self, value: Tensor, number: int, name: str) -> Any:
+        record, content = self._capture.records.get(id(value)), self._copies.get(id(value))
+        if isinstance(record, Graphed):
+            content = record.content
+        elif isinstance(record, Content):
+            content = record.copy
+        elif self._anchors.has_memory_of(value):
+            return ["view", number, *self._place_of(value)]
+        elif content is None:
+            content = plain_of(value)
+        if not plain.is_plain(content):
+            self._report(name, f"a tensor of layout {content.layout} cannot be sent to a replacement")
+            return self._left_out(value)
+        leaf = value.requires_grad and value.is_leaf
+        return ["tensor", number, _class_of(value), content.contiguous(), leaf]
+
+    def _place_of(self, value: Tensor) -> list[Any]:
+        own = plain_of(value)
+        return [
+            self._anchors.name_of_memory(value),
+            own.storage_offset(),
+            list(own.shape),
+            list(own.stride()),
+            str(own.dtype)[6:],
+        ]
+
+    def _encode_object(
+        self, value: Any, number: int, record: Record | None, slots: Record | None, name: str, depth: int
+    ) -> Any:
+        if not isinstance(record, Attributes) and not isinstance(slots, Slots):
+            return self._left_out(value)
+        return ["object", number, _class_of(value), self._pairs([record, slots], name, depth)]
+
+    def _pairs(self, records: Iterable[Record | None], name: str, depth: int) -> list[Any]:
+        children = [child for record in records if record is not None for child in record.children()]
+        return [[attribute[1:], self._encode(value, name + attribute, depth + 1)] for attribute, value in children]
+
+    def _encode_record(self, record: Record, number: int, name: str, depth: int) -> Any:
+        def all_of(values: Any) -> list[Any]:
+            return [self._encode(each, f"{name}[{place}]", depth + 1) for place, each in enumerate(values)]
+
+        value = record.value
+        if isinstance(record, Entries):
+            keys = [self._encode(key, name, depth + 1) for key in record.keys]
+            return ["dict", number, _class_of(value), keys, all_of(record.items)]
+        if isinstance(record, Items):
+            maxlen = value.maxlen if isinstance(value, deque) else None
+            return [
+                "deque" if isinstance(value, deque) else "list",
+                number,
+                _class_of(value),
+                all_of(record.items),
+                maxlen,
+            ]
+        if isinstance(record, Fixed):
+            kind = "tuple" if isinstance(value, tuple) else "frozenset"
+            return [kind, number, _class_of(value), all_of(record.items)]
+        if isinstance(record, Members):
+            return ["set", number, _class_of(value), all_of(record.members)]
+        if isinstance(record, Randomness):
+            return ["random", number, _state_to_plain(record.state)]
+        if isinstance(record, Bytes):
+            code = value.typecode if isinstance(value, array.array) else ""
+            return ["bytes", number, code, bytes(record.content)]
+        if isinstance(record, Closure):
+            parts = [part for _, part in record.children()]
+            return ["function", number, getattr(value, "__qualname__", describe(value)), all_of(parts)]
+        if isinstance(record, Iterated):
+            function, arguments, *state = record.reduced
+            return [
+                "iterator",
+                number,
+                function.__name__,
+                all_of(arguments),
+                _state_to_plain(state[0] if state else None),
+            ]
+        if isinstance(record, Variable):
+            return ["cell", number, *all_of([value for _, value in record.children()])]
+        return self._left_out(value)
+
+
+@dataclass
+class Decoder:
+    """Puts what an `Encoder` has made into the objects of this process.
+
+    Attributes:
+        anchored: The anchors by their names.
+        report: Called with the name of what could not be put in place, and why.
+    """
+
+    anchored: Mapping[str, Any]
+    report: Callable[[str, str], None]
+
+    def __post_init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        self._used: set[int] = set()
+
+    def put_attributes(self, root: Any, name: str, sent: list[Any]) -> None:
+        """Set the attributes of a root."""
+        now = vars(root)
+        for attribute, value in sent:
+            if isinstance(root, nn.Module) and _is_registered(root, attribute):
+                continue
+            found = self._decode(value, now.get(attribute, _MISSING), f"{name}.{attribute}")
+            if found is not _MISSING:
+                now[attribute] = found
+
+    def _decode(self, sent: Any, current: Any, name: str) -> Any:
+        if not isinstance(sent, list):
+            return sent
+        kind, *rest = sent
+        if kind == "@":
+            if rest[0] not in self.anchored:
+                self.report(name, f"there is no {rest[0]} in this replacement")
+                return current
+            return self.anchored[rest[0]]
+        if kind == "#":
+            return self._made.get(rest[0], current)
+        if kind in ("?", "!"):
+            if kind == "!" or current is _MISSING or describe(current) != rest[0]:
+                self.report(name, f"a {rest[0]} cannot be sent to a replacement")
+            return current
+        if kind in _ATOMS:
+            return _ATOMS[kind](*rest)
+        number, *content = rest
+        if current is not _MISSING and id(current) in self._used:
+            current = _MISSING  # it stands for another object already
+        made = _READERS[kind](self, number, content, current, name)
+        self._keep(number, made)
+        return made
+
+    def _keep(self, number: int, made: Any) -> None:
+        self._made[number] = made
+        if kind_of(made) is not Kind.ATOM:
+            self._used.add(id(made))
+
+    def _all(self, sent: list[Any], there: list[Any], name: str) -> list[Any]:
+        there = there + [_MISSING] * (len(sent) - len(there))
+        found = [
+            self._decode(each, now, f"{name}[{n}]") for n, (each, now) in enumerate(zip(sent, there, strict=False))
+        ]
+        return [None if each is _MISSING else each for each in found]
+
+    def _array(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        array_ = content[0].numpy()
+        if isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array_.shape, array_.dtype):
+            current[...] = array_
+            return current
+        return array_
+
+    def _tensor(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, values, leaf = content
+        if isinstance(current, Tensor) and _is_a(current, cls):
+            own = local_of(current)
+            if own.is_leaf and (own.shape, own.dtype, own.device) == (values.shape, values.dtype, values.device):
+                with torch.no_grad():
+                    plain_of(own).copy_(values)
+                return current
+        made = _class_named(cls)
+        if made is nn.Parameter:
+            return nn.Parameter(values, requires_grad=leaf)
+        if made is not Tensor and isinstance(made, type) and issubclass(made, Tensor):
+            values = values.as_subclass(made)
+        return values.requires_grad_(leaf)
+
+    def _with(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        sent, pairs = content
+        made = self._decode(sent, current, name)
+        if made is not _MISSING and hasattr(made, "__dict__"):
+            self._set_attributes(made, pairs, name)
+        return made
+
+    def _function(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        title, sent = content
+        if current is _MISSING or getattr(current, "__qualname__", describe(current)) != title:
+            self.report(name, f"the function {title} cannot be sent to a replacement")
+            return current
+        self._keep(number, current)
+        self._all(sent, [part for _, part in closure_of(current)], name)
+        return current
+
+    def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        function, sent, state = content
+        there = list(current.__reduce__()[1]) if kind_of(current) is Kind.ITERATOR else []
+        arguments = self._all(sent, there if len(there) == len(sent) else [], name)
+        made = _ITERATORS[function](*arguments)
+        if state is not None:
+            made.__setstate__(_state_of_plain(state))
+        return made
+
+    def _view(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        anchor, offset, shape, stride, dtype = content
+        owner = self.anchored.get(anchor)
+        if owner is None or str(owner.dtype)[6:] != dtype:
+            self.report(name, f"it is a part of {anchor}, which is not there in this replacement")
+            return current
+        part = torch.as_strided(plain_of(owner), shape, stride, offset)
+        if isinstance(current, Tensor) and not isinstance(current, nn.Parameter):
+            current.data = part
+            return current
+        return part
+
+    def _random(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        return _generator(_state_of_plain(content[0]), None if current is _MISSING else current)
+
+    def _bytes(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        code, values = content
+        made: Any = array.array(code, values) if code else bytearray(values)
+        if type(current) is type(made):
+            current[:] = made
+            return current
+        return made
+
+    def _cell(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        if current is not _MISSING and content:
+            try:
+                now = current.cell_contents
+            except ValueError:
+                now = _MISSING
+            current.cell_contents = self._decode(content[0], now, name)
+        return current
+
+    def _list(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, sent, maxlen = content
+        made = current if _is_a(current, cls) else _new(cls, deque(maxlen=maxlen) if cls.endswith(":deque") else [])
+        if made is None:
+            self.report(name, f"a {cls} cannot be made in a replacement")
+            return current
+        self._keep(number, made)
+        there = list(made)
+        items = self._all(sent, there if len(there) == len(sent) else [], name)
+        if isinstance(made, deque):
+            deque.clear(made)
+            deque.extend(made, items)
+        else:
+            list.__setitem__(made, slice(None), items)
+        return made
+
+    def _dict(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, sent_keys, sent = content
+        made = current if _is_a(current, cls) else _new(cls, {})
+        if made is None:
+            self.report(name, f"a {cls} cannot be made in a replacement")
+            return current
+        self._keep(number, made)
+        keys = self._all(sent_keys, [], name)
+        base: Any = OrderedDict if isinstance(made, OrderedDict) else dict
+        known = dict(base.items(made))
+        items = [
+            self._decode(each, known.get(key, _MISSING), f"{name}[{key!r}]")
+            for key, each in zip(keys, sent, strict=True)
+        ]
+        base.clear(made)
+        for key, item in zip(keys, items, strict=True):
+            if item is not _MISSING:
+                base.__setitem__(made, key, item)
+        return made
+
+    def _set(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, sent = content
+        made = current if _is_a(current, cls) else _new(cls, set())
+        if made is None:
+            return current
+        set.clear(made)
+        set.update(made, self._all(sent, [], name))
+        return made
+
+    def _tuple(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, sent = content
+        there = list(current) if isinstance(current, tuple) and len(current) == len(sent) else []
+        items = self._all(sent, there, name)
+        if there and all(a is b for a, b in zip(items, there, strict=True)):
+            return current
+        made = _class_named(cls)
+        if made is None or not issubclass(made, tuple):
+            return tuple(items)
+        return made(*items) if hasattr(made, "_fields") else made(items)
+
+    def _frozenset(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        return frozenset(self._all(content[1], [], name))
+
+    def _object(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, pairs = content
+        made = current if _is_a(current, cls) else _new(cls, None)
+        if made is None:
+            self.report(name, f"a {cls} cannot be made in a replacement")
+            return current
+        self._keep(number, made)
+        self._set_attributes(made, pairs, name)
+        return made
+
+    def _set_attributes(self, made: Any, pairs: list[Any], name: str) -> None:
+        wanted = {attribute for attribute, _ in pairs}
+        attributes = getattr(made, "__dict__", {})
+        for attribute in [each for each in attributes if each not in wanted]:
+            del attributes[attribute]
+        for attribute, each in pairs:
+            now = attributes[attribute] if attribute in attributes else getattr(made, attribute, _MISSING)
+            value = self._decode(each, now, f"{name}.{attribute}")
+            if value is _MISSING:
+                continue
+            if hasattr(made, "__dict__") and (attribute in attributes or not hasattr(type(made), attribute)):
+                attributes[attribute] = value
+            else:
+                object.__setattr__(made, attribute, value)
+
+
+_READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]] = {
+    "array": Decoder._array,
+    "bytes": Decoder._bytes,
+    "cell": Decoder._cell,
+    "deque": Decoder._list,
+    "dict": Decoder._dict,
+    "frozenset": Decoder._frozenset,
+    "function": Decoder._function,
+    "iterator": Decoder._iterator,
+    "list": Decoder._list,
+    "object": Decoder._object,
+    "random": Decoder._random,
+    "set": Decoder._set,
+    "tensor": Decoder._tensor,
+    "tuple": Decoder._tuple,
+    "view": Decoder._view,
+    "with": Decoder._with,
+}
+_ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {
+    each.__name__: each for each in (iter, enumerate, zip, map, filter, reversed)
+}
+_ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
+    "complex": complex,
+    "device": torch.device,
+    "dtype": lambda name: getattr(torch, name),
+    "range": range,
+    "size": torch.Size,
+    "number": lambda dtype, data: np.frombuffer(data, dtype=np.dtype(dtype))[0],
+    "enum": lambda cls, name: _class_named(cls)[name],
+    "class": lambda name: _class_named(name),
+}
+
+
+def _encode_atom(value: Any) -> Any:
+    if isinstance(value, torch.Size):
+        return ["size", list(value)]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)[6:]]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return ["number", value.dtype.str, value.tobytes()]
+    cls = _class_of(value)
+    if hasattr(type(value), "__members__") and _class_named(cls) is type(value):
+        return ["enum", cls, value.name]
+    return ["?", describe(value)]
+
+
+def _class_of(value: Any) -> str:
+    cls = type(value)
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _class_named(name: str) -> Any:
+    """Return a class that this process has imported already; None if there is none of that name."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def _is_a(value: Any, cls: str) -> bool:
+    return value is not _MISSING and _class_of(value) == cls
+
+
+def _new(cls: str, empty: Any) -> Any:
+    """Return an empty object of a class, without calling its ``__init__``; None if that is not possible."""
+    if empty is not None and _class_of(empty) == cls:
+        return empty
+    found = _class_named(cls)
+    if found is None or (empty is None and kind_of_class(found) is not Kind.OBJECT):
+        return None
+    base: Any = object if empty is None else type(empty)
+    if empty is not None and not issubclass(found, base):
+        return None
+    try:
+        return base.__new__(found)
+    except TypeError:
+        return None
+
+
+def _state_to_plain(state: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        return ["array", torch.from_numpy(state.copy())]
+    if isinstance(state, tuple):
+        return ["tuple", [_state_to_plain(each) for each in state]]
+    if isinstance(state, dict):
+        return ["dict", [[key, _state_to_plain(each)] for key, each in state.items()]]
+    return state
+
+
+def _state_of_plain(sent: Any) -> Any:
+    if not isinstance(sent, list):
+        return sent
+    kind, content = sent
+    if kind == "array":
+        return content.numpy()
+    if kind == "tuple":
+        return tuple(map(_state_of_plain, content))
+    return {key: _state_of_plain(each) for key, each in content}
+
+
+def _torch_generator(state: Tensor, current: Any) -> torch.Generator | None:
+    """Return a generator whose states are as large as ``state``, which differs from device to device."""
+    if isinstance(current, torch.Generator) and current.get_state().shape == state.shape:
+        return current
+    new = (torch.Generator(device) for device in (HOST, plain.own_device()))
+    return next((generator for generator in new if generator.get_state().shape == state.shape), None)
+
+
+def _generator(state: Any, current: Any) -> Any:
+    """Return the generator that is there, with the state; a new one where there is none of that kind."""
+    if isinstance(state, Tensor):
+        generator: Any = _torch_generator(state, current)
+        if generator is None:
+            return current
+    elif isinstance(state, dict):
+        name = state["bit_generator"]
+        fits = isinstance(current, np.random.Generator) and type(current.bit_generator).__name__ == name
+        generator = current if fits else np.random.Generator(getattr(np.random, name)())
+    elif len(state) == _OF_RANDOM_STATE:
+        generator = current if isinstance(current, np.random.RandomState) else np.random.RandomState()
+    else:
+        generator = current if isinstance(current, random.Random) else random.Random()
+    set_random(generator, state)
+    return generator
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    return name in module._parameters or name in module._buffers or name in module._modules
