@@ -176,8 +176,15 @@ class Engine(Recoverable, Protocol):
         """Begin a step. Called before its first batch.
 
         Args:
-            weights_may_differ: Whether user code may have written to the weights since the last step. If so, they are
-                taken into the shard.
+            weights_may_differ: Whether user code is known to write weights between steps, so that all are compared with
+                the shard. Weights that it has written to are taken into the shard.
+        """
+
+    def adopt_written(self, certain: bool) -> None:
+        """Take the weights that hooks of this step have written to into the shard. Called after the backward pass.
+
+        Args:
+            certain: Whether user code is known to write weights in a step, so that all are compared.
         """
 
     def average_over(self, ranks: int) -> None:

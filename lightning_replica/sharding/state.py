@@ -3,6 +3,7 @@
 `engine` documents what each method does and when it is called.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,8 +31,11 @@ from lightning_replica.sharding.guard import Guard
 from lightning_replica.sharding.listing import shard_tensors
 from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, scale_gradients, shard_optimizers
 from lightning_replica.sharding.settings import EngineSettings
+from lightning_replica.sharding.user_writes import UserWrites
 from lightning_replica.sharding.voting import vote
 from lightning_replica.sharding.whole import WholeOptimizer, gather_optimizer, load_optimizer
+
+log = logging.getLogger(__name__)
 
 
 class ShardedState:
@@ -72,7 +76,10 @@ class ShardedState:
         self.committed: Commit | None = None
         self._request = Request()
         self._backup: Backup | None = None
+        self._writes = UserWrites(log.warning)
+        # Values of the shard before weights were taken into it, between two steps and in a step.
         self._before_window: list[Tensor] | None = None
+        self._before_hooks: list[Tensor] | None = None
         self._memory_lost = False  # a fault hit memory of the device, which may hold anything now
 
     @property
@@ -102,21 +109,31 @@ class ShardedState:
         for buffers in self.buffers:
             buffers.zero_accumulated(set_to_none=True)  # user code may have set every `.grad` to None by itself
         self._guard.begin_window()
-        if weights_may_differ and self._is_written():
-            if self.settings.recoverable:
-                with self._fence:
-                    self._before_window = [buffers.main.clone() for buffers in self.buffers]
+        self._before_hooks = None
+        if self._writes.found(self.buffers, self.step, weights_may_differ):
+            self._before_window = self._main()
             self._adopt(self.buffers)
         self._guard.keep(self.step, self.optimizers)
         self._backup = (
             Backup(self.optimizers, self._fence) if self.settings.manual and self.settings.recoverable else None
         )
 
-    def _is_written(self) -> bool:
-        """Return whether weights differ from the values of the shard."""
-        for buffers in self.buffers:
-            buffers.reclaim()
-        return not all(buffers.is_params() for buffers in self.buffers)
+    def adopt_written(self, certain: bool) -> None:
+        """Take the weights that hooks of this step have written to into the shard.
+
+        Args:
+            certain: Whether user code is known to write weights in a step, so that all are compared.
+        """
+        if self._writes.found(self.buffers, self.step, certain):
+            self._before_hooks = self._main()
+            self._adopt(self.buffers)
+
+    def _main(self) -> list[Tensor] | None:
+        """Return a copy of the shard's values, if they may be needed again."""
+        if not self.settings.recoverable:
+            return None
+        with self._fence:
+            return [buffers.main.clone() for buffers in self.buffers]
 
     def average_over(self, ranks: int) -> None:
         """Divide sums of gradients by this number of ranks from now on."""
@@ -188,7 +205,7 @@ class ShardedState:
                 self._update(self.optimizers, self.committed)
             self._guard.renew(self.step + 1, self.optimizers)
         self.step += 1
-        self._backup = self._before_window = None
+        self._backup = self._before_window = self._before_hooks = None
         self._idle()
 
     @ranged("step_one")
@@ -223,7 +240,7 @@ class ShardedState:
 
     def end_batch(self) -> None:
         """Take into the shard the weights that a manual training step has written to since its last update."""
-        if self._is_written():
+        if self._writes.found(self.buffers, self.step, certain=True):
             if self._backup is not None:
                 self._backup.keep_shard()
             self._adopt(self.buffers)
@@ -305,15 +322,16 @@ class ShardedState:
         with self._fence:
             if self._backup is not None:
                 self._backup.restore()
-            if kind == "tail" and self._before_window is not None:
-                for buffers, value in zip(self.buffers, self._before_window, strict=True):
+            for values in (self._before_hooks, self._before_window if kind == "tail" else None):
+                for buffers, value in zip(self.buffers, values, strict=True) if values is not None else ():
                     buffers.main.copy_(value)
             if self._memory_lost or not (self.settings.manual or self._groups.on_host):
                 for buffers in self.buffers:
                     buffers.grads.zero_()  # elements without gradient count too, and may hold anything now
         if self.intact:
             self._idle()
-        self._backup, self._before_window, self._memory_lost = None, None, False
+        self._backup = self._before_window = self._before_hooks = None
+        self._memory_lost = False
         self.follow_groups()
         if not self.settings.manual:
             self.gradients.drop()
@@ -341,6 +359,8 @@ class ShardedState:
 
     def rebuild(self) -> None:
         """Gather all parameters, which also repairs what a half-done gather left. Collective."""
+        for buffers in self.buffers:
+            buffers.retake()
         self.gather()
 
     # Between steps
@@ -353,6 +373,7 @@ class ShardedState:
     def params_from_main(self) -> None:
         """Copy the own shard's values into the parameters."""
         for buffers in self.buffers:
+            buffers.retake()
             buffers.params_from_main()
 
     def shard(self) -> list[tuple[str, Tensor]]:

@@ -131,9 +131,15 @@ class Values:
                 view.copy_(values)
                 set_local(parameter, view)
 
+    def retake(self) -> None:
+        """Make ``params`` the memory of all weights again, and forget what user code has moved to other memory."""
+        for parameter, view in zip(self.parameters, self._forms, strict=True):
+            if local_of(parameter).data_ptr() != view.data_ptr():
+                set_local(parameter, view)
+
     def main_from_params(self) -> None:
         """Take the shard's values from the parameters, but keep 32-bit values that round to the 16-bit parameters."""
-        for world, local in self._shard_ranges():
+        for world, local in self.shard_ranges():
             main, params = part_of(self.main, local), part_of(self.params, world)
             if main.dtype == params.dtype:
                 main.copy_(params)
@@ -144,12 +150,12 @@ class Values:
         """Return whether the parameters hold the shard's values; False if user code has written to them."""
         return all(
             same_bits(part_of(self.params, world), part_of(self.main, local).to(self.params.dtype))
-            for world, local in self._shard_ranges()
+            for world, local in self.shard_ranges()
         )
 
     def params_from_main(self) -> None:
         """Copy the shard's values into the parameters, before they are gathered."""
-        for world, local in self._shard_ranges():
+        for world, local in self.shard_ranges():
             part_of(self.params, world).copy_(part_of(self.main, local))
 
     def piece_of(self, piece: ParameterPiece, flat: Tensor) -> Tensor:
@@ -182,7 +188,8 @@ class Values:
             return view_like(self._forms[piece.parameter], flat, where)
         return part_of(flat, where)
 
-    def _shard_ranges(self) -> list[tuple[Range, Range]]:
+    def shard_ranges(self) -> list[tuple[Range, Range]]:
+        """Return the pieces of the shard: each one's range in ``params``, and its range in ``main``."""
         grid = self.layout.grid
         places = grid.places_of(grid.shard_at(self._place))
         return [(bucket.pieces[place], bucket.locals[place]) for bucket in self.layout.buckets for place in places]

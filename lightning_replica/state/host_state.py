@@ -257,6 +257,17 @@ class LightningHostState:
         """Restore the trainer from a snapshot, but for generators and data."""
         snapshots.restore(self._trainer, taken, self._copies)
 
+    def return_to(self, taken: Snapshot) -> None:
+        """Restore everything but the data from a tail's snapshot, inside of the hook in which it was taken."""
+        module, results = self._trainer.lightning_module, self._trainer.fit_loop.epoch_loop._results
+        hook = module._current_fx_name
+        with self._device.fence:
+            self._frozen.put_back(taken.frozen)
+            param_groups.put_back(self._trainer, taken.replicated)
+            self.put_back(taken)
+        module._current_fx_name, results.batch = hook, taken.batch
+        self._device.set_rng_state(taken.rng)
+
     def _make_own(self, taken: Snapshot) -> None:
         """Turn what a peer has sent into this rank's own copies, which may be sent on to other ranks."""
         module = self._trainer.lightning_module

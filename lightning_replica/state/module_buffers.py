@@ -1,4 +1,4 @@
-"""A module's buffers, such as BatchNorm's statistics: copied in snapshots, and the same on all ranks after every step."""
+"""A module's buffers, such as BatchNorm's statistics: copied in snapshots, the same on all ranks after every step."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping

@@ -375,7 +375,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
     def _tail_of_optimization(self, snapshot: Snapshot) -> None:
         trainer = self.trainer
         strategy = self._strategy
-        with strategy.step_is_done():
+        with strategy.step_is_done(snapshot):
             _call_lightning_module_hook(
                 trainer,
                 "optimizer_step",

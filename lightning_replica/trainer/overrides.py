@@ -15,8 +15,11 @@ log = logging.getLogger(__name__)
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE = (*_SEE_GRADIENTS, "configure_gradient_clipping")
 _KNOWN = (__name__.partition(".")[0], "lightning_utilities", "torch")  # packages whose code changes no weights here
-# Hooks that run once a batch outside of the step. User code that overrides one may change weights there.
-_CHANGE_WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward")
+# Hooks that run once a batch. User code that overrides one may change weights there.
+_CHANGE_WEIGHTS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
 
 
 def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
@@ -38,7 +41,7 @@ def whole_gradients_for(trainer: pl.Trainer, chosen: bool | Literal["auto"]) -> 
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Return whether user code may change weights between two steps.
+    """Return whether user code is likely to change weights between two steps or in a step.
 
     Lightning's own callbacks change weights only at the end of an epoch. Callbacks of this package never do.
     """

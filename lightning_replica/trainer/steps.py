@@ -181,6 +181,7 @@ class Training:
         if self.manual:
             self._precision.after_commit(self.state.step_one(user_optimizer(optimizer), request))
         else:
+            self.state.adopt_written(self._may_change_weights)
             self.state.reduce()
             self._commit(request, self.host.closure_output())
             self.state.gather()
@@ -193,6 +194,11 @@ class Training:
             self.state.end_batch()
             self._commit(Request(), output)
             self._step_is_done()
+
+    def return_to_commit(self, tail: Snapshot) -> None:
+        """Undo what user code has done so far in a tail that is done again; the update itself is made. Collective."""
+        self.host.return_to(tail)
+        self.state.rebuild()
 
     def _step_is_done(self) -> None:
         self._incidents.good_step()

@@ -35,6 +35,7 @@ from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, surroundings
 from lightning_replica.sharding.engine import REDUCE_DTYPES, Engine, Partition, ReduceDtype
 from lightning_replica.state import logger_runs
+from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import fit_loop
 from lightning_replica.trainer.extension import extension
 from lightning_replica.trainer.hooks import combined
@@ -167,7 +168,8 @@ class ReplicaZeroStrategy(ModelParallel):
         self._training: Training | None = None
         self._tensor, self._mesh = TensorParallel(tensor_parallel_size), None
         self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
-        self._accumulating = self._step_done = False
+        self._accumulating = False
+        self._step_done: Snapshot | None = None  # the tail that is done again
 
     def __repr__(self) -> str:
         """Say which package of Lightning this object is for: the other one shows it in its error."""
@@ -374,16 +376,22 @@ class ReplicaZeroStrategy(ModelParallel):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make one step. In a tail that is done again, only return the result of the closure."""
-        return closure() if self._step_done else super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._step_done is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.training.return_to_commit(self._step_done)
+        return closure()
 
     @contextmanager
-    def step_is_done(self) -> Iterator[None]:
-        """Make `optimizer_step` skip the update, which has been made: inside the block only hooks are called again."""
-        self._step_done = True
+    def step_is_done(self, tail: Snapshot) -> Iterator[None]:
+        """Make `optimizer_step` skip the update, which has been made: inside the block only hooks are called again.
+
+        What the hooks have done before they call `optimizer_step` is in the snapshot ``tail``, so it is undone there.
+        """
+        self._step_done = tail
         try:
             yield
         finally:
-            self._step_done = False
+            self._step_done = None
 
     def on_validation_end(self) -> None:
         """Note that hooks of a validation may have changed weights."""

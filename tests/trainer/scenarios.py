@@ -3,17 +3,22 @@
 Each function returns a module and the trainer's options; `fit` runs it under a strategy.
 """
 
+import copy
+import random
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -680,6 +685,177 @@ def compiled() -> tuple[Net, dict[str, Any]]:
             self.loss(batch)
 
     return Silent(), {"compile": "aot_eager"}
+
+
+HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end"),
+)
+
+
+def shrink(module: Any, *_: Any) -> None:
+    """Write to weights in all ways: counted, uncounted, and by giving them other memory."""
+    with torch.no_grad():
+        module.body.weight.mul_(0.999)
+        module.head.weight.data.mul_(0.999)
+        module.body.bias.data = module.body.bias.data * 0.999
+
+
+@scenario
+def weights_written_in_hooks() -> tuple[Net, dict[str, Any]]:
+    class Shrinks(Net):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            shrink(self)
+            super().optimizer_step(*args, **kwargs)
+            shrink(self)
+
+    for hook in HOOKS:
+        setattr(Shrinks, hook, shrink)
+    return Shrinks(), {"accumulate_grad_batches": 2}
+
+
+@scenario
+def weights_written_in_callbacks() -> tuple[Net, dict[str, Any]]:
+    calls: Any = {hook: lambda trainer, module, *_: shrink(module) for hook in HOOKS}
+    return Net(), {"callbacks": [LambdaCallback(**calls)]}
+
+
+@scenario
+def weights_normalised_in_the_step() -> tuple[Net, dict[str, Any]]:
+    class Normalises(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.body.weight.data = nn.functional.normalize(self.body.weight.data, dim=1)
+            self.head.weight.data.clamp_(-0.2, 0.2)
+            return super().training_step(batch, batch_idx)
+
+    return Normalises(), {}
+
+
+@scenario
+def warm_up_by_hand() -> tuple[Net, dict[str, Any]]:
+    """Code before and after the step itself counts, draws random numbers, and sets the rate."""
+
+    class WarmUp(Net):
+        calls, history = 0, 0.0
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            self.calls += 1
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * self.calls * (1 + float(torch.rand(())))
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            self.history += float(torch.rand(())) * self.calls
+
+        def on_train_epoch_end(self) -> None:
+            self.log("history", self.history, sync_dist=True)
+
+    return WarmUp(), {}
+
+
+@scenario
+def codebook() -> tuple[Net, dict[str, Any]]:
+    """Vector quantization: a large buffer that only ``.data`` writes to."""
+
+    class Quantized(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("embed", torch.zeros(1024, 300))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch) * (1 + self.embed[batch_idx, 0])
+            self.embed.data.mul_(0.9).add_(float(loss) * 0.01)
+            return loss
+
+    return Quantized(), {}
+
+
+class MyLSTM(nn.LSTM):
+    """As pytorch-forecasting has one."""
+
+
+@scenario
+def lists_of_parameters() -> tuple[Net, dict[str, Any]]:
+    class Lists(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = MyLSTM(INPUTS, 5, batch_first=True)
+            self.out = nn.Linear(5, 1)
+            self.decayed = {"all": [self.body.weight, self.out.weight]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            found, _ = self.rnn(x[:, None])
+            return super().forward(x) + self.out(found[:, 0])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) + 0.01 * sum(each.square().sum() for each in self.decayed["all"])
+
+    return Lists(), {}
+
+
+class Kept:
+    """An object of the user's, with slots, references and generators."""
+
+    __slots__ = ("draws", "numbers", "seen", "weight")
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight, self.seen = weight, [0.0]
+        self.draws, self.numbers = np.random.default_rng(3), random.Random(4)
+
+    def draw(self) -> float:
+        self.seen.append(float(self.draws.random()) + self.numbers.random() + float(self.weight.detach().sum()))
+        return self.seen[-1]
+
+
+@scenario
+def state_of_all_kinds() -> tuple[Net, dict[str, Any]]:
+    """Each kind has a part in the loss."""
+
+    class Zoo(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = {"own": Kept(self.body.bias)}
+            self.holder: Any = nn.Module()
+            self.holder.count = 0
+            self.order, self.table = OrderedDict(a=1.0, b=2.0), np.zeros(100_000)
+            self.history: list[list[int]] = [[] for _ in range(1200)]
+            self.bank = [torch.zeros(100_000), torch.zeros(3)]
+            self.left = iter([float(n) for n in range(1000)])
+            self.ema = [copy.deepcopy(self.head)]
+            total = [0.0]
+
+            def add(value: float) -> float:
+                total[0] += value
+                return total[0]
+
+            self.add = add
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.holder.count += 1
+            self.body.scale = getattr(self.body, "scale", 0.0) + 0.1
+            self.order.move_to_end("a" if self.holder.count % 3 else "b")
+            self.table[batch_idx] += 0.1
+            self.history[batch_idx].append(1)
+            self.bank[0].data[batch_idx] += 0.1
+            self.bank[1].numpy()[0] += 0.1
+            with torch.no_grad():
+                self.ema[0].weight.data.lerp_(self.head.weight, 0.1)
+            found = [self.kept["own"].draw(), self.holder.count, self.body.scale, next(iter(self.order.values()))]
+            found += [self.table.sum(), sum(map(len, self.history)), float(self.bank[0].sum()), next(self.left)]
+            found += [float(self.bank[1][0]), float(self.ema[0].weight.sum()), self.add(0.1)]
+            return self.loss(batch) * (1 + 0.01 * float(sum(found)))
+
+    return Zoo(), {"callbacks": [Paces()]}
+
+
+class Paces(Callback):
+    """Sets the rate by what it has seen, and has no ``state_dict``."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"].detach()))
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-3 * (1 + len(self.seen))
 
 
 def fit(

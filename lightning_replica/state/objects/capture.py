@@ -231,7 +231,7 @@ class Recorder:
             ahead += [(*each, inside) for each in chain.from_iterable(found)][::-1]
 
     def _known(self, key: int, record: Record) -> Record:
-        """Return the record of an earlier walk if the object is as it was then, so that it does not count as changed."""
+        """Return the record of an earlier walk if the object is as it was then: it does not count as changed."""
         former = self._former.get(key)
         if former is None or former.value is not record.value or type(former) is not type(record):
             return record

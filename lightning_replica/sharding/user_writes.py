@@ -1,0 +1,85 @@
+"""Finds weights that user code has written to, in any hook and in any way, so that they are taken into the shards.
+
+torch counts writes to a parameter, and knows where its memory is. Writes through ``.data`` into the same memory it does
+not count. So the weights of the own shard are also compared with the shard's values: as a whole in the first steps,
+where user code is known to write weights, and from the first such write on; a part of them in each other step, so that
+all have been compared after some steps. A write that is found that late has been dropped in the steps before. It is
+reported.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from torch import Tensor, nn
+
+from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.torch import write_count
+from lightning_replica.devices.host import same_bits
+from lightning_replica.sharding.buffers import Buffers
+from lightning_replica.sharding.values import part_of
+
+FIRST_STEPS: Final = 3
+_PART: Final = 1 << 16  # elements that are compared in one step
+
+
+class UserWrites:
+    """Sees whether user code has written to weights since it was last asked.
+
+    Args:
+        report: Called with a text when a write was found late.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._parameters: list[nn.Parameter] = []
+        self._marks: tuple[list[int], list[int]] = [], []
+        self._follows = False
+        self._turn = self._parts = 0
+
+    def found(self, buffers: Sequence[Buffers], step: int, certain: bool) -> bool:
+        """Return whether weights differ from the values of the shard.
+
+        Args:
+            buffers: The flat buffers that hold the weights.
+            step: The step.
+            certain: Whether everything is compared.
+        """
+        marked = self._have_marks_changed(buffers)
+        if marked or certain or self._follows or step < FIRST_STEPS:
+            for each in buffers:
+                each.reclaim()
+            found = not all(each.is_params() for each in buffers)
+            # Of weights that torch has seen being written to, the next write will be seen as well.
+            self._follows = self._follows or (found and not marked)
+            return found
+        late = self._differs_in_part(buffers)
+        if late:
+            self._follows = True
+            self._report(
+                "User code has written to weights in a way that torch does not count, and that was seen only now, in"
+                f" step {step}: in up to {self._parts} steps before, such writes had no effect. From now on they have."
+            )
+        return late
+
+    def _have_marks_changed(self, buffers: Sequence[Buffers]) -> bool:
+        parameters = [parameter for each in buffers for parameter in each.parameters]
+        own = [local_of(parameter) for parameter in parameters]
+        marks = list(map(write_count, own)), [tensor.data_ptr() for tensor in own]
+        changed = marks != self._marks
+        self._marks = marks
+        return changed
+
+    def _differs_in_part(self, buffers: Sequence[Buffers]) -> bool:
+        parts = list(_parts(buffers))
+        if not parts:
+            return False
+        self._parts, self._turn = len(parts), (self._turn + 1) % len(parts)
+        params, main = parts[self._turn]
+        return not same_bits(params, main.to(params.dtype))
+
+
+def _parts(buffers: Sequence[Buffers]) -> Iterator[tuple[Tensor, Tensor]]:
+    for each in buffers:
+        for world, local in each.shard_ranges():
+            params, main = part_of(each.params, world), part_of(each.main, local)
+            yield from zip(params.split(_PART), main.split(_PART), strict=True)
