@@ -25,7 +25,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_divided(tensor) else tensor
 
 
-def set_local(parameter: nn.Parameter, values: Tensor) -> None:
+def set_local(parameter: Tensor, values: Tensor) -> None:
     """Make ``parameter`` hold ``values`` from now on: the part of it that this rank has."""
     if is_divided(parameter):
         parameter._local_tensor = values

@@ -1,5 +1,6 @@
 """Ranges in profiles."""
 
+import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_replica.core.ranges import Range, ranged
@@ -11,6 +12,7 @@ def work(x: int, by: int = 1) -> int:
     return x + by
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 and 2.12
 def test_a_call_is_in_the_profile() -> None:
     assert (work(1, by=2), work.__doc__) == (3, "Adds.")
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

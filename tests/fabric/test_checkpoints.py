@@ -116,7 +116,7 @@ def test_every_rank_hears_of_a_failure(tmp_path: Path) -> None:
         assert full.startswith("rank 0: ")
         assert full.endswith("checkpoint.pt.tmp could not be written: No space left on device.")
         assert "rank 0: " in pickled
-        assert "pickle" in pickled
+        assert "pickle" in pickled or "local object" in pickled  # before Python 3.13, and since
         assert "is a directory, and Fabric reads one file. `lightning-replica export" in directory
         assert "damaged.pt cannot be used" in damaged
     assert torch.load(file_of(str(tmp_path)))["step"] == 0, "the former file is whole"

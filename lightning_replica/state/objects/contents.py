@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica._compat.torch import is_wrapper, write_count
 from lightning_replica._compat.torch import plain_of as torch_plain_of
 from lightning_replica.core.plain import is_plain
@@ -88,7 +88,7 @@ class Held:
             elif (content.shape, content.dtype) == (copy.shape, copy.dtype):
                 content.copy_(copy)
             else:
-                local_of(self.value).data = copy.clone()
+                set_local(self.value, copy.clone())
         self.writes = self._count()
 
     def look(self) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_replica._compat.dtensor import local_of
+from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST
 from lightning_replica.state.atoms import ATOMS
@@ -323,7 +323,7 @@ class Decoder:
             return current
         part = torch.as_strided(plain_of(owner), shape, stride, offset)
         if isinstance(current, Tensor) and not isinstance(current, nn.Parameter):
-            current.data = part
+            set_local(current, part)
             return current
         return part
 
