@@ -3,7 +3,8 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,21 @@ Store = TypeVar("Store", bound=Values, default=Buffers)
 """How parameters are stored: with their gradients, or without (`replica_optimizer`)."""
 
 
+class _Left(NamedTuple):
+    """The shard that a fit has left in an optimizer.
+
+    Attributes:
+        cut: How it is cut.
+        parameters: The pieces, by which the optimizer's state is keyed.
+    """
+
+    cut: tuple[Any, ...]
+    parameters: list[nn.Parameter]
+
+
+_left: "WeakKeyDictionary[Optimizer, _Left]" = WeakKeyDictionary()
+
+
 class ShardedOptimizer(Generic[Store]):
     """Makes an optimizer update the pieces of this rank's shard instead of whole parameters.
 
@@ -128,6 +144,31 @@ class ShardedOptimizer(Generic[Store]):
         self._user_zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self.follow_groups()
+        self._take_over(_left.pop(optimizer, None))
+
+    def _take_over(self, left: "_Left | None") -> None:
+        """Take over the shard that an earlier fit has left in the same optimizer.
+
+        Raises:
+            ConfigurationError: If the shard was cut otherwise.
+        """
+        if left is None or not any(parameter in self.optimizer.state for parameter in left.parameters):
+            return
+        if left.cut != self._cut():
+            raise ConfigurationError(
+                f"The optimizer {type(self.optimizer).__name__} was used in an earlier fit, and holds one shard of its"
+                " state. This fit trains other parameters, or on other ranks or with other settings. Make a new"
+                " optimizer in `configure_optimizers`, or go on from a checkpoint of the earlier fit."
+            )
+        for before, piece in zip(left.parameters, self.pieces, strict=True):
+            if before in self.optimizer.state:
+                self.optimizer.state[piece.parameter] = self.optimizer.state.pop(before)
+
+    def _cut(self) -> tuple[Any, ...]:
+        """Return what shows how the shard is cut: equal values are cut alike."""
+        orders = tuple(tuple(buffers.order) for buffers in self.buffers)
+        shapes = tuple(tuple(piece.parameter.shape) for piece in self.pieces)
+        return self._grids, self._rank, self._settings.partition, orders, shapes
 
     def follow_groups(self) -> tuple[list[Store], list[Store]]:
         """Lay out parameters that are in a param group but in no buffer; drop buffers that no param group uses.
@@ -312,8 +353,9 @@ class ShardedOptimizer(Generic[Store]):
                 self.optimizer.state[piece.parameter] = {key: piece.cut(key, value) for key, value in state.items()}
 
     def close(self) -> None:
-        """Restore the optimizer's own ``zero_grad``."""
+        """Restore the optimizer's own ``zero_grad``, and leave the shard for a fit with the same optimizer."""
         self.optimizer.zero_grad = self._user_zero_grad  # type: ignore[method-assign]
+        _left[self.optimizer] = _Left(self._cut(), [piece.parameter for piece in self.pieces])
 
     def _owner(self, name: str) -> tuple[nn.Parameter, str]:
         number, key = name.split("/", 1)

@@ -37,8 +37,9 @@ from lightning_replica.state.data_setup import DataSetup
 from lightning_replica.state.frozen import FrozenValues
 from lightning_replica.state.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.state.module_buffers import BufferCopies
+from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.own_states import Logged, Own, States
-from lightning_replica.state.reachable import Inexact, Reachable, Taken
+from lightning_replica.state.reachable import Inexact, Reachable
 from lightning_replica.state.structure import Structure
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ from torchmetrics import MeanMetric, MinMaxMetric
 from lightning_replica import RecoveryCallback
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.objects.wire import _generator
-from lightning_replica.state.reachable import Inexact, Reachable, Taken
+from lightning_replica.state.reachable import Inexact, Reachable
 
 Pair = namedtuple("Pair", "a b")
 
@@ -64,6 +65,7 @@ class Copies:
 
     def __init__(self, module: LightningModule, *callbacks: Any, data: Any = None) -> None:
         self.module, self.inexact = module, Inexact()
+        loop = SimpleNamespace(_combined_loader=None)
         self.trainer: Any = SimpleNamespace(
             lightning_module=module,
             callbacks=list(callbacks),
@@ -71,6 +73,7 @@ class Copies:
             optimizers=[],
             lr_scheduler_configs=[],
             loggers=[],
+            fit_loop=SimpleNamespace(_combined_loader=None, epoch_loop=SimpleNamespace(val_loop=loop)),
             strategy=object(),
         )
         self.reachable = Reachable(self.trainer, self.inexact)

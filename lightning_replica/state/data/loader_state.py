@@ -19,7 +19,8 @@ class LoaderState(NamedTuple):
         first: Random state before the first batch was loaded; None if no batch was loaded, or if workers load.
         seeded: State of the generator from which the seed of workers that outlive an iteration was drawn; None if there
             are no such workers.
-        samplers: What samplers of foreign classes kept when the iteration began; None if there are no such samplers.
+        sources: What the user's samplers and datasets kept when the iteration began; None if there are none.
+        left: What they kept after the last batch; None if they are brought there by loading again what is skipped.
     """
 
     batches: int
@@ -31,7 +32,8 @@ class LoaderState(NamedTuple):
     epoch: int | None = None
     first: bytes | None = None
     seeded: bytes | None = None
-    samplers: bytes | None = None
+    sources: bytes | None = None
+    left: bytes | None = None
 
     @classmethod
     def of(cls, plain: Iterable[Any]) -> "LoaderState":

@@ -3,7 +3,8 @@
 [Note: position]
 The position is the number of batches that the loop has taken in this iteration. The order of samples must be a function
 of seed, epoch, rank and world, as with ``DistributedSampler``; or of the random state in which the iteration began, as
-with ``RandomSampler``; or of what the user's own sampler kept at that time (samplers.py). There are two ways back. A
+with ``RandomSampler``; or of what the user's own sampler, or another source of the
+user's, kept at that time (sources.py). There are two ways back. A
 rank that was there keeps the batches since the last mark and yields them again. After each one it restores the random
 state in which loading that batch left the generators, because loading may draw random numbers. A new process, or a rank
 that has already begun another iteration or whose loader has raised, starts the loader again from the random state in
@@ -29,10 +30,10 @@ iteration for good, because torch has taken the item off its queue. The rank rec
 and the loader starts again at the batch that was to come. A validation is repeated from its beginning.
 
 [Note: what is not exact]
-A dataset may keep state of its own that changes while loading (a generator, a counter, a cache of random choices). This
-state is in the workers' copies of the dataset and starts anew, except for iterable data, which is drawn again from its
-beginning. Iterable data without workers that fills a shuffle buffer with the global generators draws other numbers
-while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up the order in any case.
+A dataset may keep state of its own that changes while loading (a generator, a counter, a cache of random choices). With
+workers, this state is in their copies of the dataset and starts anew, except for iterable data, which is drawn again
+from its beginning. Iterable data without workers that fills a shuffle buffer with the global generators draws other
+numbers while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up the order in any case.
 """
 
 import logging
@@ -43,7 +44,7 @@ from lightning_replica._compat.lightning_names import _set_sampler_epoch
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
-from lightning_replica.state.data.samplers import Samplers
+from lightning_replica.state.data.sources import Sources
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class _Kept(NamedTuple):
         random: Random state of this process before the batch, if it was the first of its iteration and no worker loads.
         reported: Random state that the worker has reported with the batch; None if it has reported none.
         after: Random state of this process after the batch was loaded.
+        left: What the sources kept then, if skipped batches are not loaded.
     """
 
     batch: Any
@@ -68,6 +70,7 @@ class _Kept(NamedTuple):
     random: bytes
     reported: bytes | None
     after: bytes
+    left: bytes | None
 
 
 class ExactLoader:
@@ -86,7 +89,7 @@ class ExactLoader:
         self.loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._feed = Feed(loader, rng_state, set_rng_state)
-        self._samplers = Samplers(loader)
+        self._sources = Sources(loader)
         self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded
@@ -129,11 +132,11 @@ class ExactLoader:
             return self._inherited
         state = self._state
         if not self._feed.lasts or state.begun is None:
-            return LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
+            return LoaderState(0, None, self._generator_state(), turn=state.turn, sources=self._sources.state())
         workers = self._final_workers()
         if workers is None:  # the workers are still loading; workers that replace them have to load, too
             return state
-        between = LoaderState(0, None, self._generator_state(), turn=state.turn, samplers=self._samplers.state())
+        between = LoaderState(0, None, self._generator_state(), turn=state.turn, sources=self._sources.state())
         return between._replace(workers=workers, seeded=state.seeded)
 
     def _final_workers(self) -> tuple[bytes | None, ...] | None:
@@ -176,7 +179,7 @@ class ExactLoader:
                 self._replay()
             else:  # an iteration that has not begun begins with its first batch
                 self._put_generator(state.generator)
-                self._samplers.put(state.samplers)
+                self._sources.put(state.sources)
 
     def inherit(self, state: LoaderState) -> None:
         """Continue from what `state_between` has returned, in another process or in this one."""
@@ -186,7 +189,7 @@ class ExactLoader:
             self._inherited = state
         if state.begun is None:
             self._put_generator(state.generator)
-            self._samplers.put(state.samplers)
+            self._sources.put(state.sources)
 
     def return_to(self, state: LoaderState) -> None:
         """Continue from what `state_between` has returned in this process; keep workers that were not used since."""
@@ -242,7 +245,8 @@ class ExactLoader:
         if item is END:
             self._ended = True
             raise StopIteration
-        kept = _Kept(item[0], before, random, item[1], self._rng_state())
+        left = self._sources.state(begins=False) if self._feed.skips else None
+        kept = _Kept(item[0], before, random, item[1], self._rng_state(), left)
         self._kept.append(kept)
         self._drawn += 1
         return kept
@@ -268,7 +272,7 @@ class ExactLoader:
             known[state.batches % len(known)] = kept.reported
             workers = tuple(known)
         first = state.first if state.batches or self._feed.workers else kept.random
-        return state._replace(batches=state.batches + 1, workers=workers, first=first)
+        return state._replace(batches=state.batches + 1, workers=workers, first=first, left=kept.left)
 
     def _begin(self) -> None:
         """Begin the next iteration."""
@@ -276,7 +280,7 @@ class ExactLoader:
         turn = self._state.turn + 1
         if inherited is not None and inherited.begun is not None:
             self._replay_beside()
-        begun, generator, samplers = self._rng_state(), self._generator_state(), self._samplers.state()
+        begun, generator, sources = self._rng_state(), self._generator_state(), self._sources.state()
         self._kept, self._drawn, self._ended, self._final = [], 0, False, None
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
             workers, reused = inherited.workers, True
@@ -285,7 +289,7 @@ class ExactLoader:
             workers, reused = self._feed.begin()
         epoch = self._sampler_epoch() if self._feed.workers else None
         self._state = LoaderState(
-            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded, samplers=samplers
+            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded, sources=sources
         )
 
     def _begin_late(self) -> None:
@@ -311,12 +315,13 @@ class ExactLoader:
         else:
             self._set_rng_state(state.begun)
             self._put_generator(state.generator)
-            self._samplers.put(state.samplers)
+            self._sources.put(state.sources)
         self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)
         self._kept, self._drawn = [], state.batches
         self._feed.replay(state)
+        self._sources.put(state.left)
 
     # What it iterates
 

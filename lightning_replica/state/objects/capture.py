@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.torch import storage_of
 from lightning_replica.state.objects.contents import (
+    COPIED_BYTES,
     FIRST_WINDOWS,
     Contents,
     Copy,
@@ -161,11 +162,12 @@ class Recorder:
 
     Args:
         report: Called with the name of something, and with why it is not restored after a fault.
+        copied_bytes: See `contents.Contents`.
     """
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
+    def __init__(self, report: Callable[[str, str], None], copied_bytes: int = COPIED_BYTES) -> None:
         self._report = report
-        self._contents = Contents(self._tell_of_late)
+        self._contents = Contents(self._tell_of_late, copied_bytes)
         self._roots: Sequence[Root] = ()
         self._anchors = Anchors({})
         self._records: dict[int, Record] = {}

@@ -25,6 +25,7 @@ import subprocess
 import threading
 import types
 import uuid
+import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -86,7 +87,9 @@ _ITERATORS: Final[tuple[type, ...]] = (
     *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70))), type(iter("")), type(iter(b""))),
     *(type(reversed([])), enumerate, zip, map, filter, reversed),
 )
-_ITERTOOLS: Final = tuple(each for each in vars(itertools).values() if isinstance(each, type))
+# Until Python 3.14 they can be made again.
+ITERTOOLS: Final = tuple(each for each in vars(itertools).values() if isinstance(each, type))
+_ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__" in vars(each))
 
 _slots: dict[type, tuple[str, ...]] = {}
 _known: dict[type, Kind] = dict.fromkeys(ATOMS, Kind.ATOM)
@@ -127,10 +130,10 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.ARRAY, (np.ndarray,)),
     (Kind.BYTES, (bytearray, array.array)),
     (Kind.GENERATOR, GENERATORS),
-    (Kind.ITERATOR, _ITERATORS),
+    (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
     (Kind.FUNCTION, (types.FunctionType, types.MethodType, functools.partial)),
     (Kind.CELL, (types.CellType,)),
-    (Kind.OPAQUE, (*_LIVE, *_ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
+    (Kind.OPAQUE, (*_LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
 )
 
 
@@ -162,11 +165,29 @@ def _find_slots(cls: type) -> tuple[str, ...]:
     return tuple(found)
 
 
+def reduced(iterator: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    """Return a function, its arguments and a state, which make an iterator that has come as far."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function, arguments, *state = iterator.__reduce__()
+    return function, arguments, state[0] if state else None
+
+
+def iterator_of(function: Any, arguments: Iterable[Any], state: Any) -> Any:
+    """Return the iterator that `reduced` has described."""
+    made = function(*arguments)
+    if state is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            made.__setstate__(state)
+    return made
+
+
 def probe(value: Any) -> Any:
     """Return something that shows whether an opaque value has changed; None if nothing does."""
     if isinstance(value, types.GeneratorType):
         return (-1, 0) if value.gi_frame is None else (value.gi_frame.f_lasti, value.gi_frame.f_lineno)
-    if isinstance(value, _ITERTOOLS):
+    if isinstance(value, ITERTOOLS):
         return repr(value) if " at 0x" not in repr(value) else None
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):

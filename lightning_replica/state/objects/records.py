@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
+    iterator_of,
     probe,
     random_state,
+    reduced,
     same_random_state,
     set_random,
     slots_of,
@@ -272,29 +274,35 @@ class Randomness(Record):
 class Iterated(Remade):
     """How far a built-in iterator has come."""
 
-    __slots__ = ("reduced",)
+    __slots__ = ("arguments", "function", "state")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.reduced: Any = value.__reduce__()
+        self.function, self.arguments, self.state = reduced(value)
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        return (("", argument) for argument in self.reduced[1])
+        parts = self.state if isinstance(self.state, tuple) else ()  # a cycle has a list of what it has yielded
+        return (("", part) for part in (*self.arguments, *parts))
 
     def is_same(self) -> bool:
-        function, arguments, *state = self.value.__reduce__()
-        known, same, *before = self.reduced
-        return known is function and state == before and all(map(operator.is_, arguments, same))
+        function, arguments, state = reduced(self.value)
+        return function is self.function and _are_same(arguments, self.arguments) and _are_same((state,), (self.state,))
 
     def made_again(self, stands: Stands) -> Any:
-        function, arguments, *state = self.reduced
-        others = list(map(stands, arguments))
-        if self.is_same() and all(map(operator.is_, others, arguments)):
+        others = list(map(stands, self.arguments))
+        if self.is_same() and all(map(operator.is_, others, self.arguments)):
             return self.value
-        made = function(*others)
-        if state and state[0] is not None:
-            made.__setstate__(state[0])
-        return made
+        return iterator_of(self.function, others, self.state)
+
+
+def _are_same(now: Any, then: Any) -> bool:
+    if len(now) != len(then):
+        return False
+    pairs = zip(now, then, strict=True)
+    return all(
+        a is b or (type(a) is type(b) and (_are_same(a, b) if isinstance(a, tuple) else type(a) is int and a == b))
+        for a, b in pairs
+    )
 
 
 class Variable(Record):

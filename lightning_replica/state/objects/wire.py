@@ -27,7 +27,17 @@ from lightning_replica.devices.host import HOST
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import plain_of
-from lightning_replica.state.objects.kinds import Kind, closure_of, describe, kind_of, kind_of_class, set_random
+from lightning_replica.state.objects.kinds import (
+    ITERTOOLS,
+    Kind,
+    closure_of,
+    describe,
+    iterator_of,
+    kind_of,
+    kind_of_class,
+    reduced,
+    set_random,
+)
 from lightning_replica.state.objects.records import (
     Attributes,
     Bytes,
@@ -193,14 +203,8 @@ class Encoder:
             parts = [part for _, part in record.children()]
             return ["function", number, getattr(value, "__qualname__", describe(value)), all_of(parts)]
         if isinstance(record, Iterated):
-            function, arguments, *state = record.reduced
-            return [
-                "iterator",
-                number,
-                function.__name__,
-                all_of(arguments),
-                _state_to_plain(state[0] if state else None),
-            ]
+            state = self._encode(record.state, name, depth + 1)
+            return ["iterator", number, record.function.__name__, all_of(record.arguments), state]
         if isinstance(record, Variable):
             return ["cell", number, *all_of([value for _, value in record.children()])]
         return self._left_out(value)
@@ -308,12 +312,9 @@ class Decoder:
 
     def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         function, sent, state = content
-        there = list(current.__reduce__()[1]) if kind_of(current) is Kind.ITERATOR else []
+        there = list(reduced(current)[1]) if kind_of(current) is Kind.ITERATOR else []
         arguments = self._all(sent, there if len(there) == len(sent) else [], name)
-        made = _ITERATORS[function](*arguments)
-        if state is not None:
-            made.__setstate__(_state_of_plain(state))
-        return made
+        return iterator_of(_ITERATORS[function], arguments, self._decode(state, _MISSING, name))
 
     def _view(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         anchor, offset, shape, stride, dtype = content
@@ -450,9 +451,8 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "view": Decoder._view,
     "with": Decoder._with,
 }
-_ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {
-    each.__name__: each for each in (iter, enumerate, zip, map, filter, reversed)
-}
+_BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *ITERTOOLS)
+_ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {each.__name__: each for each in _BUILT_IN}
 _ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
     "complex": complex,
     "device": torch.device,

@@ -1,0 +1,96 @@
+"""What a loader draws from, as far as it is the user's: samplers, datasets, collate functions, iterable objects.
+
+torch's own samplers keep only an epoch, which Lightning sets. Others shuffle a list in place, or draw from a generator
+of their own, each time they are iterated; a dataset without workers counts what it was asked for; a stream goes on
+where its last epoch ended. Such state is part of a loader's position, just as the random state of its process is.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica.core import plain
+from lightning_replica.state.objects.capture import Anchors, Root
+from lightning_replica.state.objects.tracked import Tracked
+
+log = logging.getLogger(__name__)
+
+_INSIDE: Final = ("sampler", "batch_sampler", "_sampler", "dataset")  # names under which samplers keep what they wrap
+_COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
+
+
+class Sources:
+    """What a loader draws from whose classes are foreign, neither torch's nor Lightning's.
+
+    Args:
+        loader: The loader that Lightning iterates.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        found = [each for each in sources_of(loader) if _has_state(each)]
+        self._roots = [Root(each, f"{type(each).__name__} of the loader") for each in found]
+        if len({root.name for root in self._roots}) < len(self._roots):
+            self._roots = [Root(root.value, f"{root.name}, {place}") for place, root in enumerate(self._roots)]
+        self._anchored = [(root.name, root.value) for root in self._roots]
+        self._anchored += [(f"source {place}", each) for place, each in enumerate(sources_of(loader))]
+        self._anchors = Anchors.of(self._anchored)
+        self._tracked = Tracked(_report, copied_bytes=_COPIED_BYTES)
+        self._packed: tuple[Any, bytes] = None, b""
+        if self._roots:
+            self._tracked.begin(self._roots, self._anchors)
+
+    def state(self, begins: bool = True) -> bytes | None:
+        """Return what has changed since the loader was made; None if there is nothing of the user's.
+
+        Args:
+            begins: Whether an iteration begins. Between two batches, less of what is large is compared.
+        """
+        if not self._roots:
+            return None
+        taken = self._tracked.take(self._roots, self._anchors, begins)
+        if self._packed[0] is not taken:
+            self._packed = taken, plain.pack(self._tracked.encoded(taken, limited=True))
+        return self._packed[1]
+
+    def put(self, state: bytes | None) -> None:
+        """Restore what `state` returned."""
+        if state is not None and self._roots:
+            self._tracked.return_to_beginning()
+            self._tracked.put_sent(self._roots, self._anchored, plain.unpack(state, placed=True))
+
+
+def sources_of(loader: Any) -> Iterator[Any]:
+    """Yield what a loader draws from in this process, and the loader itself if it is no DataLoader."""
+    ahead = [loader] if not isinstance(loader, DataLoader) else []
+    ahead += [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    if isinstance(loader, DataLoader) and not loader.num_workers:  # else each worker has copies of its own
+        ahead += [loader.dataset, loader.collate_fn]
+    seen: set[int] = set()
+    while ahead:
+        source = ahead.pop(0)
+        if source is None or id(source) in seen:
+            continue
+        seen.add(id(source))
+        yield source
+        if isinstance(source, Sampler) or hasattr(source, "__iter__"):
+            ahead += [each for name in _INSIDE if _may_sample(each := getattr(source, "__dict__", {}).get(name))]
+
+
+def _has_state(source: Any) -> bool:
+    module = type(source).__module__
+    known = is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
+    return hasattr(source, "__dict__") and not known
+
+
+def _may_sample(value: Any) -> bool:
+    """Return whether this may be a sampler inside of another one; Lightning wraps a sampler as if it were a dataset."""
+    return isinstance(value, Sampler) or type(value).__name__ == "_DatasetSamplerWrapper"
+
+
+@cache
+def _report(name: str, why: str) -> None:
+    log.warning("After a fault, the data of this run may be others: %s: %s.", name, why)

@@ -1,0 +1,197 @@
+"""Objects that are followed from one point to the next: what they hold, and what has changed since the beginning.
+
+Both can be had as plain data for another process, which holds the same objects as they were in the beginning.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import Tensor
+
+from lightning_replica.state.atoms import ATOMS, is_same_atom
+from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root
+from lightning_replica.state.objects.contents import COPIED_BYTES
+from lightning_replica.state.objects.kinds import Kind, kind_of
+from lightning_replica.state.objects.records import Attributes, Slots
+from lightning_replica.state.objects.wire import Decoder, Encoder
+
+LARGE_BYTES: Final = 4 * 2**20
+MANY: Final = 1000  # objects
+
+
+@dataclass
+class Taken:
+    """What objects held at one point.
+
+    Attributes:
+        capture: All of it.
+        anchors: What has a name in every process.
+        changed: By name of a root, the attributes that are not as they were when following began.
+    """
+
+    capture: Capture = field(default_factory=Capture)
+    anchors: Anchors = field(default_factory=lambda: Anchors({}))
+    changed: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+class Tracked:
+    """Takes what objects hold, each time with what is the same of the time before.
+
+    Args:
+        report: Called with the name of something, and with why it is not restored after a fault.
+        all_changed: Whether everything counts as changed, because another process may have begun with something else.
+        copied_bytes: See `contents.Contents`.
+    """
+
+    def __init__(
+        self, report: Callable[[str, str], None], all_changed: bool = False, copied_bytes: int = COPIED_BYTES
+    ) -> None:
+        self._report, self._all_changed = report, all_changed
+        self._recorder = Recorder(report, copied_bytes)
+        self._first: Capture | None = None
+        self._last = Taken()
+
+    def begin(self, roots: Sequence[Root], anchors: Anchors) -> None:
+        """Count what objects hold now as unchanged."""
+        self._first = self._recorder.take(roots, anchors)
+        self._last = Taken()
+
+    def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
+        """Return what the objects hold now. The arguments are those of `Recorder.take`."""
+        capture = self._recorder.take(roots, anchors, window, whole)
+        if capture is not self._last.capture:
+            self._last = Taken(capture, anchors, dict(self._changed(capture)))
+        return self._last
+
+    def put_back(self, taken: Taken) -> None:
+        """Restore what `take` returned."""
+        for name in taken.capture.put_back():
+            self._report(name, "it has changed in the step that is repeated, and cannot be restored")
+        self._recorder.forget()
+
+    def return_to_beginning(self) -> None:
+        """Restore what the objects held in the beginning."""
+        if self._first is not None:
+            self._first.put_back()
+            self._recorder.forget()
+
+    def put_sent(self, roots: Iterable[Root], anchored: Iterable[tuple[str, Any]], sent: Iterable[Any]) -> None:
+        """Put what another process has sent into the objects of this one.
+
+        Args:
+            roots: Where the walk begins here.
+            anchored: What has a name, with the names.
+            sent: What `encoded` has returned.
+        """
+        values: dict[str, Any] = {}
+        for name, value in anchored:
+            values.setdefault(name, value)
+        decoder, by_name = Decoder(values, self._report), {root.name: root.value for root in roots}
+        for name, attributes in sent:
+            if name in by_name:
+                decoder.put_attributes(by_name[name], name, attributes)
+        self._recorder.forget()
+
+    def encoded(self, taken: Taken, limited: bool) -> list[Any]:
+        """Return what has changed since the beginning, as plain data.
+
+        Args:
+            taken: What the objects held.
+            limited: Whether what is large is left out, and reported.
+        """
+        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first)
+        sizes = _Sizes(taken.capture)
+        sent = []
+        for root in taken.capture.roots:
+            names = taken.changed.get(root.name, frozenset())
+            if not names:
+                continue
+            record = taken.capture.attributes_of(root)
+            if limited:
+                large = {name for name in names if sizes.is_large(record, name)}
+                for name in large:
+                    self._report(
+                        f"{root.name}.{name}",
+                        "it is too large to be mirrored in every step, so a replaced rank takes that of a peer",
+                    )
+                names -= large
+            if names:
+                sent.append([root.name, encoder.attributes(record, names)])
+        return sent
+
+    def _changed(self, capture: Capture) -> Iterator[tuple[str, frozenset[str]]]:
+        """Yield the names of the attributes that have changed since the beginning, root by root."""
+        first = self._first
+        if first is None:
+            return
+        moved = {key for key, record in capture.records.items() if first.records.get(key) is not record}
+        before = {id(held.value): held_copy for held, held_copy in first.copies}
+        moved |= {id(held.value) for held, now in capture.copies if _has_changed(held.changes, now, before, held.value)}
+        if not moved and not self._all_changed:
+            return
+        for root in capture.roots:
+            record, known = capture.attributes_of(root), first.records.get(id(root.value))
+            was = dict(zip(known.names, known.values, strict=True)) if isinstance(known, Attributes) else {}
+            names = frozenset(
+                name
+                for name, value in zip(record.names, record.values, strict=True)
+                if self._all_changed or name not in was or _has_moved(value, was[name], moved, capture)
+            )
+            if names:
+                yield root.name, names
+
+
+def _has_changed(changes: int, now: Any, before: Mapping[int, Any], value: Any) -> bool:
+    return id(value) not in before or (changes > 0 and before[id(value)] is not now)
+
+
+def _has_moved(now: Any, then: Any, moved: set[int], capture: Capture) -> bool:
+    if now is not then and not (type(now) in ATOMS and is_same_atom(now, then)):
+        return True
+    return any(key in moved for key in _keys_under(now, capture))
+
+
+def _keys_under(value: Any, capture: Capture) -> Iterator[int]:
+    """Yield the keys of all objects that a value leads to."""
+    ahead, seen = [value], set[int]()
+    while ahead:
+        here = ahead.pop()
+        if id(here) in seen or kind_of(here) in (Kind.ATOM, Kind.CLOSED):
+            continue
+        seen.add(id(here))
+        yield id(here)
+        yield ~id(here)
+        for key in (id(here), ~id(here)):
+            if key in capture.records:
+                ahead += [child for _, child in capture.records[key].children()]
+
+
+class _Sizes:
+    """Estimates how much the attributes of a capture take.
+
+    Args:
+        capture: The capture.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._bytes = {id(held.value): held.nbytes for held, _ in capture.copies}
+
+    def is_large(self, record: Attributes, name: str) -> bool:
+        """Return whether an attribute takes too much to be mirrored in every step."""
+        value = record.values[record.names.index(name)]
+        keys = list(_keys_under(value, self._capture))
+        if len(keys) > 2 * MANY:
+            return True
+        lengths = [_length(self._capture.records[key]) for key in keys if key in self._capture.records]
+        size = sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
+        size += sum(each.nbytes for key in keys if isinstance(each := self._content(key), Tensor))
+        return size > LARGE_BYTES or max(lengths, default=0) > MANY
+
+    def _content(self, key: int) -> Any:
+        return getattr(self._capture.records.get(key), "content", None)
+
+
+def _length(record: Any) -> int:
+    return 0 if isinstance(record, (Attributes, Slots)) else len(getattr(record, "items", ()))
