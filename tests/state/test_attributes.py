@@ -18,6 +18,7 @@ from lightning_replica.errors import RecoveryError
 from lightning_replica.state import attributes
 from lightning_replica.state.attributes import Copies
 from lightning_replica.state.attributes.plain_form import _generator
+from tests.support.typed import tensor_of
 
 Pair = namedtuple("Pair", "a b")
 
@@ -27,16 +28,20 @@ class Cell(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.calls, self.begun, self.last = 0, False, None
+        self.calls, self.begun = 0, False
+        self.last: torch.Tensor | None = None
 
 
 class Module(LightningModule):
+    late: int
+    mixed: list[object]
+
     def __init__(self) -> None:
         super().__init__()
         self.count, self.rate, self.begun = 1, 0.5, False
         self.hidden: Any = None
-        self.outputs: list[object] = [torch.ones(2)]
-        self.by_name = {"a": [1, 2]}
+        self.outputs: list[Any] = [torch.ones(2)]
+        self.by_name: dict[str, list[Any]] = {"a": [1, 2]}
         self.seen = {3}
         self.mean = torch.zeros(2)
         self.history = np.zeros(2)
@@ -80,7 +85,7 @@ def state(module: Module) -> dict[str, Any]:
     names = ("count", "rate", "begun", "by_name", "seen", "recent")
     found = {name: getattr(module, name) for name in names}
     found["hidden"] = None if module.hidden is None else [h.tolist() for h in module.hidden]
-    found["tensors"] = [t.tolist() for t in (*module.outputs, module.mean, module.pair.a)]  # type: ignore[attr-defined]
+    found["tensors"] = [t.tolist() for t in (*module.outputs, module.mean, module.pair.a)]
     found["history"], found["cell"] = module.history.tolist(), (module.cell.calls, module.cell.begun)
     found["last"] = None if module.cell.last is None else module.cell.last.tolist()
     return found
@@ -173,7 +178,7 @@ def test_large_attributes_are_not_mirrored_but_a_peer_has_them() -> None:
     assert taken.private() == []
     fresh = Module()
     attributes.put_plain(list(fresh.modules()), taken.whole())
-    assert [t.numel() for t in fresh.outputs] == [2**20, 2**10]  # type: ignore[attr-defined]
+    assert [t.numel() for t in fresh.outputs] == [2**20, 2**10]
     assert fresh.by_name == module.by_name
     module.outputs.append(torch.ones(1))
     module.by_name["many"].pop()
@@ -185,7 +190,7 @@ def test_a_large_list_whose_tensors_are_written_to_is_not_put_back_wrongly() -> 
     module = Module()
     module.outputs = [torch.ones(2**20), torch.ones(2**10)]
     taken = take(module)
-    module.outputs[1].zero_()  # type: ignore[attr-defined]
+    module.outputs[1].zero_()
     with pytest.raises(RecoveryError, match="'outputs' is a list of more than 4 MiB"):
         attributes.put(list(module.modules()), taken)
 
@@ -209,7 +214,7 @@ def test_what_another_rank_cannot_have_stays_as_it_was_built() -> None:
 
 def test_a_container_that_contains_itself() -> None:
     module = Module()
-    module.by_name["a"] = [module.by_name]  # type: ignore[list-item]
+    module.by_name["a"] = [module.by_name]
     taken = take(module)
     attributes.put(list(module.modules()), taken)
     assert module.by_name["a"][0] is module.by_name
@@ -227,18 +232,18 @@ class WithHyperparameters(LightningModule):
 def test_containers_stay_what_they_are(travels: bool) -> None:
     """Hyperparameters are read as attributes, missing keys of a Counter and a defaultdict are made: no plain dicts."""
     module = WithHyperparameters()
-    hparams = module.hparams
+    hparams: Any = module.hparams
     taken = Copies(module).take(Tree.of(module))
     sent = taken.whole()
-    module.hparams.lr = 0.2
+    hparams.lr = 0.2
     module.counted["c"] += 1
     module.lists["b"].append(2)
     if travels:
         attributes.put_plain([module], sent)
     else:
         attributes.put([module], taken)
+    assert hparams.lr == 0.1
     assert module.hparams is hparams
-    assert module.hparams.lr == 0.1
     assert module.counted["z"] == 0
     assert (dict(module.counted), dict(module.lists)) == ({"a": 2, "b": 1}, {"a": [1]})
     module.lists["new"].append(3)
@@ -251,7 +256,7 @@ def test_a_pruned_weight_goes_back() -> None:
     prune.l1_unstructured(module.plain, "weight", 0.5)
     taken = take(module, copies)
     weight = module.plain.weight.detach().clone()
-    module.plain.weight_orig.data.add_(1)
+    tensor_of(module.plain.weight_orig).data.add_(1)
     module.plain(torch.ones(1, 2))
     attributes.put(list(module.modules()), taken)
     assert torch.equal(module.plain.weight, weight)

@@ -1,5 +1,7 @@
 """Which parameters that nobody trains are copied, and how they go back."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -78,24 +80,25 @@ def test_one_that_begins_late(counted: bool) -> None:
 
 
 def test_other_layouts_and_unfreezing() -> None:
-    model = nn.Module()
-    model.head, model.teacher = nn.Linear(2, 2), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model, head, teacher = nn.Module(), nn.Linear(2, 2), nn.Conv2d(3, 4, 3)
+    teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.head, model.teacher = head, teacher
     model.empty = nn.Parameter(torch.zeros(0), requires_grad=False)
-    trained = list(model.head.parameters())
+    trained = list(head.parameters())
     copies = FrozenCopies(lambda: trained)
     taken = copies.take(list(model.parameters()), window=True)
-    before = model.teacher.weight.clone()
-    model.teacher.weight.data = torch.ones(4, 3, 3, 3)
+    before = teacher.weight.clone()
+    teacher.weight.data = torch.ones(4, 3, 3, 3)
     copies.put_back(taken)
-    assert torch.equal(model.teacher.weight, before)
-    trained += [*model.teacher.parameters()]
+    assert torch.equal(teacher.weight, before)
+    trained += [*teacher.parameters()]
     assert [len(value) for _, value in copies.take(list(model.parameters()), window=True)] == [0]
 
 
 class Packed(nn.Parameter):
     """A quantized weight, as libraries for such have them."""
 
-    def reshape(self, *shape: int) -> torch.Tensor:
+    def reshape(self, *shape: Any) -> torch.Tensor:
         raise NotImplementedError
 
 
