@@ -58,7 +58,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Fails a run that leaves files in the repository: a test must write somewhere else."""
-    left = sorted(strewn(ROOT) - session.stash.get(BEFORE, set()))
+    before = session.stash.get(BEFORE, set[str]())
+    left = sorted(strewn(ROOT) - before)
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     session.config.stash[LEFT] = left

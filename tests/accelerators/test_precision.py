@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_replica import ConfigurationError, ReplicaZeroStrategy
 from tests.support import world
+from tests.support.doubles import overriding
 from tests.support.job import Case
 from tests.trainer.scenarios import Net, Overflows
 
@@ -18,6 +19,7 @@ DISABLED = "GradScaler is enabled, but CUDA is not available"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Lightning's guess is right")
 
 
+@overriding()
 class ThirdParty(CPUAccelerator):
     """Somebody's, whose devices are the CPU."""
 
@@ -70,7 +72,7 @@ def train(case: Any, out: Path) -> None:
     for precision in ("bf16-mixed", "16-mixed"):
         ways: list[dict[str, Any]] = [
             {"accelerator": "third_party", "precision": precision},
-            {"accelerator": "cpu", "plugins": MixedPrecision(precision, "cpu")},  # type: ignore[arg-type]
+            {"accelerator": "cpu", "plugins": MixedPrecision(precision, "cpu")},
         ]
         results = []
         for options in ways:

@@ -88,11 +88,17 @@ def test_contradictions(arguments: dict[str, Any], callbacks: list[Any], message
     ("wrong", "message"),
     [
         (lambda: StepRollback(max_tries=0), "max_tries=0 must be a whole number, 1 or more"),
-        (lambda: PeerRepair(guard="most"), "guard='most' must be one of 'sampled', 'full', 'off'"),
+        (
+            lambda: PeerRepair(guard="most"),  # type: ignore[arg-type]
+            "guard='most' must be one of 'sampled', 'full', 'off'",
+        ),
         (lambda: RankReplacement(standby=-1), "standby=-1 must be a whole number, 0 or more"),
         (lambda: RankReplacement(hang_max_s=0), "hang_max_s=0 must be a number of seconds, more than 0"),
         (lambda: RankReplacement(hang_min_s=9, hang_max_s=8), "hang_min_s=9 must not be more than hang_max_s=8"),
-        (lambda: ReplicaZeroStrategy(recovery="no"), "recovery='no' must be one of True, False"),
+        (
+            lambda: ReplicaZeroStrategy(recovery="no"),  # type: ignore[arg-type]
+            "recovery='no' must be one of True, False",
+        ),
         (lambda: ReplicaZeroStrategy(max_tries=0), "max_tries=0 must be a whole number, 1 or more"),
     ],
 )

@@ -21,6 +21,7 @@ from lightning_replica.cli import main, run
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.incident import Incident
 from tests.support import job, world
+from tests.support.doubles import overriding
 from tests.support.job import Fault
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,7 @@ def example() -> Any:
 def train(case: job.Case, out: Path) -> None:
     """The target of `world.run`."""
 
+    @overriding()
     class Watched(example()):  # type: ignore[misc]
         def on_recovery_clean(self, trainer: Any, pl_module: Any, context: Any) -> None:
             assert self.thread is None

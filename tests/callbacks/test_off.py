@@ -14,6 +14,7 @@ from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.state.host_state import LightningHostState
 from tests.callbacks.training import Hooked, train
 from tests.support import job, world
+from tests.support.doubles import put
 from tests.support.job import Case, Fault
 
 
@@ -24,7 +25,7 @@ def never(*_: Any) -> Any:
 def off(case: Case, out: Path) -> None:
     for cls, names in ((LightningHostState, ["begin_window", "enter_commit"]), (Mirrors, ["begin", "settle"])):
         for name in names:
-            setattr(cls, name, never)
+            put(cls, name, never)
     job.run(case, out, recovery=False)
 
 

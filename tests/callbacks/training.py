@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_replica import RecoveryCallback, RecoveryReport
 from tests.support import job
+from tests.support.doubles import overriding, put
 
 PHASES = ("stop", "clean", "regroup", "repair", "rollback", "resume")
 
@@ -30,6 +31,7 @@ class Hooked(job.Case):
     recovery: bool = True
 
 
+@overriding(new=("write", "reached"))
 class Recorder(RecoveryCallback):
     """Writes down what it is told, draws random numbers, and fails where it shall."""
 
@@ -63,9 +65,10 @@ class Recorder(RecoveryCallback):
 
 
 for name in PHASES:
-    setattr(Recorder, f"on_recovery_{name}", lambda self, trainer, _, context: self.reached(trainer, context))
+    put(Recorder, f"on_recovery_{name}", lambda self, trainer, _, context: self.reached(trainer, context))
 
 
+@overriding()
 class Teacher(RecoveryCallback):
     """State of its own that no snapshot knows, and a process group of its own."""
 

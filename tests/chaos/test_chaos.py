@@ -137,6 +137,11 @@ def cut(records: list[dict[str, Any]]) -> None:
     del records[5:]
 
 
+def cut_with_a_hole(records: list[dict[str, Any]]) -> None:
+    cut(records)
+    del records[1]
+
+
 @pytest.mark.parametrize(
     ("change", "cut_short", "expected"),
     [
@@ -154,7 +159,7 @@ def cut(records: list[dict[str, Any]]) -> None:
         (lambda r: r.pop(), False, ["the end was not reached"]),
         (cut, True, []),
         (cut, False, ["batch 3 of epoch 0 was skipped", "step 2 is missing, and 0 more", "the end was not reached"]),
-        (lambda r: (cut(r), r.pop(1)), True, ["batch 0 of epoch 0 was skipped"]),
+        (cut_with_a_hole, True, ["batch 0 of epoch 0 was skipped"]),
     ],
 )  # fmt: skip
 def test_comparison(change: Any, cut_short: bool, expected: list[str], tmp_path: Path) -> None:

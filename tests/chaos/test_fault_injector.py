@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
@@ -187,8 +187,9 @@ def test_it_changes_nothing_but_what_it_breaks(tmp_path: Path) -> None:
 def test_methods_of_one_object_s_own_come_back(tmp_path: Path) -> None:
     """Who has put a method of its own into an object, before us or after, finds it there afterwards."""
     trainer, module = L.Trainer(accelerator="cpu", logger=CSVLogger(tmp_path)), L.LightningModule()
-    first, second, seen = FaultInjector(), FaultInjector(), []
-    module.lr_scheduler_step = own = lambda *_: seen.append("own")  # type: ignore[method-assign, assignment]
+    first, second, scheduler = FaultInjector(), FaultInjector(), cast("Any", None)
+    seen: list[str] = []
+    module.lr_scheduler_step = own = lambda *_: seen.append("own")  # type: ignore[method-assign]
     first.on_fit_start(trainer, module)
     before = module.lr_scheduler_step
 
@@ -197,16 +198,16 @@ def test_methods_of_one_object_s_own_come_back(tmp_path: Path) -> None:
         seen.append("later")
         before(*args)
 
-    module.lr_scheduler_step = later  # type: ignore[method-assign]
+    module.lr_scheduler_step = later  # type: ignore[method-assign, assignment]
     second.on_fit_start(trainer, module)
-    module.lr_scheduler_step(None, None)
+    module.lr_scheduler_step(scheduler, None)
     assert seen == ["later", "own"]
     first.teardown(trainer, module, "fit")
     second.teardown(trainer, module, "fit")
     assert module.lr_scheduler_step is later
-    module.lr_scheduler_step(None, None)
+    module.lr_scheduler_step(scheduler, None)
     assert seen == ["later", "own"] * 2
-    module.lr_scheduler_step = own  # type: ignore[method-assign, assignment]
+    module.lr_scheduler_step = own  # type: ignore[method-assign]
     first.on_fit_start(trainer, module)
     first.teardown(trainer, module, "fit")
     assert module.lr_scheduler_step is own

@@ -34,9 +34,9 @@ def watch_disk(before: Callable[[str, Any], None]) -> None:
     def open_halves(path: pathlib.Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return io.BufferedWriter(Halves(path, "w")) if mode == "wb" else really_open(path, mode, *args, **kwargs)
 
-    def sync(descriptor: int) -> None:
-        before("fsync", descriptor)
-        really_sync(descriptor)
+    def sync(fd: Any) -> None:
+        before("fsync", fd)
+        really_sync(fd)
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event in _CHANGES or (event == "open" and isinstance(args[2], int) and args[2] & _WRITING):

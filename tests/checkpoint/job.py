@@ -26,7 +26,8 @@ class Net(nn.Module):
     def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 5, 3, bias=False).to(memory_format=memory_format)  # noise before BatchNorm
+        conv = nn.Conv2d(3, 5, 3, bias=False)  # noise before BatchNorm
+        self.conv = conv.to(memory_format=memory_format)  # type: ignore[call-overload]
         self.norm = nn.BatchNorm2d(5)
         self.first, self.second = nn.Linear(20, 7), nn.Linear(7, 20)
         self.tied = nn.Linear(7, 20, bias=False)
@@ -128,6 +129,7 @@ class Run:
         """Everything, as bytes in the order of memory: whole where each rank has it, pieces by where they begin."""
         order = [name for name in self.net.state_dict() if "num_batches" not in name]
         facts: dict[str, Any] = {name: _hex(self.net.state_dict()[name]) for name in order}
+        assert self.net.norm.num_batches_tracked is not None
         facts["batches"] = int(self.net.norm.num_batches_tracked)
         pieces: dict[str, dict[str, Any]] = {}
         for number, sharded in enumerate(self.state.optimizers):

@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Given, Location
 from lightning_replica.core.grid import Grid
 from tests.checkpoint.job import Run
+
+P = TypeVar("P", bound=Location)
 
 
 @functools.cache
@@ -37,7 +39,7 @@ def _fill(value: float) -> None:
         state["momentum_buffer"] = torch.full_like(piece.parameter, value, requires_grad=False)
 
 
-def save(path: Location, step: int | None, value: float, **more: Any) -> Location:
+def save(path: P, step: int | None, value: float, **more: Any) -> P:
     """Publishes a checkpoint whose every element, of weights and optimizer state, is ``value``."""
     _fill(value)
     _run().save(path, step=step, **more)

@@ -17,6 +17,7 @@ from lightning_replica.checkpoint.export import export
 from lightning_replica.checkpoint.manifest import FileInfo
 from lightning_replica.errors import CheckpointError
 from tests.checkpoint.small import directory_of, load, save
+from tests.support.typed import on_disk
 
 NAME = "model.first.weight"  # [7, 20]
 
@@ -88,7 +89,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_what_is_not_there_once_is_named_and_nothing_reads_it(tmp_path: Path, damage: str) -> None:
     directory = directory_of(tmp_path, 1, 2)
     change, said = DAMAGE[damage]
-    rewrite(directory.path_of(2), change)
+    rewrite(on_disk(directory.path_of(2)), change)
     publish.verify(directory.path_of(2))  # as far as files go, all is well
     latest = directory.latest()
     assert latest.path == directory.path_of(1)

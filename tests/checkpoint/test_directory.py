@@ -11,6 +11,7 @@ from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.directory import CheckpointDirectory, find
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.small import directory_of, load, save
+from tests.support.typed import on_disk
 
 
 def names(path: Path) -> list[str]:
@@ -27,15 +28,15 @@ def test_the_newest_is_that_of_the_last_step_whatever_its_name_and_time(tmp_path
     directory = directory_of(tmp_path / "deep" / "run", 9, 120)
     save(directory.path / "zzz", 20, 20)
     save(directory.path / "unknown", None, 0)
-    (directory.path / "lightning_logs").mkdir()
-    os.utime(directory.path_of(9))
+    (on_disk(directory.path) / "lightning_logs").mkdir()
+    os.utime(on_disk(directory.path_of(9)))
     latest = directory.latest(verify=True)
     assert latest.path == directory.path_of(120) == directory.path / "step_00000120"
     assert latest.manifest is not None
     assert (latest.manifest.step, latest.problems) == (120, ())
     assert load(latest.path) == 120
     assert [entry.path.name for entry in directory.entries()] == ["step_00000120", "zzz", "step_00000009", "unknown"]
-    assert (directory.path / "latest").read_text() == "step_00000120\n"
+    assert (on_disk(directory.path) / "latest").read_text() == "step_00000120\n"
 
 
 def test_of_two_of_one_step_the_last_saved_is_the_newest(tmp_path: Path) -> None:
@@ -52,13 +53,23 @@ def test_an_empty_directory_has_none(tmp_path: Path) -> None:
         assert (latest.path, latest.manifest, latest.problems) == (None, None, ())
 
 
+def empty(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+def replace_by_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, bool]] = {  # what it does, what is said, whether sizes show it
     "shard truncated": (lambda p: os.truncate(p / "__0_0.distcp", 900), "__0_0.distcp has 900 bytes", True),
     "shard missing": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing", True),
     "manifest missing": (lambda p: (p / "manifest.json").unlink(), "it has no manifest.json", True),
     "manifest empty": (lambda p: os.truncate(p / "manifest.json", 0), "its manifest.json cannot be read", True),
-    "all missing": (lambda p: [file.unlink() for file in p.iterdir()], "it has no manifest.json", True),
-    "not a directory": (lambda p: (shutil.rmtree(p), p.write_text("")), "cannot be", True),
+    "all missing": (empty, "it has no manifest.json", True),
+    "not a directory": (replace_by_file, "cannot be", True),
     "shard flipped": (lambda p: flip(p / "__0_0.distcp"), "the checksum of __0_0.distcp differs", False),
     "plain flipped": (lambda p: flip(p / "plain.pt"), "the checksum of plain.pt differs", False),
     "contents flipped": (lambda p: flip(p / "contents.pt"), "size or checksum of contents.pt differs", True),
@@ -71,7 +82,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, bool]] = {  # what it doe
 def test_a_damaged_one_is_named_and_the_one_before_is_found(tmp_path: Path, damage: str) -> None:
     directory = directory_of(tmp_path, 10, 20)
     do, said, sizes_show_it = DAMAGE[damage]
-    do(directory.path_of(20))
+    do(on_disk(directory.path_of(20)))
     latest = directory.latest(verify=not sizes_show_it)
     assert latest.path == directory.path_of(10)
     assert load(latest.path) == 10
@@ -87,7 +98,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_found(tmp_path: Path, dama
 def test_any_flipped_byte_of_a_manifest_shows(tmp_path: Path) -> None:
     """Also one that would make an old checkpoint the newest."""
     directory = directory_of(tmp_path, 1)
-    file = directory.path_of(1) / "manifest.json"
+    file = on_disk(directory.path_of(1)) / "manifest.json"
     for place in range(file.stat().st_size):
         flip(file, place)
         assert directory.latest().path is None, place
@@ -97,7 +108,7 @@ def test_any_flipped_byte_of_a_manifest_shows(tmp_path: Path) -> None:
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     directory = directory_of(tmp_path / "run", 1)
-    directory.path_of(2).symlink_to(save(tmp_path / "elsewhere", 2, 2))
+    on_disk(directory.path_of(2)).symlink_to(save(tmp_path / "elsewhere", 2, 2))
     latest = directory.latest()
     assert latest.path == directory.path_of(1)
     assert latest.problems == (
@@ -116,7 +127,7 @@ def test_the_tracker_names_whole_checkpoints_of_the_directory_only(tmp_path: Pat
     with pytest.raises(CheckpointError):
         directory.track(name)
     assert directory.tracked == "step_00000001"
-    (directory.path / "latest").write_bytes(name.encode() + b"\xff\n")
+    (on_disk(directory.path) / "latest").write_bytes(name.encode() + b"\xff\n")
     latest = directory.latest()
     assert latest.path == directory.path_of(1)
     assert latest.problems[0].startswith(f"The tracker {directory.path / 'latest'} names ")
@@ -124,14 +135,14 @@ def test_the_tracker_names_whole_checkpoints_of_the_directory_only(tmp_path: Pat
 
 def test_a_tracker_that_names_what_is_gone_is_told_of(tmp_path: Path) -> None:
     directory = directory_of(tmp_path, 1, 2)
-    shutil.rmtree(directory.path_of(2))
+    shutil.rmtree(on_disk(directory.path_of(2)))
     latest = directory.latest()
     assert latest.path == directory.path_of(1)
     assert latest.problems == (
         f"The tracker {tmp_path / 'latest'} names 'step_00000002':"
         f" There is no sharded checkpoint at {directory.path_of(2)}.",
     )
-    shutil.rmtree(directory.path_of(1))
+    shutil.rmtree(on_disk(directory.path_of(1)))
     assert directory.latest().path is None
     assert len(directory.latest().problems) == 1
 
@@ -140,7 +151,7 @@ def test_only_the_last_are_retained(tmp_path: Path) -> None:
     directory = directory_of(tmp_path, 1, 2, 3, 4, 5)
     save(tmp_path / "best", 0, 0)
     (tmp_path / "step_notes").mkdir()
-    flip(directory.path_of(4) / "manifest.json")
+    flip(on_disk(directory.path_of(4)) / "manifest.json")
     directory.track("step_00000001")
     assert directory.retain(2) == [directory.path_of(2)]
     assert load(directory.latest().path) == 5
@@ -155,10 +166,10 @@ def test_only_the_last_are_retained(tmp_path: Path) -> None:
 
 def test_the_start_tidies_up_after_crashes_and_touches_nothing_else(tmp_path: Path) -> None:
     directory = directory_of(tmp_path, 1, 2, 3)
-    directory.path_of(1).rename(publish.aside(directory.path_of(1)))  # killed between two renames
-    shutil.copytree(directory.path_of(2), publish.aside(directory.path_of(2)))  # killed after them
-    shutil.copytree(directory.path_of(3), publish.aside(directory.path_of(3)))
-    flip(directory.path_of(3) / "contents.pt")  # so the former is needed
+    on_disk(directory.path_of(1)).rename(publish.aside(on_disk(directory.path_of(1))))  # killed between two renames
+    shutil.copytree(on_disk(directory.path_of(2)), publish.aside(on_disk(directory.path_of(2))))  # killed after them
+    shutil.copytree(on_disk(directory.path_of(3)), publish.aside(on_disk(directory.path_of(3))))
+    flip(on_disk(directory.path_of(3)) / "contents.pt")  # so the former is needed
     for name in ("step_00000004.tmp-01234567", "epoch=1.ckpt.tmp-89abcdef", "step_00000004.gone-01234567"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__3_0.distcp").write_bytes(b"half")
@@ -174,7 +185,7 @@ def test_the_start_tidies_up_after_crashes_and_touches_nothing_else(tmp_path: Pa
     kept = ["latest", "step_00000001", "step_00000002", "step_00000003", "step_00000003.old"]
     assert names(tmp_path) == sorted([*kept, *foreign])
     latest = directory.latest()
-    assert latest.path == publish.aside(directory.path_of(3))
+    assert latest.path == publish.aside(on_disk(directory.path_of(3)))
     assert load(latest.path) == 3
     save(directory.path_of(3), 3, 3.5)
     directory.prepare()
@@ -221,13 +232,13 @@ def test_a_path_names_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
     directory = directory_of(tmp_path, 1, 2)
     assert find(tmp_path) == (directory.path_of(2), ())
     assert find(directory.path_of(1)) == (directory.path_of(1), ())
-    directory.path_of(1).rename(publish.aside(directory.path_of(1)))
-    assert find(directory.path_of(1))[0] == publish.aside(directory.path_of(1))
+    on_disk(directory.path_of(1)).rename(publish.aside(on_disk(directory.path_of(1))))
+    assert find(on_disk(directory.path_of(1)))[0] == publish.aside(on_disk(directory.path_of(1)))
     with pytest.raises(CheckpointError, match="There is no sharded checkpoint at .*/7"):
         find(tmp_path / "7")
-    flip(directory.path_of(2) / ".metadata")
+    flip(on_disk(directory.path_of(2)) / ".metadata")
     path, problems = find(tmp_path)
-    assert path == publish.aside(directory.path_of(1))
+    assert path == publish.aside(on_disk(directory.path_of(1)))
     assert "checksum of .metadata" in problems[0]
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match=r"There is no checkpoint at .*other: it has no manifest.json. No dir"):

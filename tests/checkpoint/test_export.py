@@ -40,7 +40,8 @@ def step_unsharded(net: Net, optimizers: list[torch.optim.Optimizer], dtype: tor
             net.norm.momentum = 0.0  # buffers are rank 0's
         (net(torch.randn(6, 3, 4, 4, dtype=dtype)).square().mean() / 2).backward()
         net.norm.momentum = mode
-    net.norm.num_batches_tracked -= 1
+    assert net.norm.num_batches_tracked is not None
+    net.norm.num_batches_tracked.sub_(1)
     net.empty.grad = None  # torch's Adafactor divides by the number of elements
     for optimizer in optimizers:
         optimizer.step()

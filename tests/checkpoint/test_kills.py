@@ -14,6 +14,7 @@ from lightning_replica.errors import CheckpointError
 from tests.checkpoint.disk import Unsynced, die_before, fill_up_before
 from tests.checkpoint.small import directory_of, load, save
 from tests.support.ranks import run_ranks
+from tests.support.typed import on_disk
 
 VALUES = [1.0, 2.0, 2.5]  # what the newest checkpoint holds, in turn
 
@@ -54,13 +55,18 @@ def ever_after(root: str, trouble: Callable[[int], None], code: int) -> dict[str
     found = []
     for number in itertools.count(1):
         directory = CheckpointDirectory(Path(root) / "copy")
-        shutil.copytree(original.path, directory.path)
-        ended = in_child(lambda number=number, directory=directory: (trouble(number), story(directory)))
+        shutil.copytree(on_disk(original.path), on_disk(directory.path))
+
+        def tells(number: int = number, directory: CheckpointDirectory = directory) -> None:
+            trouble(number)
+            story(directory)
+
+        ended = in_child(tells)
         found.append(state(directory))
-        left = [entry.name for entry in directory.path.iterdir() if ".tmp" in entry.name]
+        left = [entry.name for entry in on_disk(directory.path).iterdir() if ".tmp" in entry.name]
         directory.prepare()
         assert state(directory) == found[-1], "tidying up"
-        entries = {entry.name for entry in directory.path.iterdir()}
+        entries = {entry.name for entry in on_disk(directory.path).iterdir()}
         assert entries <= {"latest", "step_00000001", "step_00000002"}, entries
         if ended == 0:
             return {"found": found}
@@ -68,7 +74,7 @@ def ever_after(root: str, trouble: Callable[[int], None], code: int) -> dict[str
         assert code < 0 or left in ([], ["latest.tmp"]), "a save that fails removes what it wrote"
         story(directory)
         assert state(directory) == VALUES[-1]
-        shutil.rmtree(directory.path)
+        shutil.rmtree(on_disk(directory.path))
     raise AssertionError
 
 
@@ -114,7 +120,7 @@ def limited(rank: int, store: Any, root: str) -> dict[str, Any]:
         with os.fdopen(reader) as stream:
             texts.append(stream.read())
         assert state(directory) == 1.0
-        assert sorted(entry.name for entry in directory.path.iterdir()) == ["latest", "step_00000001"]
+        assert sorted(entry.name for entry in on_disk(directory.path).iterdir()) == ["latest", "step_00000001"]
     return {"texts": texts}
 
 

@@ -22,14 +22,15 @@ def test_a_url_keeps_its_slashes(given: str) -> None:
 
 def test_everything_else_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    for given, expected in {
+    expected_of: dict[str | Path, Path] = {
         "run": Path("run"),
         "/a/b/": Path("/a/b"),
         Path("a"): Path("a"),
         "file:///a/b": Path("/a/b"),
         "local:///a": Path("/a"),
         "epoch=1:/x": Path("epoch=1:/x"),
-    }.items():
+    }
+    for given, expected in expected_of.items():
         assert locate(given) == expected
         assert absolute(given) == tmp_path / expected
 

@@ -16,6 +16,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.cli.main import main
 from tests.checkpoint.rewrite import as_bytes, change, rewrite, sealed
 from tests.checkpoint.small import directory_of, load
+from tests.support.typed import in_store, on_disk
 
 DEEP = 10_000
 
@@ -84,7 +85,7 @@ def check(directory: CheckpointDirectory, capsys: Any) -> None:
 
 
 def test_a_mutated_manifest_hides_nothing(three: CheckpointDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    file = three.path_of(9) / "manifest.json"
+    file = on_disk(three.path_of(9)) / "manifest.json"
     original = file.read_text()
 
     @settings(max_examples=60, derandomize=True, database=None)
@@ -113,7 +114,7 @@ KNOWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_a_manifest_of_wrong_types_is_said_to_be_one(known: str, three: CheckpointDirectory) -> None:
-    file = three.path_of(9) / "manifest.json"
+    file = on_disk(three.path_of(9)) / "manifest.json"
     original = file.read_text()
     try:
         file.write_text(sealed({**json.loads(original), **KNOWN[known]}))
@@ -126,7 +127,7 @@ def test_a_manifest_of_wrong_types_is_said_to_be_one(known: str, three: Checkpoi
 
 def test_in_a_store(bucket: str) -> None:
     directory = directory_of(bucket, 1, 2)
-    (attempt,) = attempts_at(directory.path_of(2))
+    (attempt,) = attempts_at(in_store(directory.path_of(2)))
     original = store.read(attempt.url / "manifest.json")
     assert original is not None
     for content in ({"step": "9"}, {"saved_ns": None}):
@@ -168,7 +169,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_cannot_be_loaded_is_not_whole(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = directory_of(tmp_path, 1, 2)
     do, said = WRONG[wrong]
-    do(directory.path_of(2))
+    do(on_disk(directory.path_of(2)))
     latest = directory.latest(verify=True)
     assert latest.path == directory.path_of(1)
     assert re.search(rf"The checkpoint {directory.path_of(2)} cannot be used: {said}", latest.problems[0])

@@ -5,6 +5,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_what_is_published_is_what_was_written(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.parent.iterdir()) == ["step=1.ckpt"]
 
 
-def edit(change: Callable[[dict], None]) -> Callable[[Path], None]:
+def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def do(path: Path) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
         change(manifest)
@@ -44,6 +45,11 @@ def edit(change: Callable[[dict], None]) -> Callable[[Path], None]:
         (path / "manifest.json").write_text(json.dumps(manifest))
 
     return do
+
+
+def replace_by_directory(path: Path) -> None:
+    (path / "b").unlink()
+    (path / "b").mkdir()
 
 
 def replace_by_link(path: Path) -> None:
@@ -55,7 +61,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (lambda path: (path / "b").write_bytes(b"some c0ntent"), r"the checksum of b differs from what was"),
     "truncated": (lambda path: (path / "b").write_bytes(b"some"), r"b has 4 bytes, but was written with 12"),
     "missing": (lambda path: (path / "b").unlink(), r"b is missing"),
-    "a directory": (lambda path: ((path / "b").unlink(), (path / "b").mkdir()), r"b is missing"),
+    "a directory": (replace_by_directory, r"b is missing"),
     "link": (replace_by_link, r"b is a symbolic link"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), r"it has no manifest.json, so its save was"),
     "no json": (lambda path: (path / "manifest.json").write_text("{"), r"manifest.json cannot be read \(JSONDecode"),

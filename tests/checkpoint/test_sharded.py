@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning_replica._compat.torch import read_dcp_metadata
 from lightning_replica.checkpoint.sharded import beside_trained, read_plain
@@ -71,6 +71,7 @@ def test_every_element_is_written_once_and_by_all(tmp_path: Path) -> None:
     written: dict[str, int] = {}
     by_rank: dict[str, int] = {}
     for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
         for chunk in tensor.chunks:
             written[name.split(".")[0]] = written.get(name.split(".")[0], 0) + chunk.sizes.numel()
             file = metadata.storage_data[MetadataIndex(name, chunk.offsets)].relative_path

@@ -31,11 +31,13 @@ class Rows:
     def __init__(
         self, first: int, rows: int, of: int, padded: bool = False, part: str = "part", key: str = "t"
     ) -> None:
-        net = nn.Sequential(OrderedDict(one=nn.Linear(rows, 3, bias=False)))
-        net.register_buffer("seen", torch.zeros(2))
+        one = nn.Linear(rows, 3, bias=False)
+        net = nn.Sequential(OrderedDict(one=one))
+        self.weight, self.seen = one.weight, torch.zeros(2)
+        net.register_buffer("seen", self.seen)
         self.run = Run("SGD", 0, Grid.of(1, 1), "element", net=net, bucket_bytes=64)
-        self.part, self.weight, self.seen = part, net.one.weight, net.seen
-        self.names, self.extras = [f"{part}.one.weight"], {f"{part}.seen": net.seen}
+        self.part = part
+        self.names, self.extras = [f"{part}.one.weight"], {f"{part}.seen": self.seen}
         box = Box(key, (of, 3), (first, 0), (rows, 3), 0, (1, rows), padded)
         self.whole = Whole({self.names[0]: [box]}, ["t._extra_state/shard_0_1"])
         (self.optimizer,) = self.run.state.optimizers
@@ -57,8 +59,9 @@ class Rows:
         return flat.view(self.weight.shape).T
 
     def save(self, path: Path) -> Path:
-        together, where = Together(None), {"parts": (self.part,), "whole": self.whole}
-        write(stage(locate(path), self.run.state, self.names, self.extras, {}, together, step=7, **where), together)
+        together, state = Together(None), self.run.state
+        where: dict[str, Any] = {"parts": (self.part,), "whole": self.whole}
+        write(stage(locate(path), state, self.names, self.extras, {}, together, step=7, **where), together)
         return path
 
     def load(self, path: Path) -> "Rows":
@@ -136,7 +139,11 @@ def test_ranges_with_one_beginning(tmp_path: Path) -> None:
     found: list[list[float]] = []
     batch = resharding.Batch(read_contents(files), ChunkReader(files, check(files).files))
     for after in (5, 3):
-        batch.add("model.part.one.weight", 2, after, lambda flat, n=after - 2: found.append(flat[:n].tolist()))
+
+        def keep(flat: torch.Tensor, n: int = after - 2) -> None:
+            found.append(flat[:n].tolist())
+
+        batch.add("model.part.one.weight", 2, after, keep)
     batch.read()
     assert found == [TABLE.T.reshape(-1)[2:5].tolist(), TABLE.T.reshape(-1)[2:3].tolist()]
 

@@ -21,6 +21,7 @@ from tests.checkpoint.test_sharded import per_name
 from tests.checkpoint.test_trouble import kill_at, load_again
 from tests.support.bucket import changes, settings, trouble
 from tests.support.ranks import run_ranks
+from tests.support.typed import in_store
 
 FILES = [".metadata", "__0_0.distcp", "contents.pt", "plain.pt"]
 
@@ -116,7 +117,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytearray], object] | None, str, bool]] =
 def test_a_damaged_one_is_named_and_the_one_before_is_found(bucket: str, how: str) -> None:
     directory = directory_of(bucket, 10, 20)
     name, change, said, sizes_show_it = DAMAGE[how]
-    damage(directory.path_of(20), name, change)
+    damage(in_store(directory.path_of(20)), name, change)
     latest = directory.latest(verify=not sizes_show_it)
     assert latest.path == directory.path_of(10)
     assert load(latest.path) == 10
@@ -153,7 +154,7 @@ def test_what_may_not_be_removed_stays_beside_what_replaces_it(bucket: str, capl
     save(directory.path_of(1), 1, 1.5)
     (line,) = caplog.messages
     assert re.match(rf"{directory.path_of(1)} is written, but the former checkpoint could not be .*Denied", line)
-    assert len(attempts_at(directory.path_of(1))) == 2
+    assert len(attempts_at(in_store(directory.path_of(1)))) == 2
     assert load(directory.latest(verify=True).path) == 1.5
     trouble("refused", 1 << 30)
     directory.prepare()

@@ -13,6 +13,7 @@ from tests.checkpoint.small import directory_of
 from tests.checkpoint.test_kills import VALUES, in_child, state, story
 from tests.support.bucket import Trouble, changes, settings, trouble
 from tests.support.ranks import run_ranks
+from tests.support.typed import in_store
 
 
 def whole(directory: CheckpointDirectory) -> set[str]:
@@ -23,7 +24,7 @@ def whole(directory: CheckpointDirectory) -> set[str]:
 
 
 def unfinished(directory: CheckpointDirectory) -> bool:
-    return any(attempt.given_up for step in (1, 2) for attempt in attempts_at(directory.path_of(step)))
+    return any(attempt.given_up for step in (1, 2) for attempt in attempts_at(in_store(directory.path_of(step))))
 
 
 def ever_after(
@@ -34,7 +35,12 @@ def ever_after(
     found, expected = [], -signal.SIGKILL if what == "killed" else 1
     for number in itertools.count(1, every):
         directory = directory_of(f"{url}/{number}", 1)
-        ended = in_child(lambda number=number, directory=directory: (trouble(what, number), story(directory)))
+
+        def tells(number: int = number, directory: CheckpointDirectory = directory) -> None:
+            trouble(what, number)
+            story(directory)
+
+        ended = in_child(tells)
         told = changes()
         trouble("refused", 1 << 30)  # never
         found.append(state(directory))

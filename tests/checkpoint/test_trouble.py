@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def damaged(rank: int, store: Any, root: str) -> dict[str, Any]:
         torch.distributed.barrier()
         loading = world.run("AdamW", 2, "element", fresh=True)
         before = loading.facts()
-        texts[str(number)] = complaint(lambda loading=loading, path=path: loading.load(path))
+        texts[str(number)] = complaint(partial(loading.load, path))
         assert loading.facts() == before
     return texts
 

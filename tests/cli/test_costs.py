@@ -1,5 +1,7 @@
 """Memory and traffic: the published figures, and what must hold for every job."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_replica import ConfigurationError
 from lightning_replica.cli.costs import (
     Job,
+    Precision,
     ddp_memory,
     ddp_node_traffic,
     ddp_traffic,
@@ -21,7 +24,7 @@ from lightning_replica.cli.costs import (
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     replicas, shards = draw(st.integers(1, 8)), draw(st.integers(1, 64))
-    precision = draw(st.sampled_from(["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]))
+    precision = draw(st.sampled_from(get_args(Precision)))
     optimizer_bytes = draw(st.none() | st.floats(0, 32))
     return Job(replicas * shards, replicas, draw(st.integers(1, 10**12)), precision, optimizer_bytes)
 

@@ -14,6 +14,7 @@ from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.cli.main import main
 from tests.checkpoint.small import directory_of, save
+from tests.support.typed import in_store, on_disk
 
 
 def lines(text: str) -> dict[str, str]:
@@ -64,8 +65,8 @@ def test_a_directory_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     assert f"\ncheckpoint   {directory.path_of(30)}\n" in text
     assert text.splitlines()[-1] == "whole"
-    os.truncate(directory.path_of(30) / "plain.pt", 10)
-    (directory.path_of(20) / "manifest.json").unlink()
+    os.truncate(on_disk(directory.path_of(30)) / "plain.pt", 10)
+    (on_disk(directory.path_of(20)) / "manifest.json").unlink()
     assert main(["inspect", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert re.search(r"^  step_00000020 +\? .* DAMAGED$", text, re.M)
@@ -92,7 +93,7 @@ def test_nothing_to_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_export_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = directory_of(tmp_path / "run", 10, 20)
-    os.truncate(directory.path_of(20) / "__0_0.distcp", 10)
+    os.truncate(on_disk(directory.path_of(20)) / "__0_0.distcp", 10)
     file = tmp_path / "one.ckpt"
     assert main(["export", str(directory.path), str(file)]) == 0
     printed = capsys.readouterr()
@@ -103,7 +104,7 @@ def test_export_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_url(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = directory_of(bucket, 10, 20)
-    (attempt,) = attempts_at(directory.path_of(20))
+    (attempt,) = attempts_at(in_store(directory.path_of(20)))
     assert main(["inspect", bucket, "--verify"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^  step_00000020 +20 +periodic .* whole, tracked$", text, re.M)

@@ -89,7 +89,7 @@ def test_loops_are_saved_as_they_save_themselves() -> None:
         assert own == trainer.fit_loop.state_dict()
         seen.append(own)
 
-    module.on_train_batch_end = compare  # type: ignore[method-assign]
+    module.on_train_batch_end = compare  # type: ignore[method-assign, assignment]
     trainer.fit(module)
     assert len(seen) == 6
     assert seen[0] != seen[1]  # and what is saved does not follow the loops

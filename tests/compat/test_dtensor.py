@@ -1,6 +1,6 @@
 """What the package relies on in DTensors, some of it private."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lightning_replica._compat import dtensor
 from tests.support.ranks import open_world, run_ranks
+from tests.support.typed import tensor_of
 
 
 def relied_on(rank: int, store: Any) -> dict[str, Any]:
@@ -22,13 +23,13 @@ def relied_on(rank: int, store: Any) -> dict[str, Any]:
     memory[0] = 1.0
     same.grad = DTensor.from_local(torch.full((5, 2), 1.0 + rank), mesh, [Partial()], run_check=False)
     rows.grad = dtensor.like(rows, memory)
-    gradients = [dtensor.local_gradient(rows), dtensor.local_gradient(same)]
+    gradients = [tensor_of(dtensor.local_gradient(each)) for each in (rows, same)]
     return {
         "divided": [dtensor.is_divided(each) for each in (rows, same, whole)],
         "shared": [dtensor.is_shared(each) for each in (rows, same, whole)],
         "sizes": len(dtensor.local_of(rows)),
         "uneven": rows.grad.shape == rows.shape,
-        "values": rows.full_tensor()[:, 0].tolist(),
+        "values": cast("DTensor", rows).full_tensor()[:, 0].tolist(),
         "gradient is a view": gradients[0].data_ptr() == memory.data_ptr(),
         "gradient is a sum": gradients[1].unique().tolist(),
         "plain": dtensor.local_of(whole) is whole and dtensor.like(whole, memory) is memory,

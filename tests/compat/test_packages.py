@@ -12,6 +12,7 @@ import pytest
 
 from lightning_replica._compat import lightning_names, packages, versions
 from lightning_replica._compat.packages import LIGHTNING, PACKAGES, PYTORCH_LIGHTNING, VARIABLE
+from lightning_replica.errors import VersionError
 
 both = pytest.mark.skipif(
     not all(package.is_installed() for package in PACKAGES), reason="needs both packages of Lightning"
@@ -97,7 +98,12 @@ def test_fabric_of_either_package(tmp_path: Path) -> None:
 @both
 def test_a_killed_rank_under_either_package(tmp_path: Path) -> None:
     found = {}
-    for package, *kill in [(LIGHTNING,), (PYTORCH_LIGHTNING,), (PYTORCH_LIGHTNING, "--kill", "1")]:
+    runs: list[tuple[packages.Package, list[str]]] = [
+        (LIGHTNING, []),
+        (PYTORCH_LIGHTNING, []),
+        (PYTORCH_LIGHTNING, ["--kill", "1"]),
+    ]
+    for package, kill in runs:
         result = tmp_path / f"{package.name}{len(kill)}"
         subprocess.run(
             [sys.executable, "-m", "lightning_replica.cli.smoke", str(result), *kill],
@@ -176,7 +182,7 @@ def test_both_halves_import_the_same() -> None:
 
 def test_a_version_of_lightning_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_installed", lambda _: "2.5.6")
-    with pytest.raises(versions.VersionError, match="pytorch-lightning 2.5.6 is installed, and"):
+    with pytest.raises(VersionError, match="pytorch-lightning 2.5.6 is installed, and"):
         versions.check_version("pytorch-lightning", versions.LIGHTNING_VERSIONS)
 
 

@@ -22,8 +22,9 @@ def same(module: nn.Module) -> bool:
 
 def test_it_is_what_torch_finds() -> None:
     shared = nn.BatchNorm1d(4)
-    module = nn.Sequential(nn.Linear(4, 4), shared, nn.ModuleDict({"b": nn.Linear(4, 4), "a": shared}), nn.ReLU())
-    module[2]["b"].weight = module[0].weight  # tied
+    first, tied = nn.Linear(4, 4), nn.Linear(4, 4)
+    module = nn.Sequential(first, shared, nn.ModuleDict({"b": tied, "a": shared}), nn.ReLU())
+    tied.weight = first.weight
     module[3].register_buffer("mean", shared.running_mean)  # likewise
     module[3].register_buffer("none", None)
     module.register_parameter("absent", None)

@@ -115,12 +115,12 @@ def test_a_meeting_that_was_held_is_passed_even_if_the_world_moves_on(store: Any
     thread.join()
     late = client(store)
     late.begin(1, Fault("death", (2,), "someone died after the meeting"))
-    late.wait_for = lambda *_: late_wait()  # type: ignore[method-assign, assignment]
+    late.wait_for = lambda *_: late_wait()  # type: ignore[method-assign]
 
     def late_wait() -> None:
         raise Interrupted("the world has moved on before this rank has looked")
 
-    late.gathering.give = lambda *_: None  # type: ignore[method-assign, assignment]  # it has come before
+    late.gathering.give = lambda *_: None  # type: ignore[method-assign]  # it has come before
     late.meet("finished", 0, 0, range(2), 5)
 
 
@@ -137,6 +137,6 @@ def test_a_meeting_that_a_rank_has_left_is_not_held_by_ranks_that_come_later(sto
     left.begin(1, Fault("death", (2,), "rank 2 is gone"))
     with pytest.raises(Interrupted, match="rank 2"):
         left.meet("finished", 0, 0, range(2), 5)
-    late.begun = lambda _: False  # type: ignore[method-assign]  # it has not noticed
+    late.begun = lambda generation: False  # type: ignore[method-assign]  # it has not noticed
     with pytest.raises(Interrupted, match="called away"):
         late.meet("finished", 1, 0, range(2), 5)

@@ -10,6 +10,7 @@ from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.errors import Interrupted
+from tests.support.doubles import overriding
 
 
 def connect(port: int) -> Generations:
@@ -39,6 +40,7 @@ def test_it_wakes_the_rank_once_a_generation() -> None:
         monitor.stop()
 
 
+@overriding(new=("looks",))
 class Overtaken(Generations):
     """Has the rank move on by itself just when its monitor has seen that the generation is over."""
 

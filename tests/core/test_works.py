@@ -12,6 +12,7 @@ from lightning_replica.core.works import Ordered
 from lightning_replica.devices.gloo import abort_group
 from lightning_replica.errors import CollectiveError, Interrupted
 from tests.support.ranks import open_world, run_ranks
+from tests.support.typed import world_group
 
 
 def late(rank: int, store: Any) -> Any:
@@ -70,7 +71,7 @@ def aborted(rank: int, store: Any) -> Any:
         store.wait(["said"])
         return "never came"
     work = Ordered(dist.all_reduce(torch.ones(1), async_op=True))
-    abort_group(dist.group.WORLD)
+    abort_group(world_group())
     said = []
     for attempt in (lambda: works.finish(lambda: None), work.come_before):
         try:

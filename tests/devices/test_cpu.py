@@ -12,6 +12,7 @@ from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Survived
 from lightning_replica.errors import ConfigurationError
+from tests.support.doubles import overriding
 
 
 def test_a_users_own_error_is_not_the_devices() -> None:
@@ -31,6 +32,7 @@ def test_what_survived_goes_with_what_was_hit() -> None:
             Survived(level, hit)  # type: ignore[arg-type]
 
 
+@overriding(new=("recovery_device",))
 class Own(CPUAccelerator):
     """Of a third party."""
 
@@ -40,6 +42,7 @@ class Own(CPUAccelerator):
 
 def test_an_accelerator_may_bring_its_own() -> None:
     assert isinstance(device_for(HOST, CPUAccelerator()), Cpu)
-    assert device_for(HOST, Own()) == (HOST, "own")
+    own: Any = device_for(HOST, Own())
+    assert own == (HOST, "own")
     with pytest.raises(ConfigurationError, match="trains on 'meta'; `replica_zero` runs on cpu, cuda"):
         device_for(torch.device("meta"), CPUAccelerator())

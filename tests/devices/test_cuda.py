@@ -26,6 +26,7 @@ from lightning_replica.groups.world import ProcessGroups
 from tests.support import world
 from tests.support.job import Case, Fault
 from tests.support.ranks import run_ranks
+from tests.support.typed import world_group
 
 SUFFIX = """
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
@@ -144,7 +145,7 @@ def test_a_collective_that_failed_says_why(device: Cuda) -> None:
 @pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="new in torch 2.8")
 def test_a_number_is_kept(device: Cuda) -> None:
     error = torch.AcceleratorError(LOST[0])
-    error.error_code = 710
+    error.error_code = 710  # type: ignore[attr-defined]
     fault = device.classify(error)
     assert fault is not None
     assert fault.code == 710
@@ -161,7 +162,7 @@ def test_torch_is_told_to_leave_the_process_alone(device: Cuda, caplog: pytest.L
 def abort_without_nccl(rank: int, store: Any) -> Any:
     """A group that only the host's tensors use, as users make them."""
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=2)
-    group, device = dist.group.WORLD, torch.device("cuda", 0)
+    group, device = world_group(), torch.device("cuda", 0)
     carried = backend_of(group, HOST)
     work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
     dist.barrier(dist.new_group([0, 1], backend="gloo"))

@@ -220,7 +220,7 @@ def test_a_fence_that_is_stopped_while_it_is_entered(device: SimulatedNpu) -> No
         synchronize(index)
         stop(device)
 
-    simulated_npu.MODULE.synchronize = synchronize_and_stop  # type: ignore[method-assign]
+    simulated_npu.MODULE.synchronize = synchronize_and_stop  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError, match="FORCE STOP"), device.fence:
         raise AssertionError("inside")
     simulated_npu.MODULE.synchronize = synchronize  # type: ignore[method-assign]

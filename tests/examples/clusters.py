@@ -80,7 +80,7 @@ class Cluster:
     def _process(self, line: list[str]) -> Iterator["subprocess.Popen[str]"]:
         """A process that runs, and all of whose processes end with this block."""
         with (self.folder / "log").open("a") as log:
-            out = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            out: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
             process = subprocess.Popen(line, cwd=self.folder, env=self.environment, text=True, **out)
         try:
             yield process

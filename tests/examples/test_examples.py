@@ -22,8 +22,8 @@ def run(folder: Path, script: str, *options: str, fork: bool = True) -> "subproc
     line = [sys.executable, str(EXAMPLES / script), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": search_path()}
     if not fork:
-        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.run(line, cwd=folder, env=environment, text=True, timeout=200, **out)
+        pipe, together = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.run(line, cwd=folder, env=environment, text=True, timeout=200, stdout=pipe, stderr=together)
     with tempfile.TemporaryDirectory() as outside:
         return forked_python.run(line, folder, environment, Path(outside) / "output", 200)
 

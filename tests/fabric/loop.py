@@ -22,9 +22,10 @@ class Net(nn.Module):
     def __init__(self, sparse: bool = False, unused: bool = False) -> None:
         super().__init__()
         self.first = nn.Embedding(16, 5, sparse=sparse)
-        self.layers = nn.Sequential(nn.Linear(5, 33), nn.BatchNorm1d(33), nn.Dropout(0.2), nn.Linear(33, 7), nn.Tanh())
+        wide, tied = nn.Linear(5, 33), nn.Linear(33, 7)
+        self.layers = nn.Sequential(wide, nn.BatchNorm1d(33), nn.Dropout(0.2), tied, nn.Tanh())
         self.again, self.frozen, self.last = nn.Linear(33, 7), nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 1)
-        self.again.weight = self.layers[3].weight
+        self.again.weight = tied.weight
         self.unused = unused
         self.extra = nn.Linear(7, 1) if unused else nn.Identity()
 
@@ -41,7 +42,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
     groups: bool = False
     accumulate: int = 1
-    clip: dict[str, float] = field(default_factory=dict)
+    clip: dict[str, Any] = field(default_factory=dict)
     schedule: str = ""
     closure: bool = False
     precision: Any = None
@@ -123,8 +124,7 @@ def compare(rank: int, store: Any, world: int, replicas: int, cases: dict[str, C
     for name, case in cases.items():
         found = []
         for kind in ("ddp", "replica_zero"):
-            unused = {"find_unused_parameters": case.unused}
-            made: Any = FabricStrategy(replicas=replicas, **case.strategy, **unused)
+            made: Any = FabricStrategy(replicas=replicas, **case.strategy, find_unused_parameters=case.unused)
             if kind == "ddp":
                 made = "ddp_find_unused_parameters_true" if case.unused else "ddp"
             training = Training(launch(rank, world, made, case), case)

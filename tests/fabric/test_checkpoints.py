@@ -60,7 +60,7 @@ def writes(rank: int, store: Any, folder: str) -> Any:
     training.run(range(2))
     fabric, state = training.fabric, state_of(training)
     fabric.save(file_of(folder), state)
-    fabric.save(Path(folder) / "new" / "raw.pt", training.optimizer.state_dict())  # type: ignore[arg-type]
+    fabric.save(Path(folder) / "new" / "raw.pt", training.optimizer.state_dict())
     fabric.save(Path(folder) / "part.pt", state, filter={"model": lambda name, _: name == "last.bias"})
     other = begin(rank, 1, Case())
     other.fabric.load_raw(Path(folder) / "new" / "raw.pt", other.optimizer)

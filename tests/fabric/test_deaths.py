@@ -10,7 +10,9 @@ from lightning_replica import FabricStrategy, RecoveryError
 from lightning_replica.devices.gloo import abort_group
 from lightning_replica.fabric import roll_call
 from tests.fabric.loop import Case, Training, launch
+from tests.support.doubles import put
 from tests.support.ranks import open_world, run_ranks
+from tests.support.typed import world_group
 
 WORLD = 4
 PLACES = {
@@ -98,7 +100,7 @@ def silent(rank: int, store: Any) -> Any:
         store.wait(["said"])
         return None
     store.wait(["gone/2", "gone/3"])
-    roll_call.machine = lambda: 0
+    put(roll_call, "machine", lambda: 0)
     try:
         fabric.barrier()
     except RecoveryError as error:
@@ -119,7 +121,7 @@ def without_store(rank: int, store: Any) -> Any:
     def gone(*_: Any) -> None:
         raise torch.distributed.DistNetworkError("Connection reset by peer")
 
-    roll_call.default_store = lambda: type("Gone", (), {"set": gone})()  # type: ignore[assignment]
+    put(roll_call, "default_store", lambda: type("Gone", (), {"set": gone})())
     if rank == 1:
         os._exit(9)
     try:
@@ -138,7 +140,7 @@ def all_there(rank: int, store: Any) -> Any:
     open_world(rank, store, 2)
     fabric = launch(rank, 2, "replica_zero")
     if rank == 0:
-        abort_group(torch.distributed.group.WORLD)
+        abort_group(world_group())
     try:
         fabric.barrier()
     except RecoveryError as error:

@@ -15,7 +15,7 @@ from tests.support.ranks import open_world, run_ranks
 WORLD = 4
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(16, 5), nn.Linear(5, 7), nn.Linear(7, 1))
 
@@ -33,7 +33,8 @@ def kept(rank: int, store: Any) -> Any:
     for strategy in ("ddp", FabricStrategy(replicas=2)):
         fabric = launch(rank, WORLD, strategy)
         net = model()
-        mine, called = torch.optim.AdamW(net[:2].parameters(), lr=1e-2), []
+        mine = torch.optim.AdamW(net[:2].parameters(), lr=1e-2)
+        called: list[str] = []
         net(batch(0, 0)).mean().backward()  # the same on all ranks
         mine.step()
         mine.register_step_post_hook(lambda *_, called=called: called.append("before"))
@@ -65,7 +66,8 @@ def compiled(rank: int, store: Any) -> Any:
     for strategy in ("ddp", "replica_zero"):
         fabric, net = launch(rank, 2, strategy), model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        wrapped, optimizer = fabric.setup(torch.compile(net, backend="eager"), optimizer)
+        made: Any = torch.compile(net, backend="eager")
+        wrapped, optimizer = fabric.setup(made, optimizer)
         for number in range(3):
             step(fabric, wrapped, optimizer, number)
         results.append([p.tolist() for p in net.parameters()])
@@ -86,7 +88,7 @@ def sharded(rank: int, store: Any) -> Any:
     own = optimizer.optimizer
     wrapped(batch(rank, 1)).square().mean().backward()  # a plain one, as under DDP
     optimizer.step()
-    again = fabric.setup_optimizers(ReplicaOptimizer(model().parameters(), torch.optim.SGD, lr=0.1))
+    again: Any = fabric.setup_optimizers(ReplicaOptimizer(model().parameters(), torch.optim.SGD, lr=0.1))
     numel = sum(tensor.numel() for tensor in own.export_shard()[1]) / sum(p.numel() for p in net.parameters())
     return [own.optim is mine, own.peers, round(numel), isinstance(again.optimizer, ReplicaOptimizer)]
 

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_replica import ReplicaZeroStrategy
+from tests.support.trainers import callbacks_of, strategy_of
+from tests.support.typed import tensor_of
 
 
 @dataclass
@@ -71,10 +73,10 @@ class Groups(Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         total = torch.rand(3)
-        if self.case.differs == "shape" and trainer.strategy.session.newborn:
+        if self.case.differs == "shape" and strategy_of(trainer).session.newborn:
             total = torch.rand(4)
         works = [dist.all_reduce(total, group=self.group, async_op=True)]
-        if self.case.differs != "left out" or not trainer.strategy.session.newborn:
+        if self.case.differs != "left out" or not strategy_of(trainer).session.newborn:
             works.append(dist.all_reduce(torch.ones(2), group=self.group, async_op=True))
         for work in works[::-1]:
             work.wait()
@@ -175,7 +177,7 @@ def twice(case: SetUp, out: Path) -> None:
     teacher = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
     student = Net()
     with torch.no_grad():
-        student.net[0].weight.copy_(net.net[0].weight * total[0])
+        tensor_of(student.net[0].weight).copy_(tensor_of(net.net[0].weight) * total[0])
     second = trainer(case, out, 2, Groups(case))
     second.fit(student, datamodule=Data())
     first.test(net, datamodule=Data(), verbose=False)
@@ -199,7 +201,7 @@ def after_what_cannot_be_sent(case: SetUp, out: Path) -> None:
     L.seed_everything(3, workers=True, verbose=False)
     net = Net()
     first = trainer(case, out, 1, Groups(case))
-    first.callbacks.append(Unsendable())  # type: ignore[attr-defined]
+    callbacks_of(first).append(Unsendable())
     first.fit(net, datamodule=Data())
     trainer(case, out, 2, Groups(case)).fit(net, datamodule=Data())
 
@@ -212,7 +214,7 @@ class Tuned(Net):
         self.case, self.lr = case, 0.02
 
     def training_step(self, batch: Any, number: int) -> Tensor:
-        searches = type(self.trainer.callbacks[0]).__name__ == "_LRCallback"
+        searches = type(callbacks_of(self.trainer)[0]).__name__ == "_LRCallback"
         here = self.trainer.global_rank, 1 if searches else 2, self.trainer.global_step
         first = os.environ["LIGHTNING_REPLICA_GENERATION"] == "0"
         if first and here == (self.case.rank, self.case.loop, self.case.step):

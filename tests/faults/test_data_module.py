@@ -7,11 +7,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch import Tensor
 
 from lightning_replica import ReplicaZeroStrategy
-from tests.support import job, world
+from tests.support import world
 from tests.support.job import Case, Fault
 
 
@@ -34,7 +35,7 @@ class Curriculum(BoringDataModule):
         self.hardness = state_dict["hardness"]
 
 
-class Reaches(job.Callback):
+class Reaches(Callback):
     def __init__(self, case: Case, out: Path) -> None:
         self.case, self.out = case, out
 

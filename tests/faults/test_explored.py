@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_replica import RecoveryCallback
+from lightning_replica.core.digests import Digest
+from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.mirror import Mirrors
 from tests.support import job, world
+from tests.support.doubles import overriding
 from tests.support.job import Case, Fault
 
 STEP = 2
@@ -33,6 +36,7 @@ class Story(Case):
     back: int = -1
 
 
+@overriding(new=("reach", "to_come"))
 class Acts(RecoveryCallback):
     """Writes to weights in the tail of every step, meets in collectives, and strikes."""
 
@@ -71,8 +75,8 @@ class Acts(RecoveryCallback):
 def train(case: Story, out: Path) -> None:
     acts, begin = Acts(case, out), Mirrors.begin
 
-    def begin_and_lose(self: Mirrors, kind: Any, step: int, *more: Any) -> None:
-        begin(self, kind, step, *more)
+    def begin_and_lose(self: Mirrors, kind: Kind, step: int, payload: bytes, digest: Digest | None = None) -> None:
+        begin(self, kind, step, payload, digest)
         if (kind, step) == ("batch", STEP) and acts.to_come(0):
             self.settle()
             for at, of in case.lost:

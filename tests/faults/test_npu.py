@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ def reached(faults: tuple[Fault, ...], out: Path) -> bool:
 
 # Many in one training
 
-LONG = {"accumulate": 1, "epochs": 4}  # 24 steps
+LONG: dict[str, Any] = {"accumulate": 1, "epochs": 4}  # 24 steps
 # Updates applied where a fault comes: to each point in another step, and between any two of them one is done.
 DUE = dict(zip(POINTS, (1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 13, 14, 15, 18), strict=True))
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import ReplicaZeroStrategy
 from tests.support import job, world
 from tests.support.job import Case, Fault
+from tests.support.trainers import callbacks_of
 
 FOREVER = 100  # in epochs: ranks see different numbers, but come to the same decisions
 
@@ -75,7 +76,7 @@ def train(case: Case, out: Path) -> None:
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
     trainer.fit(model, DataLoader(data, 5, shuffle=True), DataLoader(data, 10))
     rank = int(os.environ["LOCAL_RANK"])
-    callbacks = {each.state_key: each.state_dict() for each in trainer.callbacks}
+    callbacks = {each.state_key: each.state_dict() for each in callbacks_of(trainer)}
     found = {
         "schedulers": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         "callbacks": callbacks,

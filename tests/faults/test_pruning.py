@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
@@ -56,7 +56,7 @@ def test_a_rank_is_lost(fault: Fault, pruned: world.Outcome, tmp_path: Path) -> 
     outcome.assert_same(pruned)
 
 
-class Reaches(job.Callback):
+class Reaches(Callback):
     def __init__(self, case: Case, out: Path) -> None:
         self.case, self.out = case, out
 
@@ -72,7 +72,8 @@ def train_twice(case: Case, out: Path) -> None:
     model: Any = BoringModel()
     model.layer = nn.Sequential(nn.Linear(32, 6), nn.Tanh(), nn.Linear(6, 2))
     model.layer[0].bias.requires_grad_(False)
-    for callbacks in ([Prunes(permanent=False)], [Reaches(case, out)]):
+    fits: list[Callback] = [Prunes(permanent=False), Reaches(case, out)]
+    for callback in fits:
         trainer = L.Trainer(
             strategy=ReplicaZeroStrategy(bucket_bytes=64),
             accelerator="cpu",
@@ -80,7 +81,7 @@ def train_twice(case: Case, out: Path) -> None:
             max_epochs=1,
             limit_train_batches=6,
             limit_val_batches=1,
-            callbacks=callbacks,
+            callbacks=[callback],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -101,7 +102,7 @@ def test_a_rank_is_lost_in_a_later_fit(tmp_path: Path) -> None:
         outcome.assert_same(untouched)
 
 
-class Grows(job.Callback):
+class Grows(Callback):
     """Gives the model a parameter in training, which a replacement that runs the script again does not have."""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

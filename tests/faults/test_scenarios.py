@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
 from lightning_replica.core.points import listen
 from tests.support import job, world
 from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
+from tests.support.trainers import state_of
 from tests.trainer.both import different
 from tests.trainer.scenarios import SCENARIOS, fit
 
@@ -47,9 +49,10 @@ def train(case: Trained, out: Path) -> None:
     )
     where = accelerator(case.accelerator)
     result = fit(case.name, strategy, case.devices, callbacks, load=case.load or None, accelerator=where)
-    for number, sharded in enumerate(strategy.state.optimizers):
+    state = state_of(strategy)
+    for number, sharded in enumerate(state.optimizers):
         result["tensors"].update({f"{number}/{key}": value for key, value in sharded.state()[0].items()})
-    result["tensors"].update({f"main/{i}": buffers.main for i, buffers in enumerate(strategy.state.buffers)})
+    result["tensors"].update({f"main/{i}": buffers.main for i, buffers in enumerate(state.buffers)})
     result["tensors"]["random"] = torch.get_rng_state()
     torch.save(result, out / f"result{rank}.pt")
 
@@ -84,7 +87,7 @@ def loaded(out: Path, devices: int) -> list[dict[str, Any]]:
     return [torch.load(out / f"result{rank}.pt", weights_only=True) for rank in range(devices)]
 
 
-class Reaches(job.Callback):
+class Reaches(Callback):
     """Reaches the points of the package, and points in the user's own code; "batch 4" is the fifth of its epoch."""
 
     def __init__(self, case: Case, strategy: ReplicaZeroStrategy, out: Path) -> None:
@@ -92,7 +95,7 @@ class Reaches(job.Callback):
         listen(self.reach)
 
     def reach(self, point: str) -> None:
-        state = self.strategy.state if self.strategy._training else None
+        state = state_of(self.strategy) if self.strategy._training else None
         for number, fault in enumerate(self.case.faults):
             fault.reach(point, state.step if state else -1, self.out / f"fired{number}", state)
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from tests.support import job, world
 from tests.support.job import Case, Fault
 
 
-class Teaches(job.Callback):
+class Teaches(Callback):
     """As self-supervised methods do it, by ways of which torch's version counters know nothing."""
 
     def __init__(self, when: str, begins: int) -> None:

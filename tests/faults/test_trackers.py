@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 from torchmetrics import MaxMetric, MeanMetric, MetricTracker
 
 from lightning_replica.checkpoint.directory import CheckpointDirectory
@@ -13,7 +14,7 @@ from tests.support import job, world
 from tests.support.job import Case, Fault
 
 
-class Tracks(job.Callback):
+class Tracks(Callback):
     """Six steps an epoch, two epochs."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -30,7 +31,7 @@ class Tracks(job.Callback):
         pl_module.log_dict({"tracked": len(values), "first": values[0], "sum": values.sum()}, sync_dist=True)
 
 
-class Measures(job.Callback):
+class Measures(Callback):
     """Has come into the script since the checkpoint was written."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

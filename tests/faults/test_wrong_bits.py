@@ -9,8 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.points import listen
-from lightning_replica.sharding.shared import SharedMemory
+from lightning_replica.sharding.layout import Bucket
+from lightning_replica.sharding.shared import Block, SharedMemory
 from tests.support import job, world
 from tests.support.job import Case, Fault
 
@@ -31,15 +33,15 @@ class ReadByOthers(Callback):
 
         read = SharedMemory.gather
 
-        def reads_later(*args: Any) -> None:
+        def reads_later(memory: SharedMemory, block: Block, bucket: Bucket, params: torch.Tensor) -> None:
             while strategy.state.step == 2 and not self.flipped.exists():
                 time.sleep(0.001)
-            read(*args)
+            read(memory, block, bucket, params)
 
         if trainer.global_rank == 0:
             listen(flip)
         else:
-            SharedMemory.gather = reads_later  # type: ignore[method-assign]
+            SharedMemory.gather = reads_later  # type: ignore[method-assign, assignment]
 
 
 def trains_with_bits_read_by_others(case: Case, out: Path) -> None:
@@ -110,7 +112,7 @@ def test_at_rest(point: str, step: int, rank: int, untouched: world.Outcome, tmp
 @pytest.mark.parametrize(("ranks", "before_validation"), [(3, 6), (4, 5)])
 def test_an_update_that_went_wrong_is_named_by_the_majority(ranks: int, before_validation: int, tmp_path: Path) -> None:
     """Also the last one of all; and a validation that has seen its parameters is done again."""
-    shape = {"devices": ranks, "replicas": ranks}
+    shape: dict[str, Any] = {"devices": ranks, "replicas": ranks}
     untouched = world.run(Case(**shape), tmp_path / "untouched")
     places = ((0, "update", 0), (ranks - 1, "torn", 1), (1, "gather", 4), (2, "update", before_validation))
     case = Case(faults=flips(*places), **shape)
@@ -157,7 +159,8 @@ def test_together_with_other_faults(untouched: world.Outcome, tmp_path: Path) ->
 
 def test_a_part_at_a_time(tmp_path: Path) -> None:
     """What "sampled" misses at first it finds when its turn comes; "off" finds nothing."""
-    for guard, found, epochs in (("off", False, 1), ("sampled", True, 9)):
+    guards: list[tuple[GuardMode, bool, int]] = [("off", False, 1), ("sampled", True, 9)]
+    for guard, found, epochs in guards:
         case = Case(flips((0, "forward", 1)), devices=3, replicas=3, accumulate=1, epochs=epochs, guard=guard)
         outcome = world.run(case, tmp_path / guard)
         assert outcome.code == 0, outcome.logs

@@ -16,6 +16,7 @@ from lightning_replica.groups import world as groups
 from lightning_replica.groups.handles import Handle
 from lightning_replica.groups.patient_store import PatientStore
 from lightning_replica.groups.world import ProcessGroups
+from tests.support.doubles import overriding, put
 from tests.support.ranks import run_ranks
 
 LONG_S = 300.0
@@ -33,7 +34,7 @@ def leaves_half_way(rank: int, store: Any) -> list[str]:
 
     groups._CONNECT_S = 0.5  # in this process only
     if rank == 1:
-        PatientStore.wait = wait  # type: ignore[method-assign]
+        PatientStore.wait = wait  # type: ignore[method-assign, assignment]
     own = ProcessGroups(store, rank, 2, Cpu(), LONG_S)
     said = []
     for generation in range(8):
@@ -54,7 +55,8 @@ def test_a_peer_that_leaves_half_way() -> None:
 
 
 def called_away_while_it_connects(rank: int, store: Any) -> list[str]:
-    original, opening = groups.open_group, []
+    original: Any = vars(groups)["open_group"]
+    opening: list[int] = []
 
     def open_group(*args: Any) -> dist.ProcessGroup:
         opening.append(rank)
@@ -64,7 +66,8 @@ def called_away_while_it_connects(rank: int, store: Any) -> list[str]:
         if opening and rank == 1:
             raise Interrupted("the world moves on")
 
-    groups.open_group, groups._CONNECT_S = open_group, 0.5  # in this process only
+    put(groups, "open_group", open_group)  # in this process only
+    groups._CONNECT_S = 0.5
     own = ProcessGroups(store, rank, 2, Cpu(), LONG_S, check)
     said = []
     for generation in range(8):
@@ -159,6 +162,7 @@ def test_an_open_group_has_the_time_that_was_asked_for() -> None:
 OTHER = torch.device("privateuseone")
 
 
+@overriding()
 class TwoHalves(Cpu):
     """A device whose connections outlive an abort. They are gloo's, and serve the host's tensors."""
 

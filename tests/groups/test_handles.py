@@ -24,6 +24,7 @@ from lightning_replica.groups.handles import Answered, Handle, Noted
 from lightning_replica.groups.names import Held
 from lightning_replica.groups.world import ProcessGroups
 from tests.support.ranks import meet, run_ranks
+from tests.support.typed import grad_of, world_group
 
 RANKS = 4
 
@@ -107,7 +108,7 @@ class Code:
         torch.manual_seed(self.rank)
         net = DistributedDataParallel(nn.Linear(4, 4))
         net(self.mine()).sum().backward()
-        return [parameter.grad.tolist() for parameter in net.parameters()]
+        return [grad_of(parameter).tolist() for parameter in net.parameters()]
 
     def call_torchmetrics(self) -> Any:
         metric = CatMetric()
@@ -115,7 +116,7 @@ class Code:
         return metric.compute().tolist()
 
     def call_functional(self) -> Any:
-        return torch.distributed._functional_collectives.all_reduce(self.mine(), "sum", dist.group.WORLD).tolist()
+        return torch.distributed._functional_collectives.all_reduce(self.mine(), "sum", world_group()).tolist()
 
     def checkpoint(self, out: str) -> Any:
         state = {"x": torch.arange(4.0) + 1}
@@ -398,7 +399,8 @@ def test_a_work_that_is_answered_has_ended() -> None:
     assert work.wait(timedelta(seconds=1))
     assert work.is_completed()
     assert work.is_success()
-    assert work.exception() is None
+    failed: Any = work.exception  # whose annotation says that it always returns None
+    assert failed() is None
     assert work.get_future().wait() == []
 
 

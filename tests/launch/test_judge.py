@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,7 +63,7 @@ def judge(
         ([Slot(), waits(50), waits(50)], {}, ()),
     ],
 )
-def test_culprits(slots: list[Slot], findings: dict[str, Finding], culprits: tuple[int, ...]) -> None:
+def test_culprits(slots: list[Slot], findings: dict[str, Any], culprits: tuple[int, ...]) -> None:
     assert judge(*slots, **findings) == (culprits, False)
 
 
@@ -117,7 +118,7 @@ slots_of_ranks = st.lists(
 
 @given(slots_of_ranks, st.lists(st.sampled_from(["busy", "silent", "collective", "debugger"]), min_size=5, max_size=5))
 def test_nobody_is_blamed_without_a_reason(slots: list[Slot], found: list[Finding]) -> None:
-    findings = {f"r{rank}": finding for rank, finding in enumerate(found)}
+    findings: dict[str, Any] = {f"r{rank}": finding for rank, finding in enumerate(found)}
     culprits, stalled = judge(*slots, **findings)
     for rank in culprits:
         assert slots[rank].deadline < NOW

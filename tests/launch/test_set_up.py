@@ -107,7 +107,7 @@ def judge(*uses: list[float]) -> list[Any]:
     for number in range(len(uses[0])):
         used = [so_far + use[number] for so_far, use in zip(used, uses, strict=True)]
         now = {7: Activity(used[0]), 8: Activity(used[1])}
-        verdicts.append(watched.judge([1], {0: 7, 1: 8}, number / 2, lambda process, now=now: now[process]))
+        verdicts.append(watched.judge([1], {0: 7, 1: 8}, number / 2, now.__getitem__))
     return [(v.hanging, v.at_work) for v in verdicts]
 
 

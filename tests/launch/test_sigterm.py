@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -15,7 +16,7 @@ from tests.support.job import Case
 def one_is_told(case: Case, out: Path) -> None:
     original = job.Model.training_step
 
-    def training_step(self: job.Model, batch: object, batch_idx: int) -> object:
+    def training_step(self: job.Model, batch: Any, batch_idx: int) -> dict[str, Any]:
         if (self.global_rank, self.trainer.global_step, batch_idx) == (1, 2, 4):
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, batch, batch_idx)

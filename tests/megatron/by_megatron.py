@@ -56,7 +56,8 @@ def train(rank: int, store: Any, case: Case, instances: int) -> dict[str, Any]:
     )
     optimizer = get_megatron_optimizer(adam, [chunk])
     group = parallel_state.get_data_parallel_group()
-    sampler = DistributedSampler(tokens, group.size(), group.rank(), seed=7)  # as Lightning makes it
+    whole: Any = tokens
+    sampler: DistributedSampler[Any] = DistributedSampler(whole, group.size(), group.rank(), seed=7)  # as Lightning's
     norms, zeros = [], []
     for epoch in range(case.epochs):
         sampler.set_epoch(epoch)

@@ -58,7 +58,8 @@ def fill(module: job.GPT, salt: str) -> None:
     from megatron.core import parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    described = module.model.sharded_state_dict()
+    model: Any = module.model
+    described = model.sharded_state_dict()
     if hasattr(module, "head"):
         described |= module.head.sharded_state_dict("head.", metadata={"dp_cp_group": group})
     apply_factories(described)
@@ -112,7 +113,8 @@ class Rank:
     def save(self, path: str) -> str:
         for _, state, expected in self.pieces():
             state |= {key: each.clone() for key, each in expected.items()}
-        together, where = Together(None), {"parts": self.part.names, "whole": self.part.whole()}
+        together = Together(None)
+        where: dict[str, Any] = {"parts": self.part.names, "whole": self.part.whole()}
         write(stage(locate(path), self.engine, self.names, self.extras, {}, together, step=3, **where), together)
         return ""
 
@@ -132,8 +134,8 @@ class Rank:
         for name, parameter, expected in zip(self.names, self.module.parameters(), self.expected[""], strict=True):
             if not torch.equal(parameter, expected):
                 yield name
-        for piece, state, expected in self.pieces():
-            if state.keys() != expected.keys() or not all(torch.equal(state[key], expected[key]) for key in expected):
+        for piece, state, wanted in self.pieces():
+            if state.keys() != wanted.keys() or not all(torch.equal(state[key], wanted[key]) for key in wanted):
                 yield f"state of {self.names[piece.order]}"
 
 

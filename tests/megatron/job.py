@@ -24,6 +24,7 @@ from lightning_replica.megatron import DynamicGradScaler
 from lightning_replica.megatron.sizes import ParallelSizes
 from lightning_replica.megatron.strategy import MegatronReplicaStrategy
 from tests.support import job
+from tests.support.trainers import state_of, strategy_of
 
 LENGTH, WORDS, EXPERTS = 8, 32, 4
 # The gradient of the keys' bias is rounding errors and nothing else. With a small epsilon, Adam makes steps of them.
@@ -104,18 +105,24 @@ class GPT(L.LightningModule):
     def __init__(self, case: Case, faults: job.Faults) -> None:
         super().__init__()
         self._case, self._faults = case, [faults]  # in a list: not a child
-        self.norms: list[float] = []
-        self.zeros: list[float] = []
+        self.norms: list[float | None] = []
+        self.zeros: list[float | None] = []
         self.scales: list[float] = []
+
+    @property
+    def _megatron(self) -> MegatronReplicaStrategy:
+        assert isinstance(self.trainer.strategy, MegatronReplicaStrategy)
+        return self.trainer.strategy
 
     @property
     def _rerun(self) -> Any:
         return _rerun_machine() if self._case.reruns else None
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.norms.append(self.trainer.strategy.grad_norm)
-        self.zeros.append(getattr(self.trainer.strategy, "num_zeros_in_grad", None))
-        scaler = self.trainer.precision_plugin.enabled_scaler()
+        strategy = strategy_of(self.trainer)
+        self.norms.append(strategy.grad_norm)
+        self.zeros.append(strategy.num_zeros_in_grad if isinstance(strategy, MegatronReplicaStrategy) else None)
+        scaler = strategy.precision_plugin.enabled_scaler()
         self.scales += [] if scaler is None else [scaler.get_scale()]
 
     def configure_model(self) -> None:
@@ -186,14 +193,14 @@ class GPT(L.LightningModule):
             losses, mean = self.forward_step(iter([batch]), self.model)
             return mean(losses)[0]
         while self._rerun is None or self._rerun.should_run_forward_backward(None):
-            loss = self.trainer.strategy.forward_backward(self.forward_step, batch)
+            loss = self._megatron.forward_backward(self.forward_step, batch)
             if self._rerun is None:
                 break
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.trainer.strategy.forward_backward(self.forward_step, batch, forward_only=True))
+        self.log("val", self._megatron.forward_backward(self.forward_step, batch, forward_only=True))
 
     def configure_optimizers(self) -> Any:
         if self._case.plain:  # megatron-core decays matrices only
@@ -299,7 +306,7 @@ def run(case: Case, out: Path, **options: Any) -> None:
 def _result(trainer: L.Trainer, model: GPT) -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    state = trainer.strategy.state
+    state = state_of(strategy_of(trainer))
     trackers = get_cuda_rng_tracker().get_states()
     values = [p.detach().flatten().tolist() for p in model.parameters()] if model._case.plain else []
     return {

@@ -18,6 +18,7 @@ from tests.megatron.job import LENGTH, Case
 from tests.support import world
 from tests.support.job import Faults
 from tests.support.ranks import open_world, run_ranks
+from tests.support.typed import grad_of
 
 
 def by_hand(rank: int, store: Any, case: Case) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def by_hand(rank: int, store: Any, case: Case) -> dict[str, Any]:
     module.configure_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0, eps=job.EPSILON)
     group = parallel_state.get_data_parallel_group()
-    sampler = DistributedSampler(tokens, group.size(), group.rank(), seed=7)  # as Lightning makes it
+    whole: Any = tokens
+    sampler: DistributedSampler[Any] = DistributedSampler(whole, group.size(), group.rank(), seed=7)  # as Lightning's
     norms = []
     for batch in DataLoader(TensorDataset(tokens), 4, sampler=sampler):
         micro_batches = split(batch, 2)
@@ -67,7 +69,7 @@ def clip(module: torch.nn.Module, case: Case, tensor_rank: int, group: Any) -> f
     norm = float(squares.sqrt())
     assert case.clip is not None
     for parameter in module.parameters():
-        parameter.grad *= min(1.0, case.clip / (norm + 1e-6))
+        grad_of(parameter).mul_(min(1.0, case.clip / (norm + 1e-6)))
     return norm
 
 

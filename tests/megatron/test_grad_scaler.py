@@ -17,7 +17,7 @@ def megatrons(**options: Any) -> Any:
     """megatron-core's scaler, which makes its tensors on a GPU."""
     real = torch.tensor
     try:
-        torch.tensor = lambda *args, **named: real(*args, **{**named, "device": "cpu"})  # type: ignore[assignment]
+        torch.tensor = lambda *args, **named: real(*args, **{**named, "device": "cpu"})
         return theirs.DynamicGradScaler(**options)
     finally:
         torch.tensor = real

@@ -119,4 +119,5 @@ def main(out: Path, nodes: int, ranks: int, steps: int, stops: list[Any]) -> Non
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(each) for each in sys.argv[2:5]), json.loads(sys.argv[5]))
+    nodes, ranks, steps = map(int, sys.argv[2:5])
+    main(Path(sys.argv[1]), nodes, ranks, steps, json.loads(sys.argv[5]))

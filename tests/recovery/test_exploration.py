@@ -185,7 +185,7 @@ class Explorer:
     def finish(self, state: State, plan: Plan) -> State:
         while any(own.at != START for own in state):
             moved = [None if own.at == START else self.rule.next(state, plan, rank) for rank, own in enumerate(state)]
-            rank = next(rank for rank, own in enumerate(moved) if own is not None)
+            rank, after = next((rank, own) for rank, own in enumerate(moved) if own is not None)
             own = state[rank]
             # Whoever rolls forward has its gradient; whoever starts again has the snapshot; who gives has arrived.
             if own.at == PLANNED and rank in plan.forward:
@@ -202,7 +202,7 @@ class Explorer:
                     assert source.mirrors[self.rule.replica[rank]] & bit(plan.kind, source.step)
             if own.at == PLANNED and not own.new:
                 assert own.held & bit(plan.kind, plan.step - T)
-            state = (*state[:rank], moved[rank], *state[rank + 1 :])
+            state = (*state[:rank], after, *state[rank + 1 :])
         return state
 
 

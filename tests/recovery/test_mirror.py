@@ -1,12 +1,12 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_replica.core.digests import Digest
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
 from tests.support.ranks import open_world, run_ranks
+from tests.support.typed import world_group
 
 
 def wait(work: Any) -> None:
@@ -21,7 +21,7 @@ def payload(rank: int, size: int) -> bytes:
 def exchange(rank: int, store: Any) -> Any:
     open_world(rank, store, 3)
     mirrors = Mirrors(rank, wait)
-    mirrors.connect(dist.group.WORLD, (0, 1, 2))
+    mirrors.connect(world_group(), (0, 1, 2))
     seen = []
     for step, sizes in enumerate([(10, 10, 10), (10, 50_000, 10), (200_000, 1, 60_000)]):
         digests = {peer: Digest(7, -(2**62) + peer, peer == step) for peer in range(3)}
@@ -45,7 +45,7 @@ def exchange(rank: int, store: Any) -> Any:
     target = (rank + 1) % 3
     shared = mirrors.share(target, "batch", 2, b"own")
     new = Mirrors(target, wait)
-    new.connect(dist.group.WORLD, (0, 1, 2))
+    new.connect(world_group(), (0, 1, 2))
     new.adopt("batch", 2, shared)
     held = {peer: new.payload(Mirror(peer, "batch", 2)) for peer in range(3) if peer != target}
     seen.append(held == shared and held[rank] == b"own")
@@ -63,7 +63,7 @@ def test_payloads_of_any_size_arrive_and_old_ones_go() -> None:
 def damage(rank: int, store: Any) -> Any:
     open_world(rank, store, 2)
     mirrors = Mirrors(rank, wait)
-    mirrors.connect(dist.group.WORLD, (0, 1))
+    mirrors.connect(world_group(), (0, 1))
     mirrors.begin("tail", 4, b"private")
     mirrors.settle()
     assert mirrors.digests(4) == {}  # none was sent
@@ -80,7 +80,7 @@ def damage(rank: int, store: Any) -> Any:
 def lie(rank: int, store: Any) -> Any:
     open_world(rank, store, 2)
     mirrors = Mirrors(rank, wait)
-    mirrors.connect(dist.group.WORLD, (0, 1))
+    mirrors.connect(world_group(), (0, 1))
     mirrors.begin("tail", 4, b"private", Digest(9, 8, False))
     mirrors.settle()
     for row in mirrors._rows["tail", 4][-1]:

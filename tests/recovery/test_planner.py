@@ -1,6 +1,7 @@
 """The planner by case and by property. The commit rule behind it is explored in test_exploration.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from lightning_replica.recovery.planner import Mirror, Move, Report, make_plan
 GRID = Grid.of(4, 2)
 
 
-def at(rank: int, step: int = 5, **changes: object) -> Report:
+def at(rank: int, step: int = 5, **changes: Any) -> Report:
     """A rank in its forward pass of ``step``, with whatever its peer sent."""
     peer = (rank + 2) % 4
     mirrors = (Mirror(peer, "tail", step), Mirror(peer, "batch", step))
@@ -40,7 +41,7 @@ def test_exception_before_the_commit_does_the_batch_again() -> None:
         ({"resumed": 5}, False),  # and then came this
     ],
 )
-def test_connections_go_on_where_all_have_the_same(changes: dict[str, object], resumed: bool) -> None:
+def test_connections_go_on_where_all_have_the_same(changes: dict[str, Any], resumed: bool) -> None:
     links = (True, False)
     reports = [at(rank, links=links) for rank in range(3)]
     assert make_plan([*reports, at(3, **{"links": links, **changes})], GRID, 3).resume is resumed
@@ -56,7 +57,7 @@ def test_a_lost_rank_gets_everything_from_its_peer() -> None:
 
 
 def test_one_who_saw_the_commit_takes_all_forward() -> None:
-    entered = {"entered": True, "tail": (5, 6)}
+    entered: dict[str, Any] = {"entered": True, "tail": (5, 6)}
     mirrors = (Mirror(1, "tail", 6),)
     reports = [
         at(0, **entered),
@@ -71,12 +72,12 @@ def test_one_who_saw_the_commit_takes_all_forward() -> None:
 
 def test_a_torn_shard_comes_from_the_peer_but_the_host_state_stays() -> None:
     torn = at(0, intact=False, committed=6, commit=(2.5,), tail=(5, 6))
-    done = {"step": 6, "committed": 6, "commit": (2.5,), "tail": (5, 6), "batch": (5,)}
+    done: dict[str, Any] = {"step": 6, "committed": 6, "commit": (2.5,), "tail": (5, 6), "batch": (5,)}
     plan = make_plan([torn, at(1, **done), at(2, **done), at(3, **done)], GRID, 3)
     assert (plan.step, plan.kind, plan.forward, plan.moves) == (6, "tail", (), (Move(2, 0, host=False),))
 
 
-def corrupted(rank: int, **changes: object) -> Report:
+def corrupted(rank: int, **changes: Any) -> Report:
     return at(rank, intact=False, corrupted=f"bits of rank {rank}", **changes)
 
 
@@ -103,7 +104,7 @@ def test_with_a_corrupted_shard_the_batch_is_done_again_where_the_tail_is_forgot
 
 
 def test_a_shard_corrupted_after_the_commit_is_left_out_of_rolling_forward() -> None:
-    entered = {"entered": True, "tail": (5, 6)}
+    entered: dict[str, Any] = {"entered": True, "tail": (5, 6)}
     seen = {**entered, "committed": 6, "commit": (2.5,)}
     plan = make_plan([at(0, **entered), corrupted(1, **seen), at(2, **entered), at(3, **entered)], GRID, 3)
     assert (plan.step, plan.kind, plan.forward, plan.moves) == (6, "tail", (0, 2, 3), (Move(3, 1, host=False),))
@@ -276,10 +277,10 @@ def test_twice_the_ranks_is_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> N
             return original(self, rank)
 
         class Counted(list[Report]):
-            def __getitem__(self, place: object) -> object:
+            def __getitem__(self, place: Any) -> Any:
                 nonlocal count
                 count += 1
-                return super().__getitem__(place)  # type: ignore[index]
+                return super().__getitem__(place)
 
         grid = Grid.of(world_size, 2)
         reports = Counted(healthy(grid, set(range(world_size // 4))))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_replica.core.grid import Grid
+from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror, Plan, Report
 
 # Recovery. REGROUP is over: all ranks have the plan.
@@ -18,7 +19,7 @@ PLANNED, ROLLING, ROLLED, TAKING, REPAIRED, RESTORED, MIRRORING = range(-7, 0)
 START, WINDOW, CONTRIBUTED, REDUCED, MIRRORED, ENTERED, COMMITTED, UPDATING, APPLIED, NEXT_WINDOW = range(10)
 
 T = 5  # what step 0 is called in reports
-KINDS = ("batch", "tail")
+KINDS: tuple[Kind, ...] = ("batch", "tail")
 
 
 def bit(kind: str, step: int) -> int:

@@ -11,6 +11,7 @@ from lightning_replica.core import works
 from lightning_replica.devices.gloo import abort_group, is_collective_failure
 from lightning_replica.errors import CollectiveError, Interrupted
 from tests.support.ranks import open_world, run_ranks
+from tests.support.typed import world_group
 
 
 def late(rank: int, store: Any) -> Any:
@@ -49,7 +50,7 @@ def interrupted(rank: int, store: Any) -> Any:
     try:
         works.wait(dist.all_reduce(torch.ones(1), async_op=True), check)
     except Interrupted:
-        abort_group(dist.group.WORLD)
+        abort_group(world_group())
         return "interrupted"
     finally:
         store.set("over", "1")
@@ -65,6 +66,7 @@ def point_to_point(rank: int, store: Any) -> Any:
         store.wait(["expired"])  # and sends nothing: a send may meet the closing connection and never return
         return True
     work = dist.irecv(torch.zeros(1), 1)
+    assert work is not None
     try:
         work.wait(works.SLICE)
     except RuntimeError:
@@ -85,7 +87,7 @@ def aborted(rank: int, store: Any) -> Any:
     if rank == 2:  # never comes
         store.wait(["woken/0", "woken/1"])
         return True
-    world = dist.group.WORLD
+    world = world_group()
     store.set(f"there/{rank}", "1")
 
     def abort() -> None:

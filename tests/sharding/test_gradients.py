@@ -23,6 +23,7 @@ from tests.support.sharded import (
     run_cases,
     same_bits,
 )
+from tests.support.typed import grad_of, tensor_of
 
 
 class Net(nn.Module):
@@ -75,7 +76,8 @@ class Pair:
     def check_gradients(self) -> None:
         for (name, ours), theirs in zip(self.ours.named_parameters(), self.theirs.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None), (name, ours.grad, theirs.grad)
-            assert ours.grad is None or same_bits(ours.grad, theirs.grad), (name, ours.grad, theirs.grad)
+            if ours.grad is not None:
+                assert same_bits(ours.grad, grad_of(theirs)), (name, ours.grad, theirs.grad)
 
 
 def whole_gradients_are_those_of_ddp(groups: Groups) -> None:
@@ -105,11 +107,11 @@ def gradients_that_nobody_zeroes_go_on(groups: Groups) -> None:
 
 
 def halve(net: Net) -> None:
-    net.head.weight.grad.mul_(0.5)
+    grad_of(net.head.weight).mul_(0.5)
 
 
 def replace(net: Net) -> None:
-    net.body.weight.grad = net.body.weight.grad.sign()
+    net.body.weight.grad = grad_of(net.body.weight).sign()
 
 
 def remove(net: Net) -> None:
@@ -121,11 +123,12 @@ def invent(net: Net) -> None:
 
 
 def transpose(net: Net) -> None:
-    net.body.weight.grad = net.body.weight.grad.t().contiguous().t()
+    net.body.weight.grad = grad_of(net.body.weight).t().contiguous().t()
 
 
 def through_data(net: Net) -> None:
-    net.head.bias.grad.data = torch.full_like(net.head.bias.grad, 3.0)
+    gradient = grad_of(net.head.bias)
+    gradient.data = torch.full_like(gradient, 3.0)
 
 
 def clip(net: Net) -> None:
@@ -154,7 +157,7 @@ def backward_with_a_graph(groups: Groups) -> None:
         state.before_backward(reduce=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
-            sum((groups.rank + 1) * p.pow(3).sum() for p in parameters).backward(create_graph=True)
+            tensor_of(sum((groups.rank + 1) * p.pow(3).sum() for p in parameters)).backward(create_graph=True)
         apply(state)
         for p in theirs:
             p.grad = 2.5 * 3 * p.detach() ** 2
@@ -178,7 +181,7 @@ def whole_gradients_are_the_same_on_all_ranks(groups: Groups) -> None:
             feed([parameters[i] for i in used], shares)
             state.after_backward(reduce=True)
             assert parameters[2].grad is None
-            assert all(same_bits(parameters[i].grad, gradients[i]) for i in (0, 1, 3, 4))
+            assert all(same_bits(grad_of(parameters[i]), gradients[i]) for i in (0, 1, 3, 4))
             apply(state)
 
 

@@ -16,6 +16,7 @@ from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase
 from tests.support.ranks import open_world, run_ranks
 from tests.support.sharded import commit, digest, make_state, new_state
+from tests.support.typed import tensor_of
 
 # Two stages of a pipeline, say: ranks 0 and 2 hold the first, 1 and 3 the second.
 GRIDS = (Grid((0, 2), 2), Grid((1, 3), 1))
@@ -132,7 +133,7 @@ def roll_forward(rank: int, store: Any) -> Any:
             all_reduce(tensor, group=options["group"])
             raise CollectiveError("cut off")
 
-        dist.all_reduce = misses
+        dist.all_reduce = misses  # type: ignore[assignment]
         try:
             stage.state.commit(part)
         except CollectiveError:
@@ -184,7 +185,8 @@ def with_experts(rank: int, store: Any, options: dict[str, Any]) -> Any:
         state.begin_window(False)
         optimizer.zero_grad()
         state.before_backward(reduce=True)
-        sum((p * gradient(p, order, step, rank)).sum() for order, p in enumerate(parameters)).backward()
+        loss = sum((p * gradient(p, order, step, rank)).sum() for order, p in enumerate(parameters))
+        tensor_of(loss).backward()
         state.after_backward(reduce=True)
         state.reduce()
         told = commit(state)
@@ -207,7 +209,7 @@ def norms_by_hand(expert: nn.Parameter, rest: nn.Parameter, shared: nn.Parameter
     found = []
     for step in range(3):
         means = [
-            sum(gradient(p, order, step, r) for r in ranks) / 4
+            tensor_of(sum(gradient(p, order, step, r) for r in ranks)) / 4
             for order, p, ranks in [
                 (0, rest, range(4)),
                 (2, shared, range(4)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.sharding.commit import Request
-from lightning_replica.sharding.layout import plan_layout
+from lightning_replica.sharding.layout import Partition, plan_layout
 from tests.sharding.test_peers import train
 from tests.support.ranks import open_world, run_ranks
 from tests.support.sharded import apply, make_state, same_bits
@@ -123,7 +123,7 @@ def test_the_bits_depend_on_the_nodes_and_the_gradients_only() -> None:
 def test_what_a_node_sends_is_contiguous(nodes: int, local: int, data: st.DataObject) -> None:
     """Blocks are adjacent, and so are the pieces of a block, in order of node."""
     numels = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=12))
-    partition = data.draw(st.sampled_from(["element", "parameter"]))
+    partition = data.draw(st.sampled_from(get_args(Partition)))
     grid = Grid.of(nodes * local, 1, nodes)
     for bucket in plan_layout(grid, numels, data.draw(st.integers(1, 500)), partition, 4).buckets:
         assert [b.start for b in bucket.blocks[1:]] == [b.stop for b in bucket.blocks[:-1]]

@@ -42,7 +42,11 @@ def update(state: ShardedState, seed: int) -> None:
 def move(source: ShardedState, target: ShardedState) -> None:
     manifest, tensors = source.export_shard()
     arriving = iter([tensor.clone() for tensor in tensors])
-    target.import_shard(json.loads(json.dumps(manifest)), lambda tensor: tensor.copy_(next(arriving)))
+
+    def receive(tensor: torch.Tensor) -> None:
+        tensor.copy_(next(arriving))
+
+    target.import_shard(json.loads(json.dumps(manifest)), receive)
     assert next(arriving, None) is None
 
 

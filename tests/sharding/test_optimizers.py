@@ -5,7 +5,7 @@ update itself can differ.
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ def torch_list() -> list[Config]:
 
     found = []
     for info in optim_db:
-        flags = [flag for flag in ("foreach", "fused", "differentiable") if flag in info.supported_impls]
+        flags: list[str] = [flag for flag in ("foreach", "fused", "differentiable") if flag in info.supported_impls]
         flags += ["capturable"] if info.has_capturable_arg else []
         for each in info.optim_inputs_func(device="cpu"):
             plain = {key: {"tensor": v.item()} if isinstance(v, torch.Tensor) else v for key, v in each.kwargs.items()}
@@ -79,7 +79,7 @@ def compare(groups: Any, name: str, kwargs: dict[str, Any], partition: str) -> d
     for step in range(3):
         gradients = exact_gradients([p.shape for p in ours], [p.dtype for p in ours], step)
         shares = [exact_share(each, groups) for each in gradients]
-        train_step(state, lambda shares=shares: feed(ours, shares))
+        train_step(state, partial(feed, ours, shares))
         for parameter, gradient in zip(theirs, gradients, strict=True):
             parameter.grad = gradient
         reference.step()

@@ -1,6 +1,7 @@
 """Parameters of every kind, and optimizers that change under way, against the unsharded optimizer; bit for bit."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.groups.membership import Groups, make_groups
 from tests.support.ranks import run_ranks
 from tests.support.sharded import Case, Twin, exact_share, make_state, run_cases, same_bits, train_step
+from tests.support.typed import grad_of
 
 OF_MATRICES: Any = getattr(torch.optim, "Muon", Adafactor)  # Muon: from torch 2.9
 
@@ -75,10 +77,11 @@ def sixteen_bits_are_trained_in_thirty_two(groups: Groups) -> None:
 
 
 def state_made_at_construction_has_thirty_two_bits_too(groups: Groups) -> None:
-    for flags in ({}, {"fused": True}):
+    both: list[dict[str, Any]] = [{}, {"fused": True}]
+    for flags in both:
         parameters = plain((33, 20), (50,), dtype=torch.bfloat16)
         parameters[1].requires_grad_(False)
-        twin = Twin(groups, parameters, lambda p, flags=flags: Adagrad(p, lr_decay=0.5, weight_decay=0.1, **flags))
+        twin = Twin(groups, parameters, partial(Adagrad, lr_decay=0.5, weight_decay=0.1, **flags))
         train(twin)
         for each in (twin.ours[1], twin.theirs[1]):
             each.requires_grad_(True)
@@ -109,21 +112,25 @@ def dtypes_mix_in_one_optimizer(groups: Groups) -> None:
         train(twin)
 
 
+IMPLEMENTATIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
+
+
 def less_than_one_parameter_or_element_a_rank(groups: Groups) -> None:
     alone = make_groups(Grid.of(4, 1), groups.rank, timedelta(seconds=60))
     for partition in ("element", "parameter"):
         for shapes in ([(3,)], [(2, 2), (1,)], [(), (0,)]):
-            for flags in ({}, {"foreach": True}, {"fused": True}):
-                train(Twin(alone, plain(*shapes), lambda p, flags=flags: AdamW(p, **flags), partition=partition))
+            for flags in IMPLEMENTATIONS:
+                train(Twin(alone, plain(*shapes), partial(AdamW, **flags), partition=partition))
     train(Twin(alone, plain((20, 20)), lambda p: OF_MATRICES(p), partition="parameter"))
     train(Twin(alone, plain((20, 20), (3,)), lambda p: Adafactor(p), partition="parameter"))
 
 
 def a_group_that_a_rank_owns_nothing_of(groups: Groups) -> None:
-    for flags in ({}, {"foreach": True}, {"fused": True}):
+    for flags in IMPLEMENTATIONS:
 
-        def make(parameters: list[nn.Parameter], flags: dict[str, bool] = flags) -> Optimizer:
-            return AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}], **flags)
+        def make(parameters: list[nn.Parameter], flags: dict[str, Any] = flags) -> Optimizer:
+            of_all: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
+            return AdamW(of_all, **flags)
 
         twin = Twin(groups, plain((100,), (90,), (7,)), make, partition="parameter")
         train(twin)
@@ -178,7 +185,11 @@ def a_parameter_that_is_used_twice(groups: Groups) -> None:
     for _ in range(2):
         share = exact_share(gradient, groups)
         tied = twin.ours[1]
-        train_step(twin.state, lambda tied=tied, share=share: ((tied * share).sum() + (tied * share).sum()).backward())
+
+        def backward(tied: torch.Tensor = tied, share: torch.Tensor = share) -> None:
+            ((tied * share).sum() + (tied * share).sum()).backward()
+
+        train_step(twin.state, backward)
         twin.theirs[1].grad = 2 * gradient
         twin.reference.step()
     twin.check()
@@ -217,7 +228,8 @@ def the_optimizer_is_still_the_users(groups: Groups) -> None:
     twin.optimizer.param_groups[0]["lr"] = twin.reference.param_groups[0]["lr"] = 0.5
     train(twin)
     twin.state.release()
-    assert "zero_grad" not in vars(twin.optimizer) or twin.optimizer.zero_grad.__func__ is Optimizer.zero_grad
+    zero_grad: Any = twin.optimizer.zero_grad
+    assert "zero_grad" not in vars(twin.optimizer) or zero_grad.__func__ is Optimizer.zero_grad
 
 
 SCHEDULERS: dict[str, Any] = {
@@ -268,11 +280,15 @@ def sparse_gradients(groups: Groups) -> None:
     state = make_state(groups, words.parameters(), optimizer)
     for step in range(3):
         seen = torch.tensor([0, 0, groups.rank, 5 + groups.rank, 10 + step])
-        train_step(state, lambda seen=seen: (words(seen).sum() + 2 * words(seen).sum()).backward())
+
+        def backward(seen: torch.Tensor = seen) -> None:
+            (words(seen).sum() + 2 * words(seen).sum()).backward()
+
+        train_step(state, backward)
         theirs.zero_grad()
         for rank in range(4):
             (3 * nn.functional.embedding(torch.tensor([0, 0, rank, 5 + rank, 10 + step]), reference).sum()).backward()
-        reference.grad /= 4
+        grad_of(reference).div_(4)
         theirs.step()
     assert same_bits(words.weight, reference)
 

@@ -43,7 +43,7 @@ class Traced:
         self.trace.append(f"{self.name}{job.bucket}-")
 
 
-def pipeline(trace: list[str], *begun: Callable[[], Work]) -> Pipeline:
+def pipeline(trace: list[str], *begun: Callable[[], Any]) -> Pipeline:
     buffers = SimpleNamespace(complete=lambda bucket: trace.append(f"{bucket}"))
     jobs = [Job(cast("Any", buffers), cast("Any", number), missing=1) for number in range(BUCKETS)]
     stages = [cast("Stage", Traced(name, trace, work)) for name, work in zip("abc", begun, strict=False)]

@@ -27,7 +27,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 4))
 

@@ -18,7 +18,7 @@ from tests.support.ranks import open_world, run_ranks
 WORLD = 4
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 1))
 
@@ -39,7 +39,7 @@ def train(net: nn.Module, optimizer: Any, rank: int, steps: range) -> list[list[
 
 def same_as(rank: int, store: Any, name: str, options: dict[str, Any], **sharded: Any) -> Any:
     open_world(rank, store, WORLD)
-    made: Callable[..., Any] = getattr(torch.optim, name)
+    made: Any = getattr(torch.optim, name)
     whole, net = model(), model()
     plain = made(whole.parameters(), **options)
     expected = train(whole, plain, rank, range(4))
@@ -80,7 +80,7 @@ def test_other_optimizers(name: str, options: dict[str, Any]) -> None:
 def goes_on(rank: int, store: Any) -> Any:
     """A state that was collected, or that a plain optimizer has written, is loaded by another."""
     open_world(rank, store, WORLD)
-    options = {"lr": 1e-2}
+    options: dict[str, Any] = {"lr": 1e-2}
     whole = model()
     plain = torch.optim.AdamW(whole.parameters(), **options)
     train(whole, plain, rank, range(2))
@@ -118,7 +118,7 @@ def of_16_bits(rank: int, store: Any) -> Any:
     train(net, ours, 3)
     ours.consolidate_state_dict()
     (state,) = [ours.state_dict()] if rank == 0 else [None]
-    received = [state]
+    received: list[Any] = [state]
     dist.broadcast_object_list(received)
     other.load_state_dict(net.state_dict())
     again.load_state_dict(received[0])
@@ -186,7 +186,11 @@ def moved(rank: int, store: Any) -> Any:
             for values in ours._sharded.buffers:
                 values.main.fill_(torch.nan)
             ours.optim.state.clear()
-            ours.import_shard(manifest, lambda tensor: dist.recv(tensor, peer) and None)
+
+            def receive(tensor: torch.Tensor) -> None:
+                dist.recv(tensor, peer)
+
+            ours.import_shard(manifest, receive)
     dist.barrier()
     return [ours.shard_digest() == before, train(net, ours, rank, range(3, 5))]
 
@@ -248,7 +252,7 @@ def refused(rank: int, store: Any) -> Any:
         return lambda: ReplicaOptimizer(params, *args, **kwargs)
 
     made = ReplicaOptimizer(model().parameters(), adamw)
-    sparse = torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)  # type: ignore[call-arg]
     wrong: dict[str, Callable[[], Any]] = {
         "replicas=3 does not divide world_size=4": given(adamw, replicas=3),
         "cannot shard LBFGS: ": given(torch.optim.LBFGS),
@@ -300,7 +304,11 @@ def fresh(rank: int, store: Any, dtype: str) -> Any:
             for parameter in net.parameters():
                 parameter.data.zero_()
             ours.optim.state.clear()
-            ours.import_shard(manifest, lambda tensor: dist.recv(tensor, 2) and None)
+
+            def receive(tensor: torch.Tensor) -> None:
+                dist.recv(tensor, 2)
+
+            ours.import_shard(manifest, receive)
         else:
             for tensor in tensors:
                 dist.send(tensor.contiguous(), 0)

@@ -20,6 +20,7 @@ from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.optimizer import check_optimizer
 from tests.support.ranks import open_world, run_ranks
 from tests.support.sharded import apply, commit, new_state
+from tests.support.typed import grad_of, world_group
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -128,7 +129,7 @@ def test_other_worlds(world_size: int) -> None:
     assert results[0]["difference"] < 2e-6
 
 
-def move_shard(rank: int, store: Any) -> dict[str, Any]:
+def move_shard(rank: int, store: Any) -> tuple[str, int]:
     """Rank 0 trains two steps; rank 1, fresh, takes its shard and both make one more."""
     open_world(rank, store, 2)
     net = model()
@@ -152,7 +153,11 @@ def move_shard(rank: int, store: Any) -> dict[str, Any]:
         state.optimizers[0].optimizer.state.clear()
         state.buffers[0].params.fill_(float("nan"))
         arriving = iter(sent)
-        state.import_shard(manifest, lambda tensor: tensor.copy_(next(arriving)))
+
+        def receive(tensor: torch.Tensor) -> None:
+            tensor.copy_(next(arriving))
+
+        state.import_shard(manifest, receive)
         assert state.intact
     state.rebuild()
     step()
@@ -209,7 +214,7 @@ def without_end(rank: int, store: Any) -> Any:
             ask()
         assert not state.entered
         assert not all_ended(0.0)
-    abort_group(dist.group.WORLD)
+    abort_group(world_group())
     store.set("asked", "1")
     return True
 
@@ -235,7 +240,7 @@ def test_gradients_live_in_the_flat_buffer_and_none_stays_none() -> None:
     assert [None if p.grad is None else p.grad.tolist() for p in parameters] == [[1.0, 1.0, 1.0], [4.0, 5.0], None]
     assert [buffers.whole(i, buffers.grads).tolist() for i in range(3)] == [[1.0, 1.0, 1.0], [4.0, 5.0], [0.0]]
     assert all(
-        p.grad.untyped_storage().data_ptr() == buffers.grads.untyped_storage().data_ptr() for p in parameters[:2]
+        grad_of(p).untyped_storage().data_ptr() == buffers.grads.untyped_storage().data_ptr() for p in parameters[:2]
     )
 
 

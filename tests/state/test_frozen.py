@@ -11,6 +11,13 @@ from lightning_replica.state.frozen import FrozenCopies, FrozenValues
 from lightning_replica.state.objects.contents import Contents, Late
 
 
+class Bare(nn.Module):
+    bank: Any
+    head: Any
+    teacher: Any
+    packed: Any
+
+
 class Model(nn.Module):
     """A large backbone that nobody writes to, a small head that is trained, and a teacher that follows it."""
 
@@ -53,7 +60,7 @@ def test_only_what_changes_is_copied_again() -> None:
 @pytest.mark.parametrize("way", ["counted", "data"])
 @pytest.mark.parametrize("windows", [1, 10])
 def test_a_large_one_whose_first_write_is_in_the_step_that_is_repeated(windows: int, way: str) -> None:
-    model = nn.Module()
+    model = Bare()
     model.bank = nn.Parameter(torch.zeros(100_000), requires_grad=False)
     for copied in (False, True):
         copies = FrozenCopies(list, never)
@@ -73,7 +80,7 @@ def test_a_large_one_whose_first_write_is_in_the_step_that_is_repeated(windows: 
 
 def test_rows_that_are_written_through_data_go_back() -> None:
     """As of a memory bank."""
-    model = nn.Module()
+    model = Bare()
     model.bank = nn.Parameter(torch.zeros(3000, 64), requires_grad=False)
     copies = FrozenCopies(list, never)
     for step in range(8):
@@ -86,8 +93,8 @@ def test_rows_that_are_written_through_data_go_back() -> None:
 
 
 def test_other_layouts_and_unfreezing() -> None:
-    model = nn.Module()
-    model.head, model.teacher = nn.Linear(2, 2), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model = Bare()
+    model.head, model.teacher = nn.Linear(2, 2), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.empty = nn.Parameter(torch.zeros(0), requires_grad=False)
     trained = list(model.head.parameters())
     copies = FrozenCopies(lambda: trained, never)
@@ -106,12 +113,12 @@ class Packed(nn.Parameter):
     def reshape(self, *shape: int) -> torch.Tensor:  # type: ignore[override]
         raise NotImplementedError
 
-    def clone(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def clone(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
 
 
 def test_parameters_of_other_classes_go_back_by_their_bits() -> None:
-    model = nn.Module()
+    model = Bare()
     model.packed, model.nowhere = Packed(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
     copies = FrozenCopies(list, never)
     for _ in range(5):

@@ -6,6 +6,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
+from tests.support.doubles import overriding
 
 
 class Lines(Logger):
@@ -52,6 +53,7 @@ def test_a_batch_that_is_done_again_and_again() -> None:
     assert "log_metrics" not in vars(logger)
 
 
+@overriding()
 class CutOff(dist.HashStore):
     """A store that gives no answer."""
 
@@ -86,7 +88,7 @@ def test_a_replacement_that_goes_back_to_the_tail() -> None:
         rows.release()
         rows = LoggerRows(store, [logger], newborn=True)
         logger.log_metrics({"hp_metric": -1}, 0)  # of its set-up, as its predecessor's
-        rows.restored(again, 1)  # type: ignore[arg-type]
+        rows.restored(again, 1)
         if again == "tail":
             tail(logger, 0)
         window(rows, logger, 1, "backward")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_replica.state.module_buffers import BufferCopies
+from lightning_replica.state.objects.contents import Late
 
 SMALL, LARGE = 10, 3_000_000  # compared in every snapshot, and in the first windows and then in turn
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -64,7 +65,7 @@ def test_what_was_written_to_once_is_compared_for_ever(size: int) -> None:
 
 
 def test_a_write_that_is_found_late() -> None:
-    found = []
+    found: list[Late] = []
     copies = BufferCopies(found.append)
     buffers = {"x": torch.zeros(LARGE), "y": torch.zeros(LARGE)}
     for _ in range(10):

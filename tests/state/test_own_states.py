@@ -198,7 +198,7 @@ def snapshot_of(score: float, states: CallbackStates, milestones: Any) -> Snapsh
     plateau.best = score
     kept = States()
     schedulers = {str(place): each for place, each in enumerate((plateau, steps))}
-    replicated = {
+    replicated: dict[str, Any] = {
         "schedulers": [kept.take(place, each, each.state_dict()) for place, each in schedulers.items()],
         "callbacks": states.take({each.state_key: each for each in (stopping, checkpoint)}),
         "logged": [{"val": torch.tensor(score)}, {}, {}],

@@ -35,12 +35,22 @@ Pair = namedtuple("Pair", "a b")
 class Cell(nn.Linear):
     """Of the user's own class, with state of its own."""
 
+    calls: int
+    begun: bool
+    last: Any
+
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.calls, self.begun, self.last = 0, False, None
 
 
 class Module(LightningModule):
+    plain: Any
+    by_name: dict[str, Any]
+    outputs: Any
+    late: Any
+    mixed: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.count, self.rate, self.begun = 1, 0.5, False
@@ -66,7 +76,7 @@ class Copies:
     def __init__(self, module: LightningModule, *callbacks: Any, data: Any = None) -> None:
         self.module, self.inexact = module, Inexact()
         loop = SimpleNamespace(_combined_loader=None)
-        self.trainer: Any = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             lightning_module=module,
             callbacks=list(callbacks),
             datamodule=data,
@@ -76,7 +86,7 @@ class Copies:
             fit_loop=SimpleNamespace(_combined_loader=None, epoch_loop=SimpleNamespace(val_loop=loop)),
             strategy=object(),
         )
-        self.reachable = Reachable(self.trainer, self.inexact)
+        self.reachable = Reachable(trainer, self.inexact)
         self.tree: Tree | None = None
 
     def take(self) -> Taken:
@@ -130,7 +140,7 @@ def state(module: Module) -> dict[str, Any]:
     names = ("count", "rate", "begun", "by_name", "seen", "recent")
     found = {name: getattr(module, name) for name in names}
     found["hidden"] = None if module.hidden is None else [h.tolist() for h in module.hidden]
-    found["tensors"] = [t.tolist() for t in (*module.outputs, module.mean, module.pair.a)]  # type: ignore[attr-defined]
+    found["tensors"] = [t.tolist() for t in (*module.outputs, module.mean, module.pair.a)]
     found["history"], found["cell"] = module.history.tolist(), (module.cell.calls, module.cell.begun)
     found["last"] = None if module.cell.last is None else module.cell.last.tolist()
     return found
@@ -225,14 +235,14 @@ def test_large_attributes_are_told_of_and_not_mirrored_but_a_peer_has_them() -> 
     assert set(copies.inexact.known) == {"module.outputs", "module.by_name"}
     fresh = Module()
     put_sent(fresh, copies.whole(taken))
-    assert [t.numel() for t in fresh.outputs] == [2**20, 2**10]  # type: ignore[attr-defined]
+    assert [t.numel() for t in fresh.outputs] == [2**20, 2**10]
     assert fresh.by_name == module.by_name
     module.outputs.append(torch.ones(1))
-    module.outputs[1].zero_()  # type: ignore[attr-defined]
+    module.outputs[1].zero_()
     module.by_name["many"].pop()
     copies.put(taken)
     assert (len(module.outputs), len(module.by_name["many"])) == (2, 5000)
-    assert module.outputs[1].min() == 1  # type: ignore[attr-defined]
+    assert module.outputs[1].min() == 1
 
 
 def test_a_tensor_is_copied_once() -> None:
@@ -263,7 +273,7 @@ def test_what_another_rank_cannot_have_stays_as_it_was_built() -> None:
 def test_a_container_that_contains_itself() -> None:
     module, fresh = Module(), Module()
     copies = Copies(module)
-    module.by_name["a"] = [module.by_name]  # type: ignore[list-item]
+    module.by_name["a"] = [module.by_name]
     taken = copies.take()
     module.by_name["a"].pop()
     copies.put(taken)
@@ -273,6 +283,8 @@ def test_a_container_that_contains_itself() -> None:
 
 
 class WithHyperparameters(LightningModule):
+    hparams: Any
+
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -438,6 +450,8 @@ def test_zeros_have_signs() -> None:
 class Own:
     """An object of the user's, which refers to the module's parts."""
 
+    me: Any
+
     def __init__(self, weight: nn.Parameter) -> None:
         self.count, self.weight, self.inner = 0, weight, Slotted()
         self.me = self
@@ -485,7 +499,7 @@ class Named(torch.Tensor):
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         made = super().clone(*args, **kwargs)
-        made.label = self.label
+        made.label = self.label  # type: ignore[attr-defined]
         return made
 
 
@@ -500,12 +514,21 @@ class MyLSTM(nn.LSTM):
 
 
 class Zoo(LightningModule):
+    net: Any
+    by_module: dict[Any, int]
+    ordered: OrderedDict[str, Any]
+    ema: list[Any]
+    plain_list: list[Any]
+    partial: Any
+    tick: Any
+    holder: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.rnn, self.net = MyLSTM(3, 3), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
         self.decayed = [self.net[0].weight]
         self.by_module = {self.net[0]: 0}
-        self.holder: Any = nn.Module()
+        self.holder = nn.Module()
         self.holder.count = 0
         self.own = Own(self.net[0].weight)
         self.frozen = Frozen(1, [1])
@@ -553,7 +576,7 @@ class Zoo(LightningModule):
         self.ema[0].weight.data.mul_(0.5)
         self.ema[1].running_mean.add_(1)
         self.named.data.add_(1)
-        self.plain_list[0].numpy()[:] += 1  # type: ignore[union-attr]
+        self.plain_list[0].numpy()[:] += 1
         self.plain_list[1] = self.net[0]
         self.dtype_of, self.size = torch.float64, torch.Size([3, 1])
         self.scalar = np.float32(self.scalar + 1)
@@ -569,9 +592,9 @@ class Zoo(LightningModule):
         found |= {"by_module": list(self.by_module.values()), "total": self.log_of.total}
         found |= {"tensors": [float(each.sum()) for each in (self.codebook, self.named, self.row)]}
         found |= {"table": float(self.table.sum()), "history": repr(self.history[7]), "ordered": list(self.ordered)}
-        found |= {"ema": [float(self.ema[0].weight.detach().sum()), float(self.ema[1].running_mean.sum())]}  # type: ignore[operator, union-attr, arg-type]
+        found |= {"ema": [float(self.ema[0].weight.detach().sum()), float(self.ema[1].running_mean.sum())]}
         found |= {"left": repr(copy.copy(self.left).__reduce__()), "pairs": self.pairs.__reduce__()[1][1]}
-        found |= {"tick": repr(self.tick.__closure__[0].cell_contents), "list": float(self.plain_list[0].sum())}  # type: ignore[union-attr]
+        found |= {"tick": repr(self.tick.__closure__[0].cell_contents), "list": float(self.plain_list[0].sum())}
         return found
 
     def aliases(self) -> list[bool]:

@@ -9,12 +9,14 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker
 from lightning_replica._compat.tree import Tree
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.structure import Outline, Structure, follow
+from tests.support.typed import tensor_of
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    net[1].register_parameter("more", net[0].bias)  # shared with another module
+    first = nn.Linear(4, 3)
+    net = nn.Sequential(first, nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    net[1].register_parameter("more", first.bias)  # shared with another module
     return net
 
 
@@ -27,7 +29,7 @@ def described(net: nn.Module) -> list[object]:
     return [hooks, plain, own, Outline.of(net), buffers, list(map(id, net.parameters()))]
 
 
-def prune_two(net: nn.Module) -> None:
+def prune_two(net: nn.Sequential) -> None:
     prune.l1_unstructured(net[0], "weight", 0.5)
     prune.l1_unstructured(net[2], "weight", 1)
 
@@ -40,13 +42,13 @@ def test_the_first_pruning_is_undone() -> None:
     structure.put_back(net)
     assert described(net) == before
     net(torch.ones(2, 4)).sum().backward()
-    assert net[0].weight.grad is not None
+    assert tensor_of(net[0].weight).grad is not None
 
 
 def test_what_was_removed_is_pruned_again() -> None:
     net = model()
     prune_two(net)
-    net[0].weight_orig.requires_grad_(False)  # in no shard: nobody else gives its values back
+    tensor_of(net[0].weight_orig).requires_grad_(False)  # in no shard: nobody else gives its values back
     before, structure = described(net), Structure.of(Tree.of(net))
     values = [tensor.clone() for tensor in (*net.parameters(), *net.buffers())]
     prune.random_unstructured(net[0], "weight", 0.5)
@@ -79,7 +81,7 @@ class Tracked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tracker = MetricTracker(MetricCollection([MeanMetric(), MaxMetric()]), maximize=[True, True])
-        self.last = nn.Identity()
+        self.last: nn.Module = nn.Identity()
 
 
 def test_metrics_that_a_tracker_has_begun_go() -> None:
@@ -100,12 +102,13 @@ def test_metrics_that_a_tracker_has_begun_go() -> None:
 
 
 def test_a_tracker_that_was_built_anew_follows() -> None:
-    trained, built = nn.Sequential(Tracked()), nn.Sequential(Tracked())
+    of_trained, of_built = Tracked(), Tracked()
+    trained, built = nn.Sequential(of_trained), nn.Sequential(of_built)
     for _ in range(12):
-        trained[0].tracker.increment()
+        of_trained.tracker.increment()
     follow(built, Outline.of(trained), {})
     assert Outline.of(built) == Outline.of(trained)
-    assert built[0].tracker.n_steps == 12
+    assert of_built.tracker.n_steps == 12
 
 
 def test_another_submodule_is_named() -> None:

@@ -8,15 +8,18 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAcce
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.interface import Device
+from tests.support.doubles import overriding
 from tests.support.simulated_npu import SimulatedAccelerator
 
 
+@overriding()
 class Apart(Cpu):
     """A CPU whose tensors count as those of a device: not to be mapped by others, nor waited for, nor sent directly."""
 
     is_host = False
 
 
+@overriding(new=("recovery_device",))
 class ApartAccelerator(CPUAccelerator):
     """Trains on the CPU by the paths of a device."""
 
@@ -24,6 +27,7 @@ class ApartAccelerator(CPUAccelerator):
         return Apart()
 
 
+@overriding(new=("recovery_device",))
 class OneGpu(CUDAAccelerator):
     """All ranks share a GPU. NCCL refuses that, so everything goes over gloo."""
 

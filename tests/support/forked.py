@@ -30,7 +30,8 @@ def _context() -> Any:
 
 
 def _enter(environment: dict[str, str], log: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    for known in weakref.finalize._registry:  # torch's libraries, which would be taken apart function by function
+    finalize: Any = weakref.finalize
+    for known in finalize._registry:  # torch's libraries, which would be taken apart function by function
         known.atexit = False
     os.environ.clear()
     os.environ.update(environment)
@@ -43,7 +44,7 @@ def _enter(environment: dict[str, str], log: str, target: Callable[..., None], a
     try:
         target(*args)
     except Exception:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as the interpreter would, which knows no other
+        sys.excepthook(*sys.exc_info())  # as the interpreter would, which knows no other
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # where ranks say goodbye; multiprocessing ends with os._exit (before Python 3.14)

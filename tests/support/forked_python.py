@@ -86,7 +86,7 @@ def _run(line: list[str], cwd: str, output: str, group: int) -> None:
     _forget_main()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rank_zero_only.rank = _get_rank() or 0  # as importing Lightning does
+    setattr(rank_zero_only, "rank", _get_rank() or 0)  # noqa: B010  # as importing Lightning does
 
     def start(command: Any, *args: Any, **kwargs: Any) -> Any:
         if list(command)[:2] != line[:2]:

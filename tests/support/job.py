@@ -26,9 +26,11 @@ from lightning_replica.core.grids import Grids
 from lightning_replica.core.points import listen
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.sharding.state import ShardedState
-from lightning_replica.trainer.strategy import ReplicaZeroStrategy as Strategy
 from tests.support import simulated_npu
 from tests.support.accelerators import accelerator
+from tests.support.doubles import overriding
+from tests.support.trainers import state_of, strategy_of
+from tests.support.typed import tensor_of
 
 # Points of the package (lightning_replica.points), then points in the user's own code.
 INSIDE = ("batch_start", "reduction", "before_commit", "after_commit", "update", "gather", "batch_end")
@@ -143,6 +145,7 @@ class Case:
     reduce_dtype: Literal["bfloat16"] | None = None
 
 
+@overriding(new=("nodes", "assert_used"))
 class OfNodes(ReplicaZeroStrategy):
     """Reduces and gathers on two levels, although all ranks run on one node."""
 
@@ -178,7 +181,7 @@ class Faults(Callback):
 
     @property
     def state(self) -> ShardedState | None:
-        return self.strategy._training.state if self.strategy._training else None
+        return state_of(self.strategy) if self.strategy._training else None
 
     def reach(self, point: str, step: int) -> None:
         marked = {self.out / f"fired{number}": fault for number, fault in enumerate(self.case.faults)}
@@ -187,8 +190,7 @@ class Faults(Callback):
             fault.reach(point, step, marker, self.state, others)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.strategy = trainer.strategy
-        assert isinstance(self.strategy, Strategy)
+        self.strategy = strategy_of(trainer)
         listen(lambda point: self.reach(point, self.state.step if self.state else -1))
         self.reach("setup", -1)
 
@@ -253,6 +255,8 @@ class TornAdamW(torch.optim.AdamW):
 class Model(L.LightningModule):
     """Dropout, two param groups, two schedulers, metrics of three kinds."""
 
+    seen: Tensor
+
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self._faults = [faults]  # in a list: not a child
@@ -292,7 +296,7 @@ class Model(L.LightningModule):
         vectors = [p for p in self.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-2}]
         optimizer = TornAdamW(groups, lr=1e-2)
-        optimizer.before = lambda: self._faults[0].reach("torn", self.trainer.strategy.state.step)
+        optimizer.before = lambda: self._faults[0].reach("torn", strategy_of(self.trainer).state.step)
         per_step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return [optimizer], [per_step, {"scheduler": plateau, "monitor": "own_sum", "strict": False}]
@@ -300,7 +304,7 @@ class Model(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         # Differs from rank to rank until it is reduced: lost with its rank unless peers keep it.
         own = self.trainer.callback_metrics["own"]
-        total = self.all_gather(own).sum()
+        total = tensor_of(self.all_gather(own)).sum()
         self.log("own_sum", total)
 
 
@@ -326,12 +330,9 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
     faults = Faults(case, out)
     model = Model(faults)
     OfNodes.nodes = case.nodes
+    strategy = OfNodes(**strategy_options(case), reduce_dtype=case.reduce_dtype, **options)
     trainer = L.Trainer(
-        strategy=OfNodes(
-            **strategy_options(case),
-            reduce_dtype=case.reduce_dtype,
-            **options,
-        ),
+        strategy=strategy,
         accelerator=accelerator(case.accelerator),
         devices=case.devices,
         max_epochs=case.epochs,
@@ -352,12 +353,12 @@ def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any
     )
     loaders = DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=5)
     trainer.fit(model, *loaders, ckpt_path=case.load or None)
-    trainer.strategy.assert_used()
+    strategy.assert_used()
     (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(_result(trainer, model)))
 
 
 def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
-    state = trainer.strategy.state
+    state = state_of(strategy_of(trainer))
     optimizer = trainer.optimizers[0]
     return {
         "weights": _digest(*model.parameters(), *model.buffers()),

@@ -180,7 +180,8 @@ def machines(count: int, relayed: bool = False) -> Iterator[list[Machine]]:
         count: How many.
         relayed: Whether links can have delays and losses.
     """
-    prefix, made = f"lr{os.getpid()}-", []
+    prefix = f"lr{os.getpid()}-"
+    made: list[Machine] = []
     network = None
     try:
         made.extend(Machine(prefix, number) for number in range(count))

@@ -114,7 +114,9 @@ class Wheel:
         for node in reversed(tree.body):  # the last one counts
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == head:
                 return _inside(node, rest) if rest else node
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
                 source = _absolute(node, package)
                 if alias.name == "*" and head in self.public(source):
                     return self.find(source, name)
@@ -200,11 +202,9 @@ def _bare(wheel: Wheel, call: contract.Call, answer: str | None) -> ast.Function
     assert isinstance(node, ast.FunctionDef), call
     for argument in (*node.args.args, *node.args.kwonlyargs):
         argument.annotation = None
-    body = (
-        ast.parse("raise NotImplementedError").body
-        if answer is None
-        else [ast.Return(ast.parse(answer, mode="eval").body)]
-    )
+    body = ast.parse("raise NotImplementedError").body
+    if answer is not None:
+        body = [ast.Return(ast.parse(answer, mode="eval").body)]
     return ast.FunctionDef(call.name.rpartition(".")[2], node.args, body, [], lineno=0)
 
 

@@ -155,7 +155,8 @@ class Twin:
         train_step(self.state, lambda: feed([self.ours[i] for i in chosen], shares), zero=False)
         for i in chosen:
             whole = torch.empty_like(self.theirs[i]).copy_(gradients[i])
-            self.theirs[i].grad = whole if self.theirs[i].grad is None else self.theirs[i].grad + whole
+            before = self.theirs[i].grad
+            self.theirs[i].grad = whole if before is None else before + whole
         self.reference.step()
         self.steps += 1
 

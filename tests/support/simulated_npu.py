@@ -36,6 +36,7 @@ from lightning_replica._compat.torch import backend_of, registered_groups
 from lightning_replica.devices import gloo, host
 from lightning_replica.devices.npu import Npu
 from lightning_replica.sharding.state import ShardedState
+from tests.support.doubles import overriding
 from tests.support.simulated_hccl import HALVES, HCCL, OTHER_HALF, broken, half_of, make_half
 
 ERROR = "operator():build/CMakeFiles/torch_npu.dir/compiler_depend.ts:33 NPU function error: {}, error code is {}\n"
@@ -261,6 +262,7 @@ class Distributed:
         return group
 
 
+@overriding()
 class SimulatedNpu(Npu):
     """Its tensors are the CPU's, and its collectives gloo's."""
 
@@ -280,6 +282,7 @@ _device: list[SimulatedNpu] = []
 _module: list[L.LightningModule] = []
 
 
+@overriding(new=("recovery_device",))
 class SimulatedAccelerator(CPUAccelerator):
     """Trains on the simulated device."""
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.launch.node import Process
@@ -34,8 +34,14 @@ class Outcome:
         assert self.batches == untouched.batches, self.logs
 
 
+class Trains(Protocol):
+    """What every case has, that of `job` and others."""
+
+    devices: int
+
+
 def run(
-    case: job.Case,
+    case: Trains,
     out: Path,
     max_restarts: int = 3,
     target: Callable[[Any, Path], None] = job.run,

@@ -26,6 +26,7 @@ from lightning_replica import ConfigurationError, ReplicaZeroStrategy
 from lightning_replica._compat.dtensor import is_divided, local_of
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from tests.support import job
+from tests.support.trainers import state_of, strategy_of
 
 LENGTH, SIZE = 4, 8
 
@@ -84,6 +85,8 @@ def divide(block: nn.Module, mesh: DeviceMesh) -> None:
 class Model(L.LightningModule):
     """A divided block, one that follows it and is not trained, and layers that all tensor ranks have."""
 
+    seen: Tensor
+
     def __init__(self, case: Case, faults: job.Faults) -> None:
         super().__init__()
         self._case, self._faults = case, [faults]  # in a list: not a child
@@ -97,6 +100,7 @@ class Model(L.LightningModule):
 
     def configure_model(self) -> None:
         if self._case.tensor > 1 and not is_divided(self.block.first.weight):
+            assert self.device_mesh is not None
             for block in (self.block, self.frozen):
                 divide(block, self.device_mesh["tensor_parallel"])
         self.frozen.requires_grad_(False)  # not earlier: `SequenceParallel` makes parameters that are trained
@@ -122,8 +126,9 @@ class Model(L.LightningModule):
         with torch.no_grad():
             for ours, theirs in zip(self.frozen.parameters(), self.block.parameters(), strict=True):
                 ours.mul_(0.9).add_(theirs, alpha=0.1)
-        if self.trainer.strategy.grad_norm is not None:
-            self.norms.append(self.trainer.strategy.grad_norm)
+        norm = strategy_of(self.trainer).grad_norm
+        if norm is not None:
+            self.norms.append(norm)
 
     def on_train_end(self) -> None:
         if self._case.plain:
@@ -208,7 +213,7 @@ def validate(case: Case, out: Path) -> None:
 
 
 def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
-    state = trainer.strategy.state
+    state = state_of(strategy_of(trainer))
     return {
         "values": model.values,
         "norms": model.norms,

@@ -68,6 +68,7 @@ def over_all_ranks(module: job.Model) -> None:
 
 
 def over_data_parallel_ranks(module: job.Model) -> None:
+    assert module.device_mesh is not None
     job.divide(module.block, module.device_mesh["tensor_parallel"])
     fully_shard(module.block, mesh=module.device_mesh["data_parallel"])
 

@@ -20,7 +20,9 @@ from torchmetrics import MeanMetric
 
 from lightning_replica import DyingGaspCheckpoint, JoinCallback
 from lightning_replica.chaos.fingerprint import digest
+from tests.support.doubles import overriding
 from tests.support.job import Case, Faults, OfNodes, watch_closely
+from tests.support.typed import grad_of
 
 INPUTS, BATCH = 6, 2
 FAULTS: list[Faults] = []  # of this process; not in the module, which callbacks copy
@@ -58,7 +60,7 @@ def samples(rank: int, batches: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, x.square().sum(1, keepdim=True) / 4, strict=True))[: batches * BATCH]
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[Any]):
     """Samples without a length."""
 
     def __init__(self, items: list[tuple[Tensor, Tensor]]) -> None:
@@ -86,11 +88,11 @@ class OfEpoch(Sampler[int]):
 
 def loader(case: Uneven, rank: int, lengths: tuple[int, ...]) -> Any:
     """The data of a rank."""
-    items = samples(rank, lengths[rank])
+    items: Any = samples(rank, lengths[rank])
     if not case.sized or rank == case.unsized:
         return DataLoader(Stream(items), batch_size=BATCH, num_workers=case.workers)
     if case.epoch_lengths:
-        most = samples(rank, max(lengths[rank] for lengths in case.epoch_lengths))
+        most: Any = samples(rank, max(lengths[rank] for lengths in case.epoch_lengths))
         return DataLoader(most, batch_size=BATCH, sampler=OfEpoch([each[rank] for each in case.epoch_lengths]))
     return DataLoader(items, batch_size=BATCH, num_workers=case.workers)
 
@@ -164,11 +166,13 @@ class Doubles(Callback):
             parameter.grad.mul_(2)
 
 
+@overriding()
 class Joins(JoinCallback):
     """Counts what a rank does as a shadow."""
 
     def __init__(self) -> None:
-        self.shadows, self.ends = 0, []
+        self.shadows = 0
+        self.ends: list[bool] = []
 
     def on_shadow_step(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.shadows += 1
@@ -199,17 +203,18 @@ def run(case: Uneven, out: Path) -> None:
     OfNodes.nodes = case.nodes
     saving += [DyingGaspCheckpoint(out / "gasp")] if case.gasp else []
     extras: list[Callback] = [Timer(), LearningRateMonitor(), EMAWeightAveraging(decay=0.5), Doubles()]
+    strategy = OfNodes(
+        case.replicas,
+        bucket_bytes=256,
+        shared_memory=case.shared_memory,
+        guard="full",
+        uneven_inputs="join" if case.join else None,
+        divide_by_initial_world_size=case.average_over_all,
+        resume="auto" if case.gasp else None,
+        recovery=case.recovers,
+    )
     trainer = L.Trainer(
-        strategy=OfNodes(
-            case.replicas,
-            bucket_bytes=256,
-            shared_memory=case.shared_memory,
-            guard="full",
-            uneven_inputs="join" if case.join else None,
-            divide_by_initial_world_size=case.average_over_all,
-            resume="auto" if case.gasp else None,
-            recovery=case.recovers,
-        ),
+        strategy=strategy,
         default_root_dir=out,
         accelerator="cpu",
         devices=case.devices,
@@ -229,7 +234,7 @@ def run(case: Uneven, out: Path) -> None:
     )
     backwards = tuple(reversed(case.lengths))
     trainer.fit(model, loader(case, rank, case.lengths), loader(case, rank, backwards), ckpt_path=case.resume or None)
-    trainer.strategy.assert_used()
+    strategy.assert_used()
     found = {
         "weights": digest(*model.net.state_dict().values()),
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
@@ -265,7 +270,7 @@ def in_one_process(case: Uneven, steps: float = float("inf")) -> dict[str, Tenso
                     loss = nn.functional.mse_loss(module(batch[0]), batch[1]) / case.accumulate
                     loss.backward()
                 if window:
-                    total = [each + p.grad for each, p in zip(total, module.parameters(), strict=True)]
+                    total = [each + grad_of(p) for each, p in zip(total, module.parameters(), strict=True)]
                 module.zero_grad()
             active = case.devices if case.average_over_all else sum(map(bool, windows))
             for each, p in zip(total, module.parameters(), strict=True):

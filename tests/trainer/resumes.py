@@ -39,7 +39,10 @@ class Resumes(Case):
     port: int = 0
 
 
-def run(out: Path, strategy: str, names: tuple[str, ...], stages: dict[str, Stage], devices: int = 2) -> dict[str, Any]:
+Results = dict[tuple[str, str], Any]
+
+
+def run(out: Path, strategy: str, names: tuple[str, ...], stages: dict[str, Stage], devices: int = 2) -> Results:
     """Results of rank 0 by stage and scenario; all ranks must agree."""
     case = Resumes(devices=devices, strategy=strategy, names=names, stages=stages, port=free_port())
     outcome = world.run(case, out, target=work)

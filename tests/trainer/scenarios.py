@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import numpy as np
@@ -32,6 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
+from tests.support.trainers import optimizer_of
+from tests.support.typed import grad_of
+
 Scenario = Callable[[], tuple["Net", dict[str, Any]]]
 SCENARIOS: dict[str, Scenario] = {}
 INPUTS = 12
@@ -42,7 +45,7 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def data(samples: int = 64, batch: int = 4, **options: Any) -> DataLoader:
+def data(samples: int = 64, batch: int = 4, **options: Any) -> DataLoader[Any]:
     x = torch.randn(samples, INPUTS, generator=torch.Generator().manual_seed(5))
     return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True) / 8), batch_size=batch, **options)
 
@@ -144,7 +147,8 @@ def adagrad() -> tuple[Net, dict[str, Any]]:
 def group_rates() -> tuple[Net, dict[str, Any]]:
     class Groups(Net):
         def configure_optimizers(self) -> Any:
-            groups = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": 1e-3}]
+            rest = {"params": self.head.parameters(), "lr": 1e-3}
+            groups: list[dict[str, Any]] = [{"params": self.body.parameters()}, rest]
             return torch.optim.AdamW(groups, lr=2e-2)
 
     return Groups(), {}
@@ -260,7 +264,7 @@ def images_with_batch_norm() -> tuple[Net, dict[str, Any]]:
             super().__init__()
             self.conv = nn.Conv2d(3, 4, 1, bias=False)  # before BatchNorm its gradient is noise
             self.bn = nn.BatchNorm2d(4)
-            self.conv.to(memory_format=torch.channels_last)
+            self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.out = nn.Linear(16, 1)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -300,10 +304,10 @@ def gradient_penalty() -> tuple[Net, dict[str, Any]]:
 def own_clipping() -> tuple[Net, dict[str, Any]]:
     class OwnClipping(Net):
         def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=0.4, gradient_clip_algorithm="norm")
-            total = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+            total = torch.stack([grad_of(p).norm() for p in self.parameters()]).norm()
             self.log("clipped_norm", total)
 
     return OwnClipping(), {}
@@ -323,7 +327,7 @@ def changed_gradients() -> tuple[Net, dict[str, Any]]:
     class Changed(Net):
         def on_after_backward(self) -> None:
             for parameter in self.body.parameters():
-                parameter.grad.mul_(0.5)
+                grad_of(parameter).mul_(0.5)
             self.head.bias.grad = torch.ones_like(self.head.bias)
             self.head.weight.grad = None
 
@@ -347,7 +351,8 @@ def counters_and_lists() -> tuple[Net, dict[str, Any]]:
     class Collects(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.batches, self.places = 0, []
+            self.batches = 0
+            self.places: list[int] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.batches += 1
@@ -367,6 +372,8 @@ def replaced_parts() -> tuple[Net, dict[str, Any]]:
     """Submodules, metrics and buffers that are other objects after every step, in the place of those before."""
 
     class Replaces(Net):
+        table: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.drop, self.seen = nn.Dropout(0.1), MeanMetric()
@@ -404,11 +411,11 @@ class Manual(Net):
 def manual() -> tuple[Net, dict[str, Any]]:
     class Once(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
+            optimizer = optimizer_of(self)
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            self.clip_gradients(cast("Any", optimizer), gradient_clip_val=0.3, gradient_clip_algorithm="norm")
             optimizer.step()
             return loss
 
@@ -419,7 +426,7 @@ def manual() -> tuple[Net, dict[str, Any]]:
 def manual_accumulation() -> tuple[Net, dict[str, Any]]:
     class Accumulated(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
+            optimizer = optimizer_of(self)
             self.manual_backward(self.loss(batch) / 3)
             if (batch_idx + 1) % 3 == 0:
                 nn.utils.clip_grad_norm_(self.parameters(), 0.3)
@@ -433,7 +440,7 @@ def manual_accumulation() -> tuple[Net, dict[str, Any]]:
 def manual_closure() -> tuple[Net, dict[str, Any]]:
     class WithClosure(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
+            optimizer = optimizer_of(self)
 
             def closure() -> Tensor:
                 loss = self.loss(batch)
@@ -458,8 +465,10 @@ def gan() -> tuple[Net, dict[str, Any]]:
             return self.verdict(torch.relu(self.critic(x)))
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            generator, critic = self.optimizers()
-            schedulers = self.lr_schedulers()
+            optimizers, schedulers = self.optimizers(), self.lr_schedulers()
+            assert isinstance(optimizers, list)
+            assert isinstance(schedulers, list)
+            generator, critic = optimizers
             with generator.toggle_model():
                 self.manual_backward(-self.judge(self(batch[0])).mean())
                 generator.step()
@@ -473,6 +482,7 @@ def gan() -> tuple[Net, dict[str, Any]]:
                 for parameter in (*self.critic.parameters(), *self.verdict.parameters()):
                     parameter.data.clamp_(-0.3, 0.3)
             for scheduler in schedulers:
+                assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
                 scheduler.step()
             self.log("critic", loss, sync_dist=True)
 
@@ -534,7 +544,7 @@ def half_mixed_seen() -> tuple[Net, dict[str, Any]]:
 def half_mixed_manual() -> tuple[Net, dict[str, Any]]:
     class Step(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
+            optimizer = optimizer_of(self)
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss * torch.inf if batch_idx == 3 and self.global_rank == 1 else loss)
@@ -569,7 +579,7 @@ def early_stopping() -> tuple[Net, dict[str, Any]]:
 
 @scenario
 def best_checkpoint() -> tuple[Net, dict[str, Any]]:
-    options = {"save_top_k": 1, "monitor": "val", "save_last": True, "every_n_train_steps": 3}
+    options: dict[str, Any] = {"save_top_k": 1, "monitor": "val", "save_last": True, "every_n_train_steps": 3}
     return Net(), {"callbacks": [ModelCheckpoint(dirpath=str(Path.cwd() / "best"), **options)]}
 
 
@@ -625,7 +635,7 @@ def added_group() -> tuple[Net, dict[str, Any]]:
 
         def on_train_epoch_start(self) -> None:
             if self.trainer.current_epoch == 1:
-                self.optimizers().add_param_group({"params": list(self.body.parameters()), "lr": 1e-3})
+                optimizer_of(self).add_param_group({"params": list(self.body.parameters()), "lr": 1e-3})
 
     return Adds(), {}
 
@@ -633,7 +643,7 @@ def added_group() -> tuple[Net, dict[str, Any]]:
 # Data
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[Any]):
     """Every rank reads its own part."""
 
     def __iter__(self) -> Any:
@@ -756,6 +766,8 @@ def codebook() -> tuple[Net, dict[str, Any]]:
     """Vector quantization: a large buffer that only ``.data`` writes to."""
 
     class Quantized(Net):
+        embed: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("embed", torch.zeros(1024, 300))
@@ -775,6 +787,9 @@ class MyLSTM(nn.LSTM):
 @scenario
 def lists_of_parameters() -> tuple[Net, dict[str, Any]]:
     class Lists(Net):
+        rnn: Any
+        out: Any
+
         def __init__(self) -> None:
             super().__init__()
             self.rnn = MyLSTM(INPUTS, 5, batch_first=True)
@@ -810,6 +825,9 @@ def state_of_all_kinds() -> tuple[Net, dict[str, Any]]:
     """Each kind has a part in the loss."""
 
     class Zoo(Net):
+        body: Any
+        holder: Any
+
         def __init__(self) -> None:
             super().__init__()
             self.kept = {"own": Kept(self.body.bias)}
@@ -878,7 +896,8 @@ def fit(
         defaults["enable_checkpointing"] = False
     options = {**defaults, **options, **({} if epochs is None else {"max_epochs": epochs})}
     trainer = L.Trainer(strategy=strategy, accelerator=accelerator, devices=devices, callbacks=extra, **options)
-    trainer.fit(torch.compile(module, backend=backend) if backend else module, ckpt_path=load)
+    given: Any = torch.compile(module, backend=backend) if backend else module
+    trainer.fit(given, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
     plain = {

@@ -65,7 +65,12 @@ def test_checkpoints_move_between_worlds(tmp_path: Path) -> None:
         "sharded": Stage(2, save="sharded", options={"state_dict_type": "sharded"}),
     }
     run(tmp_path, "ours", names, small)
-    for devices, options in [(4, {"replicas": 2, "partition": "parameter"}), (3, {"replicas": 1}), (1, {})]:
+    worlds: list[tuple[int, dict[str, Any]]] = [
+        (4, {"replicas": 2, "partition": "parameter"}),
+        (3, {"replicas": 1}),
+        (1, {}),
+    ]
+    for devices, options in worlds:
         again = {
             "full_again": Stage(2, load="full.ckpt", save="full_again.ckpt", options=options),
             "sharded_again": Stage(2, load="sharded", save="sharded_again.ckpt", options=options),

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import ReplicaZeroStrategy
 from tests.support import world
 from tests.support.job import Case
+from tests.support.typed import tensor_of
 from tests.trainer.scenarios import INPUTS, Net, data
 
 CHECKS: dict[str, Callable[[Path], None]] = {}
@@ -42,6 +43,7 @@ def everything_without_a_fit(out: Path) -> None:
     assert validated[0]["val"] == tested[0]["test"]
     # Every rank predicts its part, and the ranks have the same weights although they were seeded apart.
     predicted = trainer().predict(net, data(16))
+    assert predicted is not None
     assert sum(len(batch) for batch in predicted) == 8
     weights = [torch.empty_like(net.body.weight) for _ in range(2)]
     dist.all_gather(weights, net.body.weight.detach())
@@ -55,6 +57,7 @@ def everything_after_a_fit(out: Path) -> None:
     lightning.fit(net)
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     best = lightning.test(net, data(16), ckpt_path="best", verbose=False)
+    assert saves.best_model_score is not None
     assert best[0]["test"] == float(saves.best_model_score)
     loaded = Net.load_from_checkpoint(saves.best_model_path)
     again = trainer().test(loaded, data(16), verbose=False)
@@ -120,7 +123,7 @@ def ranks_know_each_other_in_every_hook(out: Path) -> None:
 def gathering_with_gradients(out: Path) -> None:
     class Contrasts(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            everyone = self.all_gather(self(batch[0]), sync_grads=True)
+            everyone = tensor_of(self.all_gather(self(batch[0]), sync_grads=True))
             assert everyone.shape == (2, 4, 1)
             loss = everyone.var()
             loss.backward(retain_graph=True)

@@ -21,7 +21,8 @@ def wait(work: Any, tensor: Any = None) -> None:
 def compare(rank: int, store: Any) -> Any:
     open_world(rank, store, 3)
     same = []
-    for op in ("mean", "avg", "sum", dist.ReduceOp.MAX):
+    ops: list[Any] = ["mean", "avg", "sum", dist.ReduceOp.MAX]
+    for op in ops:
         for value in (torch.tensor([rank + 0.1, 7.0]), torch.tensor([[rank + 1, 5]])):
             if op in ("mean", "avg") and not value.is_floating_point():
                 continue  # Lightning divides integers after the sum, too, but into a float that it does not reduce

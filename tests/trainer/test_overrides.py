@@ -37,7 +37,8 @@ def test_a_function_that_the_user_gives_to_lightnings_callback() -> None:
 
 def test_every_hook_as_an_attribute_of_lightnings_own() -> None:
     """As Lightning's pull request 21407 has it, for signals: hooks that call a function of Lightning's."""
-    inside = ModelCheckpoint.on_train_batch_end  # any function that was written there and is no hook of the base class
+    # Any function that was written there and is no hook of the base class.
+    inside: Callable[..., None] = ModelCheckpoint.on_train_batch_end
     callback = with_hooks(L.Callback(), lambda name: partial(inside, name))
     assert len(HOOKS) > 20
     assert is_overridden("on_after_backward", callback, parent=L.Callback)
@@ -72,7 +73,8 @@ def test_a_function_that_takes_its_name_from_lightnings() -> None:
     assert named.__module__.startswith("lightning.")
     assert who_sees_gradients(*trainer_with(LambdaCallback(on_before_optimizer_step=named))) is not None
     callback = L.Callback()
-    callback.on_train_batch_end = partial(ModelCheckpoint.on_train_batch_end, ask)  # type: ignore[method-assign]
+    theirs: Callable[..., None] = ModelCheckpoint.on_train_batch_end
+    callback.on_train_batch_end = partial(theirs, ask)  # type: ignore[method-assign]
     assert may_change_weights(*trainer_with(callback))
 
 

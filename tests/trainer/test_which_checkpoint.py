@@ -18,6 +18,7 @@ from tests.checkpoint.rewrite import rewrite
 from tests.checkpoint.small import directory_of, save
 from tests.checkpoint.test_directory import flip
 from tests.support.ranks import free_port, run_ranks
+from tests.support.typed import in_store, on_disk
 
 
 class Recorder:
@@ -60,19 +61,19 @@ def test_a_replacement_is_told_what_was_chosen(tmp_path: Path, monkeypatch: pyte
 def test_one_with_a_flipped_bit_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It would be loaded, end the run, and be the newest again when that is started anew."""
     directory, other = directory_of(tmp_path / "a", 1, 4), directory_of(tmp_path / "b", 2, 3)
-    callbacks = [DyingGaspCheckpoint(directory.path), CheckpointPublisher(other.path)]
+    callbacks = [DyingGaspCheckpoint(on_disk(directory.path)), CheckpointPublisher(on_disk(other.path))]
     assert fill_in(callbacks)["ckpt_path"] == str(directory.path_of(4))
-    flip(directory.path_of(4) / "__0_0.distcp")
+    flip(on_disk(directory.path_of(4)) / "__0_0.distcp")
     assert fill_in(callbacks)["ckpt_path"] == str(other.path_of(3))
     assert f"Passed over: The checkpoint {directory.path_of(4)} cannot be used: the checksum of" in caplog.text
-    rewrite(other.path_of(3), "plain.pt", b"not torch's")
+    rewrite(on_disk(other.path_of(3)), "plain.pt", b"not torch's")
     assert fill_in(callbacks)["ckpt_path"] == str(other.path_of(2))
     assert f"Passed over: The checkpoint {other.path_of(3)} cannot be used: plain.pt cannot be loaded" in caplog.text
 
 
 def test_none_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = directory_of(tmp_path, 1)
-    flip(directory.path_of(1) / "__0_0.distcp")
+    flip(on_disk(directory.path_of(1)) / "__0_0.distcp")
     caplog.set_level(logging.INFO, "lightning.pytorch.replica_zero")
     assert fill_in([DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
     assert f"Passed over: The checkpoint {directory.path_of(1)} cannot be used" in caplog.text
@@ -107,10 +108,10 @@ def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pyt
     assert fill_in(callbacks) == {"model": "model"}
     directory = directory_of(bucket, 1)
     assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
-    damaged = save(directory.path_of(2), 2, 2.0)
+    damaged = save(in_store(directory.path_of(2)), 2, 2.0)
     store.remove([attempt.url / "plain.pt" for attempt in attempts_at(damaged)])
     assert fill_in(callbacks)["ckpt_path"] == f"{bucket}/step_00000001"
-    (attempt,) = attempts_at(save(directory.path_of(3), 3, 3.0))
+    (attempt,) = attempts_at(save(in_store(directory.path_of(3)), 3, 3.0))
     content = store.read(attempt.url / "__0_0.distcp")
     assert content is not None
     store.write(attempt.url / "__0_0.distcp", content[:-1] + bytes([content[-1] ^ 1]))

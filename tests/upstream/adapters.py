@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica import ReplicaOptimizer
+from tests.support.doubles import overriding
 
 REPLICAS = "LIGHTNING_REPLICA_UPSTREAM_REPLICAS"
 """How many ranks hold each shard, where that divides the number of ranks of a test; elsewhere one does."""
@@ -19,12 +20,14 @@ def replicas_of(group: Any) -> int:
     return wanted if dist.get_world_size(group) % wanted == 0 else 1
 
 
+@overriding()
 class _Adapter(ReplicaOptimizer):
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Two tests pass 0 as closure, which their optimizers hand on to one that does not look at it."""
         return super().step(closure if callable(closure) else None, **kwargs)
 
 
+@overriding(new=("_all_params",))
 class AsZeroRedundancyOptimizer(_Adapter):
     """Under the name of torch's. ``parameters_as_bucket_view`` is always so."""
 
@@ -46,6 +49,7 @@ class AsZeroRedundancyOptimizer(_Adapter):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
+@overriding()
 class AsOSS(_Adapter):
     """Under the name of FairScale's, which has a default for the class."""
 

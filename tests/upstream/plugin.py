@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.testing._internal import common_distributed
 
+from tests.support.doubles import put
 from tests.upstream import adapters
 
 SUBJECT = "LIGHTNING_REPLICA_UPSTREAM_SUBJECT"  # "replica", or "own" for what the tests were written for
@@ -38,7 +39,7 @@ def _prepare_torch() -> None:
     if os.environ[SUBJECT] == "replica":
         import torch.distributed.optim as of_torch
 
-        of_torch.ZeroRedundancyOptimizer = adapters.AsZeroRedundancyOptimizer
+        put(of_torch, "ZeroRedundancyOptimizer", adapters.AsZeroRedundancyOptimizer)
 
 
 def _fork_processes(self: Any) -> None:
@@ -52,7 +53,7 @@ def _prepare_fairscale() -> None:
     except ImportError:  # only FairScale's own tests need it
         return
     helpers.skip_if_py39_no_cuda = lambda test: test  # a test that hung with old versions of torch
-    torch.multiprocessing.spawn = adapters.forked
+    put(torch.multiprocessing, "spawn", adapters.forked)
     if os.environ[SUBJECT] == "replica":
         fairscale.optim.OSS = adapters.AsOSS
 

@@ -69,6 +69,7 @@ class Script:
                 process.wait()
         text = (out / "output").read_text(errors="replace")
         assert killed, f"the run ended before {kill}\n{text}"
+        assert process.returncode is not None
         return Outcome.read(process.returncode, out, work, text)
 
     def _start(

@@ -56,7 +56,9 @@ class Net(L.LightningModule):
     def __init__(self, plan: "Plan") -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES + 1, 6), nn.Dropout(0.3), nn.Linear(6, 1))
-        self.plan, self.seen, self.noise = plan, [], []
+        self.plan = plan
+        self.seen: list[Any] = []
+        self.noise: list[float] = []
 
     def draw(self) -> None:
         self.seen.append(noise())
@@ -73,7 +75,8 @@ class Net(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.plan.peeks and batch_idx == 1:
             assert isinstance(self.trainer.train_dataloader, DataLoader)
-            for peeked in self.trainer.train_dataloader, self.trainer.val_dataloaders:
+            peeks: list[Any] = [self.trainer.train_dataloader, self.trainer.val_dataloaders]
+            for peeked in peeks:
                 self.seen.append(next(iter(peeked)).tolist())
 
     def on_train_epoch_end(self) -> None:
@@ -179,6 +182,7 @@ def run(plan: Plan, strategy: Any) -> dict[str, Any]:
             if not plan.same_loader:
                 data = loaders(plan)
             if plan.same_trainer:
+                assert own.fit_loop.max_epochs is not None
                 own.fit_loop.max_epochs += 2
             else:
                 own = trainer(plan, strategy())

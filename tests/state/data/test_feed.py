@@ -85,7 +85,11 @@ def test_a_stopped_worker_ends_with_its_rank(tmp_path: Path) -> None:
 def test_what_a_loader_is_told_before_an_iteration_counts_in_it() -> None:
     loader = DataLoader(Processes(), batch_size=1, num_workers=2)
     exact = ExactLoader(loader, rng_state, set_rng_state)
-    loader.worker_init_fn = lambda worker: torch.manual_seed(worker)
+
+    def seed(worker: int) -> None:
+        torch.manual_seed(worker)
+
+    loader.worker_init_fn = seed
     drawn = [float(batch[0, 2]) for batch in exact]
     for worker in range(2):
         generator = torch.Generator().manual_seed(worker)

@@ -41,7 +41,7 @@ class Mine(CombinedLoader):
     """Of the user's own class."""
 
 
-def combined(mode: Any, limits: list[int] | None, workers: int = 0) -> CombinedLoader:
+def combined(mode: Any, limits: list[int | float] | None, workers: int = 0) -> CombinedLoader:
     loaders = {
         "short": DataLoader(Noisy(2), shuffle=True),
         "stream": DataLoader(Stream(), batch_size=2),
@@ -69,7 +69,7 @@ def rest(of: CombinedLoader) -> list[Any]:
             return found
 
 
-def check(mode: Any, limits: list[int] | None, done: int, back: int, there: bool, workers: int = 0) -> bool:
+def check(mode: Any, limits: list[int | float] | None, done: int, back: int, there: bool, workers: int = 0) -> bool:
     """Fetches ``done`` times in the second epoch, and goes back; whether there were so many fetches."""
     torch.manual_seed(5)
     one = combined(mode, limits, workers)
@@ -109,7 +109,8 @@ def check(mode: Any, limits: list[int] | None, done: int, back: int, there: bool
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_from_any_fetch_on(mode: str, there: bool) -> None:
-    for limits in (None, [1, 2, 4]):
+    limits_of: list[list[int | float] | None] = [None, [1, 2, 4]]
+    for limits in limits_of:
         for back in (0, 1, 2):
             done = back
             while check(mode, limits, done, back, there):

@@ -35,7 +35,8 @@ class Quiet(L.LightningModule):
 
     def __init__(self, batch: int) -> None:
         super().__init__()
-        self.net, self.batch, self.seen = nn.Linear(3, 1), batch, []
+        self.net, self.batch = nn.Linear(3, 1), batch
+        self.seen: list[list[Any]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen.append([self.trainer.current_epoch, batch_idx, batch[:, 0].tolist()])

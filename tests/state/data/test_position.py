@@ -30,7 +30,7 @@ class Noisy(Dataset[Tensor]):
 
 def loader(workers: int = 0) -> ExactLoader:
     data = Noisy()
-    sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=True, seed=3)
+    sampler: DistributedSampler[Tensor] = DistributedSampler(data, num_replicas=2, rank=1, shuffle=True, seed=3)
     return ExactLoader(DataLoader(data, batch_size=3, sampler=sampler, num_workers=workers), rng_state, set_rng_state)
 
 

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from torchmetrics import MeanSquaredError
 
 from lightning_replica import ReplicaZeroStrategy
+from tests.support.trainers import state_of
+from tests.support.typed import tensor_of
 
 INPUTS, BATCH, BATCHES = 6, 2, 6
 
@@ -91,6 +93,8 @@ DATA: dict[str, Callable[[], Any]] = {
 class Net(L.LightningModule):
     """Dropout, BatchNorm, metrics of three kinds, schedulers of three kinds, and hooks after every callback's."""
 
+    average: Tensor
+
     def __init__(self, data: str, estimates: bool) -> None:
         super().__init__()
         self.data, self.estimates = data, estimates
@@ -109,13 +113,14 @@ class Net(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         first = batch["a"] if isinstance(batch, dict) else batch
-        self.average.mul_(0.5).add_(self.all_gather(outputs["loss"].detach() + first.sum()).mean())
+        everyones = tensor_of(self.all_gather(outputs["loss"].detach() + first.sum()))
+        self.average.mul_(0.5).add_(everyones.mean())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.net(batch[0]).square().mean() + torch.rand(()), sync_dist=True)
 
     def on_train_epoch_end(self) -> None:
-        self.log("own_sum", self.all_gather(self.trainer.callback_metrics["own"]).sum())
+        self.log("own_sum", tensor_of(self.all_gather(self.trainer.callback_metrics["own"])).sum())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -237,7 +242,7 @@ def train(
     )
     trainer.fit(net, ckpt_path=str(ckpt) if ckpt is not None else None)
     loop = trainer.fit_loop
-    state = trainer.strategy.state if isinstance(trainer.strategy, ReplicaZeroStrategy) else None
+    state = state_of(trainer.strategy) if isinstance(trainer.strategy, ReplicaZeroStrategy) else None
     return {
         "events": log.events,
         "weights": digest(*net.state_dict().values()),

@@ -55,7 +55,7 @@ class Plan(Case):
     generator: bool = False
     traps: tuple[Trap, ...] = ()
     devices: int = 2
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
     out: Path = Path()
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Map(Springs, Dataset[Tensor]):
         return 2 * BATCH * BATCHES
 
     def __getitem__(self, index: int) -> Tensor:
-        order = DistributedSampler(self, 2, self.rank, seed=8)
+        order: DistributedSampler[Any] = DistributedSampler(self, 2, self.rank, seed=8)
         order.set_epoch(epoch(self.plan.out, self.rank, "train"))
         if index in list(order):
             self.spring(list(order).index(index))
@@ -160,7 +160,9 @@ class Watcher(Callback):
         self.write("train", trainer, batch, batch_idx)
         self.reach("train_batch_start", trainer)
 
-    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if not trainer.sanity_checking:
             self.write("validation", trainer, batch, batch_idx)
 

@@ -28,7 +28,7 @@ def publishes(case: Case, out: Path) -> None:
 def kept(out: Path) -> list[str]:
     """The checkpoints, all of them whole; and nothing is left of others."""
     directory = CheckpointDirectory(out / "kept")
-    found = sorted(directory.entries(verify=True), key=lambda entry: entry.path)
+    found = sorted(directory.entries(verify=True), key=lambda entry: entry.path.name)
     assert not [entry.problem for entry in found if entry.problem]
     assert directory.tracked == found[-1].path.name
     return [entry.path.name.removeprefix("step_000000") for entry in found]

@@ -12,6 +12,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN, NO_PROGRESS, NOTHING_SAVED
 from tests.support import world
 from tests.support.job import Case, Fault
+from tests.support.typed import on_disk
 
 # Where the first run ended: before the batches of the third step, or in the tail of that step.
 PLACES = {"batch": Fault("kill", 1, "reduction", 2), "tail": Fault("kill", 1, "after_commit", 2)}
@@ -37,10 +38,9 @@ def newest(out: Path) -> tuple[Path, int]:
     """The newest checkpoint, and when it was written."""
     latest = CheckpointDirectory(out / "gasp").latest(verify=True)
     assert latest.problems == ()
-    assert latest.path is not None
     assert latest.manifest is not None
-    assert CheckpointDirectory(out / "gasp").tracked == latest.path.name
-    return latest.path, latest.manifest.saved_ns
+    assert CheckpointDirectory(out / "gasp").tracked == on_disk(latest.path).name
+    return on_disk(latest.path), latest.manifest.saved_ns
 
 
 # Points of the second run. The third step's tail, done again, is before its first step too.

@@ -53,6 +53,7 @@ def assert_every_batch_once(case: Ended, out: Path, untouched: list[dict[str, An
     assert ended.code == GASP_WRITTEN, f"{case}: {ended.code} {ended.said}\n{ended.logs}"
     left = CheckpointDirectory(out / "gasp").latest(verify=True)
     assert left.manifest is not None
+    assert left.manifest.step is not None
     again = results(replace(case, gasp=True, load=str(left.path)), out)
     to_come = EPOCHS * BATCHES - case.plan.accumulate * left.manifest.step
     for rank, (got, whole) in enumerate(zip(again, untouched, strict=True)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
@@ -51,7 +51,8 @@ class Rest(DistributedSampler[Any]):
 class Net(scenarios.Net):
     def __init__(self, skip: int) -> None:
         super().__init__()
-        self.skip, self.seen = skip, []
+        self.skip = skip
+        self.seen: list[list[float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append([self.trainer.current_epoch, batch_idx, *batch[1].flatten().tolist()])
@@ -71,10 +72,11 @@ def trains(case: Run, out: Path) -> None:
     rank = os.environ["LOCAL_RANK"]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case.port), NODE_RANK="0", WORLD_SIZE=str(case.devices))
     L.seed_everything(11, verbose=False)
-    net, strategy, callbacks = Net(case.skip), DDPStrategy(), list[Callback]()
+    net, callbacks = Net(case.skip), list[Callback]()
+    strategy: Strategy = DDPStrategy()
     if not case.ddp:
-        strategy = ReplicaZeroStrategy(bucket_bytes=512)
-        callbacks = [Reaches(case, strategy, out), DyingGaspCheckpoint(out / "gasp", case.grace_s)]
+        strategy = ours = ReplicaZeroStrategy(bucket_bytes=512)
+        callbacks = [Reaches(case, ours, out), DyingGaspCheckpoint(out / "gasp", case.grace_s)]
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",

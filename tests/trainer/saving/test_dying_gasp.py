@@ -28,6 +28,7 @@ def resumed(out: Path, *cases: Case) -> world.Outcome:
         for fault in range(len(case.faults)):
             (out / f"fired{fault}").rename(out / f"fired{number}.{fault}")
         left = CheckpointDirectory(out / "gasp").latest(verify=True)
+        assert left.path is not None
         assert not left.problems
         assert CheckpointDirectory(out / "gasp").tracked == left.path.name
         load = str(left.path)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from lightning_replica import CheckpointPublisher
-from lightning_replica.checkpoint.directory import TRACKER, CheckpointDirectory
-from lightning_replica.checkpoint.storage import FAILURES
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.storage import FAILURES, TRACKER
 from lightning_replica.core.points import listen
 from lightning_replica.exit_codes import NOTHING_SAVED
 from tests.support import job, world
 from tests.support.job import Case, Fault
+from tests.support.typed import on_disk
 
 FILLER = "filler"
 
@@ -70,9 +71,9 @@ def check(case: Full, out: Path, rank: int, file: str, reason: str, pair: world.
     named = rf"{staged}[34]\.tmp-\w{{8}}/{re.escape(file)} could not be written: {reason}\."
     assert re.search(named, ended.logs), ended.logs
     directory = CheckpointDirectory(out / "gasp")
-    (directory.path / FILLER).unlink(missing_ok=True)
+    (on_disk(directory.path) / FILLER).unlink(missing_ok=True)
     failed = {FAILURES} if case.must_save else set()  # else it was told to end
-    assert {entry.name for entry in directory.path.iterdir()} == {TRACKER, "step_00000002", *failed}
+    assert {entry.name for entry in on_disk(directory.path).iterdir()} == {TRACKER, "step_00000002", *failed}
     assert directory.tracked == "step_00000002"
     assert directory.latest(verify=True).problems == ()
     world.run(Full(()), out, max_restarts=0).assert_same(pair)

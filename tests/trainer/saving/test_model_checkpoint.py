@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -22,14 +22,15 @@ class Kept(Case):
 
     devices: int = 2
     top: int = -1
-    last: bool | str = False
+    last: bool | Literal["link"] = False
 
 
 class Names(Callback):
     """Writes down what the tracker names when a batch begins, by the steps that are done."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.names = out, {}
+        self.out = out
+        self.names: dict[int, str | None] = {}
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self.names[trainer.global_step] = CheckpointDirectory(self.out / "kept").tracked
@@ -79,7 +80,7 @@ def test_the_tracker_follows_and_each_removes_its_own(pair: world.Outcome, tmp_p
 
 
 @pytest.mark.parametrize("last", [False, True, "link"])
-def test_a_run_goes_on_from_it(last: bool | str, pair: world.Outcome, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_it(last: bool | Literal["link"], pair: world.Outcome, tmp_path: Path) -> None:
     """Theirs is the newest when a rank is lost; what the callback removes is not what the tracker names."""
     case = Kept((Fault("kill", 1, "backward", 9),), top=1, last=last, load="last")
     assert world.run(case, tmp_path, max_restarts=0, target=trains).code == GAVE_UP

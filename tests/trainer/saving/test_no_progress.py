@@ -18,6 +18,7 @@ from tests.launch.test_external import slurm
 from tests.launch.test_external import start as start_ranks
 from tests.support import job, world
 from tests.support.job import Case, Fault
+from tests.support.typed import on_disk
 
 POISONED = Case(devices=2, gasp=True, load="last")
 
@@ -84,7 +85,7 @@ def test_pre_emption_is_no_failure(moment: str, tmp_path: Path) -> None:
     case = Case(faults, devices=2, gasp=True, grace_s=18.0 if "first" in moment else 25.0)
     ended = world.run(case, tmp_path, max_restarts=0)
     assert ended.code == GASP_WRITTEN, f"{ended.said}\n{ended.logs}"
-    assert CheckpointDirectory(tmp_path / "gasp").path_of(before[0]).exists()
+    assert on_disk(CheckpointDirectory(tmp_path / "gasp").path_of(before[0])).exists()
     assert failures(tmp_path) == before
 
 

@@ -114,8 +114,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_process_that_is_no_run_lives_on(other: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(OTHERS[other], **pipes) as process:
+    with subprocess.Popen(OTHERS[other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         if other != "a program":
             assert process.stdout is not None
             assert process.stdout.readline() == b"\n"  # its traps are set

@@ -15,7 +15,7 @@ import lightning_replica  # noqa: F401
 class Model(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Dropout(0.2), nn.Linear(32, 2))
+        self.layer = nn.Sequential(nn.Dropout(0.2), nn.Linear(32, 2))  # type: ignore[assignment]
 
     def training_step(self, batch, batch_idx):
         loss = self.step(batch)

@@ -30,7 +30,7 @@ class Own(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         losses = [torch.zeros(()) for _ in range(2)]
         dist.all_gather(losses, outputs["loss"].detach().clone(), group=self.group)
-        self.log("worst", max(losses), rank_zero_only=True, sync_dist=False)
+        self.log("worst", max(losses), rank_zero_only=True, sync_dist=False)  # type: ignore[attr-defined]
 
     def on_train_epoch_end(self, trainer, pl_module):
         """A thread of its own talks to the other rank."""
@@ -45,7 +45,7 @@ class Own(Callback):
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
         loss = self.step(batch)
-        mean = self.all_gather(loss.detach()).mean()
+        mean = self.all_gather(loss.detach()).mean()  # type: ignore[union-attr]
         self.log("mean", mean, prog_bar=True)
         return {"loss": loss}
 

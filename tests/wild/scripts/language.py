@@ -1,6 +1,7 @@
 """A tiny random GPT-2 of `transformers`: tied weights, dropout, bf16-mixed, accumulation, a warm-up schedule."""
 
 import os
+from typing import Any
 
 import lightning as L
 import torch
@@ -11,6 +12,8 @@ import lightning_replica  # noqa: F401
 
 
 class Language(L.LightningModule):
+    hparams: Any
+
     def __init__(self, lr: float = 1e-3, z_loss: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -19,7 +19,7 @@ from torch.utils.data import (
 import lightning_replica  # noqa: F401
 
 
-class Numbers(IterableDataset):
+class Numbers(IterableDataset[torch.Tensor]):
     """Each rank and each worker reads its part, as torch's documentation has it."""
 
     def __iter__(self):

@@ -36,7 +36,7 @@ trainer = L.Trainer(
     callbacks=[LearningRateMonitor("epoch")],
     log_every_n_steps=3,
 )
-trainer.logger.log_hyperparams({"answer": 42})
+trainer.logger.log_hyperparams({"answer": 42})  # type: ignore[union-attr]
 model = Model()
 trainer.fit(model)
 trainer.validate(model)

@@ -1,6 +1,7 @@
 """torchmetrics everywhere: logged as objects and by hand, in collections, with lists as states, synchronised."""
 
 import os
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,13 +20,14 @@ class Measured(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
         metrics = MetricCollection({"acc": MulticlassAccuracy(4), "f1": MulticlassF1Score(4, average="macro")})
         self.of_train, self.of_val = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
-        self.loss = nn.ModuleDict({"train_": MeanMetric(), "val_": MeanMetric()})
+        self.loss: Any = nn.ModuleDict({"train_": MeanMetric(), "val_": MeanMetric()})
         self.auroc = MulticlassAUROC(4)  # keeps all predictions
         self.range = MinMaxMetric(MulticlassAccuracy(4))
         self.recent = RunningMean(window=5)
         self.every = CatMetric(sync_on_compute=False)
         self.best = MaxMetric()
-        self.tracker = MetricTracker(MeanMetric(sync_on_compute=False), False)  # has another submodule after each epoch
+        tracker = MetricTracker(MeanMetric(sync_on_compute=False), False)  # has another submodule after each epoch
+        self.tracker: Any = tracker
 
     def step(self, batch):
         logits = self.net(batch[0])

@@ -14,7 +14,8 @@ import lightning_replica  # noqa: F401
 class Model(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+        layers = nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)
+        self.layer = nn.Sequential(*layers)  # type: ignore[assignment]
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(super().train_dataloader().dataset, batch_size=4, shuffle=True)

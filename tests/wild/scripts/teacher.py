@@ -2,6 +2,7 @@
 
 import copy
 import os
+from typing import Any
 
 import lightning as L
 import torch
@@ -13,6 +14,8 @@ import lightning_replica  # noqa: F401
 
 
 class Byol(L.LightningModule):
+    hparams: Any
+
     def __init__(self, momentum=0.9):
         super().__init__()
         self.save_hyperparameters()

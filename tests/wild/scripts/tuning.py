@@ -1,6 +1,7 @@
 """A search for the learning rate, by the Tuner, then the training."""
 
 import os
+from typing import Any
 
 import lightning as L
 import torch
@@ -11,6 +12,8 @@ import lightning_replica  # noqa: F401
 
 
 class Model(BoringModel):
+    hparams: Any
+
     def __init__(self, lr: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -11,16 +11,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-if "pytorch_lightning" in sys.modules:
-    import pytorch_lightning as L
-    from pytorch_lightning.callbacks import Callback
-else:
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules:
     import lightning as L
     from lightning.pytorch.callbacks import Callback
+else:
+    import pytorch_lightning as L
+    from pytorch_lightning.callbacks import Callback
 
 OUT = Path(os.environ.get("WILD_OUT", "."))
 

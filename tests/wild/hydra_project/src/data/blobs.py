@@ -1,6 +1,7 @@
 """Points around the corners of a cube, written to disk once and read by every rank."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -8,6 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
 class Blobs(L.LightningDataModule):
+    hparams: Any
+
     def __init__(self, data_dir, split=(240, 80, 80), batch_size=16, num_workers=0, pin_memory=False):
         super().__init__()
         self.save_hyperparameters(logger=False)

@@ -1,5 +1,7 @@
 """A classifier whose network, optimizer and schedule come from the configuration."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torchmetrics import MaxMetric, MeanMetric
@@ -18,6 +20,8 @@ class Network(torch.nn.Module):
 
 
 class Classifier(L.LightningModule):
+    hparams: Any
+
     def __init__(self, net, optimizer, scheduler):
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["net"])
@@ -64,6 +68,6 @@ class Classifier(L.LightningModule):
         self.log("test/acc", self.test_acc, on_step=False, on_epoch=True)
 
     def configure_optimizers(self):
-        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
+        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())  # type: ignore[union-attr]
         scheduler = self.hparams.scheduler(optimizer=optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
