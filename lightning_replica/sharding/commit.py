@@ -110,8 +110,12 @@ class Request:
 
 
 def clip_coefficient(limit: float, norm: float) -> float:
-    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies a gradient of 2-norm ``norm``."""
-    return min(1.0, limit / (norm + 1e-6))
+    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies a gradient of 2-norm ``norm``.
+
+    A norm that is NaN makes all of the gradient NaN, as there.
+    """
+    coefficient = limit / (norm + 1e-6)
+    return coefficient if coefficient < 1.0 or math.isnan(coefficient) else 1.0
 
 
 def part_of_commit(

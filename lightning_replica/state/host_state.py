@@ -30,6 +30,8 @@ from lightning_replica.state.structure import Outline, Structure, follow
 
 log = logging.getLogger(__name__)
 
+_OUTPUT_BYTES = 2**26  # of what a training step returns
+
 
 class LightningHostState:
     """The `recovery.interface.HostState` of a Trainer.
@@ -38,14 +40,16 @@ class LightningHostState:
         trainer: The trainer that fits.
         state: The sharded state. Parameters that it does not hold are sent with the host state.
         device: The device that this rank trains on.
+        shows_outputs: Whether user code may look at what a training step has returned.
     """
 
-    def __init__(self, trainer: pl.Trainer, state: Engine, device: Device) -> None:
+    def __init__(self, trainer: pl.Trainer, state: Engine, device: Device, shows_outputs: bool = True) -> None:
         self._trainer, self._state, self._device = trainer, state, device
+        self._shows_outputs = shows_outputs
         self._copies = snapshots.Copies(trainer)
         self._frozen = FrozenCopies(self._trained, self._copies.inexact.late)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
-        self._loss: tuple[int, Any] = (0, None)
+        self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
         self._adopted = False  # whether the snapshot came from another process
         self.resume: Snapshot | None = None  # where the fit loop resumes; set by `restore`
@@ -60,7 +64,7 @@ class LightningHostState:
             for key in ("place", "metrics_known", "agreed", "schedulers_due"):
                 taken.replicated[key] = loaded.replicated.get(key)
             taken.loaders, taken.fetching, taken.loss = loaded.loaders, loaded.fetching, loaded.loss
-            taken.batch, taken.output = loaded.batch, loaded.output
+            taken.batch, taken.output, taken.extras = loaded.batch, loaded.output, loaded.extras
         if self._trainer.is_global_zero:
             self._warn_of(taken)
         return self._keep(taken)
@@ -80,13 +84,16 @@ class LightningHostState:
         """Return one of the snapshots that `held` names."""
         return self._held[kind, step]
 
-    def loss(self, step: int) -> list[Any] | None:
-        """Return the loss of the step that led to ``step``, as `metrics.to_plain` gives it; None if it is not known."""
+    def outputs(self, step: int) -> tuple[list[Any] | None, bytes]:
+        """Return what the training step that led to ``step`` has returned: the loss, and the rest, as in a snapshot.
+
+        The loss is None if it is not known.
+        """
         tail = self._held.get(("tail", step))
         if tail is not None:
-            return tail.loss
-        noted, loss = self._loss
-        return to_plain(loss) if noted == step and loss is not None else None
+            return tail.loss, tail.extras
+        noted, output = self._output
+        return (to_plain(output.get("loss")), self._extras_of(output)) if noted == step else (None, b"")
 
     def pass_window(self, step: int) -> None:
         """Note that a batch window begins without a snapshot, because none is wanted."""
@@ -99,8 +106,8 @@ class LightningHostState:
         return self._passed == step
 
     def pass_commit(self, step: int, output: dict[str, Any]) -> None:
-        """Note the loss before the commit that leads to ``step``: no snapshot is wanted, but a checkpoint may be."""
-        self._loss = (step, output.get("loss"))
+        """Note the outputs before the commit that leads to ``step``: no snapshot is wanted, but a checkpoint may be."""
+        self._output = (step, output)
 
     @ranged("snapshot_batch")
     def begin_window(self, step: int, whole: bool = False) -> Snapshot:
@@ -131,7 +138,30 @@ class LightningHostState:
         taken.batch = epoch_loop._results.batch
         taken.output = output
         taken.loss = to_plain(output.get("loss"))
+        taken.extras = self._extras_of(output)
         return self._keep(taken)
+
+    def _extras_of(self, output: dict[str, Any]) -> bytes:
+        """Pack what a training step has returned beside the loss, for a replacement's `on_train_batch_end`."""
+        packed, size = {}, 0
+        for name, value in output.items() if self._shows_outputs else ():
+            if name == "loss":
+                continue
+            try:
+                each = plain.pack(value)
+            except plain.NotPlainError as error:
+                self._copies.inexact.report(
+                    f"outputs[{name!r}] of `on_train_batch_end`", f"it is not mirrored: {error}"
+                )
+                continue
+            size += len(each)
+            if size <= _OUTPUT_BYTES:
+                packed[name] = each
+            else:
+                self._copies.inexact.report(
+                    f"outputs[{name!r}] of `on_train_batch_end`", "it is too large to be mirrored in every step"
+                )
+        return plain.pack(packed) if packed else b""
 
     @property
     def buffers(self) -> BufferCopies:
@@ -321,6 +351,8 @@ class LightningHostState:
                 taken.batch = self._transfer(batch)
                 loss = from_plain(taken.loss, self._trainer.lightning_module.device)
                 taken.output = {} if loss is None else {"loss": loss}
+                extras = plain.unpack(taken.extras) if taken.extras else {}
+                taken.output |= {name: plain.unpack(each, placed=True) for name, each in extras.items()}
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
 

@@ -68,6 +68,7 @@ class Snapshot:
         fresh: Whether this is the tail before the first step of the fit, which has not begun yet.
         batch: The batch of the step; only in a tail, only on the rank that took the snapshot.
         output: What the closure returned; only where ``batch`` is.
+        extras: The same without the loss, packed, if user code may look at it; only in a tail.
         metric_states: States of torchmetrics objects in the module.
         reached: What the user's objects hold; empty on a replacement.
         mirrored: The part of it that is mirrored, packed.
@@ -91,6 +92,7 @@ class Snapshot:
     fresh: bool = False
     batch: Any = None
     output: dict[str, Any] = field(default_factory=dict)
+    extras: bytes = b""
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     reached: Taken = field(default_factory=Taken)
     mirrored: bytes = b""
@@ -117,7 +119,7 @@ class Snapshot:
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
         rest = [self.loss, self.fresh, self._packed_states(), self.mirrored, self.own, setups, list(self.fetching)]
-        return plain.pack_lists([self.rng, self.results, *loaders, *rest])
+        return plain.pack_lists([self.rng, self.results, *loaders, *rest, self.extras])
 
     def _packed_states(self) -> bytes:
         """Pack the metric states. They are the user's, and may hold tuples, and values that cannot be packed."""
@@ -154,8 +156,9 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """Return a snapshot with the private part alone, made from what `private_bytes` returned."""
-        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching = plain.unpack(private)
-        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own)
+        parts = plain.unpack(private)  # a checkpoint of an earlier version has no extras
+        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, *extras = parts
+        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own, extras=extras[0] if extras else b"")
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.fetching = Fetching.of(fetching)
         taken.metric_states = plain.unpack(states) if states else []

@@ -49,6 +49,12 @@ def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     return not module.automatic_optimization or _first(trainer, module, in_module, _CHANGE_WEIGHTS) is not None
 
 
+def shows_outputs(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Return whether user code may look at what a training step has returned."""
+    hooks = ("on_train_batch_end",)
+    return _first(trainer, module, hooks, hooks) is not None
+
+
 def _first(
     trainer: pl.Trainer, module: pl.LightningModule, in_module: Iterable[str], in_callbacks: Iterable[str]
 ) -> str | None:

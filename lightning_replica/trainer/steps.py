@@ -39,7 +39,7 @@ from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
 from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.model_part import ModelPart
-from lightning_replica.trainer.overrides import may_change_weights, whole_gradients_for
+from lightning_replica.trainer.overrides import may_change_weights, shows_outputs, whole_gradients_for
 from lightning_replica.trainer.precision import ShardedStep
 from lightning_replica.trainer.records import Records
 from lightning_replica.trainer.saving.last_save import LastSave
@@ -110,7 +110,7 @@ class Training:
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
         self.state = make_engine(grids, session.rank, parameters, optimizers, settings, self.device.fence)
-        self.host = LightningHostState(trainer, self.state, self.device)
+        self.host = LightningHostState(trainer, self.state, self.device, shows_outputs(trainer, module))
         self._module_buffers = BufferSync(module, self.host.buffers, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False

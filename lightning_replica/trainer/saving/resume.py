@@ -79,8 +79,9 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         tree = Tree.of(trainer.lightning_module)
         host = copy.deepcopy(snapshots.capture_progress(trainer, tree))
         host["place"] = place_of(host["loops"])
-        loss, rng = training.host.loss(training.state.step), training.device.rng_state()
-        taken = Snapshot("tail", 0, host, rng, [], loss=loss, fresh=True)
+        rng = training.device.rng_state()
+        loss, extras = training.host.outputs(training.state.step)
+        taken = Snapshot("tail", 0, host, rng, [], loss=loss, extras=extras, fresh=True)
         snapshots.take_private(trainer, taken, tree)
         if host["place"] in (None, "epoch_end"):
             ahead = snapshots.fetched_ahead(trainer)
@@ -154,6 +155,7 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "validation": [tuple(state) for state in taken.validation],
         "loss": taken.loss,
         "metric_states": taken.metric_states,
+        "extras": taken.extras,
     }
 
 
@@ -186,6 +188,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
             fetching=Fetching.of(private["fetching"]),
             validation=[LoaderState.of(state) for state in private["validation"]],
             metric_states=private["metric_states"],
+            extras=private.get("extras", b""),  # an earlier version wrote none
         )
         taken = _follow(trainer.lightning_module, read)
     else:
