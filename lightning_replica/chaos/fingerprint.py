@@ -17,13 +17,14 @@ from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.state.objects.signature import digest_of
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 
 def digest(*values: Any) -> str:
     """Return 32 hexadecimal digits of SHA-256 over every bit of tensors, arrays, numbers, strings and their containers.
 
-    Of any other object, only the type is hashed.
+    Of any other object, its class and all that it leads to is hashed.
     """
     sha = hashlib.sha256()
     for value in values:
@@ -52,7 +53,7 @@ def _feed(sha: Any, value: Any) -> None:
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         sha.update(f"{type(value).__name__} {value!r};".encode())
     else:
-        sha.update(f"object {type(value).__qualname__};".encode())
+        sha.update(f"object {type(value).__qualname__} {digest_of(value)};".encode())
 
 
 class Fingerprint(pl.Callback):

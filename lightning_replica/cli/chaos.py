@@ -43,8 +43,10 @@ points:  {", ".join(PLACES[:7])},
          {", ".join(PLACES[15:20])},
          {", ".join(PLACES[20:])}
 
-Exit code: 0 if every run ends with the bits of the untouched one, 1 if one differs, 2 if one fails.
+Exit code: 0 if every fault has struck and every run ends with the bits of the untouched one, 1 if one differs, 2 if one
+fails, 3 if nothing differs and nothing fails, but a fault was not reached, or there was none: then little is proven.
 """
+NOT_STRUCK = 3
 
 
 def add_parser(commands: Any) -> None:
@@ -106,7 +108,13 @@ def run(options: argparse.Namespace) -> int:
         else:
             shutil.rmtree(folder)
     verdicts = {each.verdict for each in results}
+    if not verdicts & {"failed", "different"} and (any(each.missed for each in results) or not _any_struck(results)):
+        return NOT_STRUCK
     return 2 if "failed" in verdicts else 1 if "different" in verdicts else 0
+
+
+def _any_struck(results: list[Result]) -> bool:
+    return any(each.struck for each in results)
 
 
 def _folder(out: Path | None) -> Path:

@@ -51,6 +51,7 @@ class LightningHostState:
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
+        self._theirs: dict[str, str] = {}  # the signature of the rank that has sent this one its state
         self._adopted = False  # whether the snapshot came from another process
         self.resume: Snapshot | None = None  # where the fit loop resumes; set by `restore`
 
@@ -226,6 +227,7 @@ class LightningHostState:
             **taken.replicated,
             "frozen": frozen,
             "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
+            "signature": self._copies.reachable.signature(taken.reached),
             "outline": asdict(Outline.of(self._trainer.lightning_module)),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
@@ -255,6 +257,7 @@ class LightningHostState:
             for name, value in taken.replicated.pop("frozen").items():
                 local_of(parameters[name]).copy_(value)
         taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
+        self._theirs = taken.replicated.pop("signature", {})
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -303,6 +306,7 @@ class LightningHostState:
         module = self._trainer.lightning_module
         taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
         taken.mirrored = self._copies.mirrored(taken.reached)
+        self._copies.reachable.compare(taken.reached, self._theirs)
         self._frozen = FrozenCopies(self._trained, self._copies.inexact.late)
         taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 

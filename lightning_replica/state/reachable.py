@@ -26,6 +26,7 @@ from lightning_replica.state.data.in_loops import training_loaders, validation_l
 from lightning_replica.state.data.sources import sources_of
 from lightning_replica.state.objects.capture import Anchors, Root, leads_of
 from lightning_replica.state.objects.contents import Late
+from lightning_replica.state.objects.signature import Signature, differences, signature_of
 from lightning_replica.state.objects.tracked import Taken, Tracked
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Reachable:
     """
 
     def __init__(self, trainer: pl.Trainer, inexact: Inexact) -> None:
-        self._trainer = trainer
+        self._trainer, self._inexact = trainer, inexact
         self._tree: Tree | None = None
         self._data: tuple[int, ...] = ()
         self._roots: list[Root] = []
@@ -116,6 +117,22 @@ class Reachable:
         """Put what another rank has sent into the objects of this one."""
         tree = Tree.of(self._trainer.lightning_module)
         self._tracked.put_sent(_roots(self._trainer, tree), _anchored(self._trainer), sent)
+
+    def signature(self, taken: Taken) -> Signature:
+        """Return a signature of what has not changed since training began: what refers to what, without contents.
+
+        It is the same on all ranks, and shows whether a replacement is built as its peers are.
+        """
+        changed = {f"{root}.{name}" for root, names in taken.changed.items() for name in names}
+        found = signature_of(taken.capture, taken.anchors, contents=False)
+        return {name: digest for name, digest in found.items() if name not in changed}
+
+    def compare(self, taken: Taken, theirs: Signature) -> None:
+        """Report where this replacement is built otherwise than the rank that has sent ``theirs``."""
+        own = self.signature(taken)
+        for name in differences(own, theirs):
+            if name in own and name in theirs:
+                self._inexact.report(name, "in this replacement it refers to something else than on the other ranks")
 
     def whole(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began, as plain data."""

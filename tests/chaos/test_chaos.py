@@ -31,7 +31,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_that_survives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = "kill:1:forward:3,exception:0:train_batch_end:8,exception:1:validation:1"
     with scripts_are_forked():
-        assert main(["chaos", "--list", faults, "--out", str(tmp_path / "out"), "--", *FORKED, "2"]) == 0
+        assert main(["chaos", "--list", faults, "--out", str(tmp_path / "out"), "--", *FORKED, "2"]) == 3
     text = capsys.readouterr().out
     assert "untouched: 2 ranks, 12 steps" in text
     assert re.search(r"^  1 +kill:1:forward:3 +step 3 +recovered +identical$", text, re.M)

@@ -25,6 +25,7 @@ from torchmetrics import MeanMetric, MinMaxMetric
 from lightning_replica import RecoveryCallback
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.state.objects.signature import Signature, differences, digest_of, signature_of
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.objects.wire import _generator
 from lightning_replica.state.reachable import Inexact, Reachable
@@ -522,6 +523,7 @@ class Zoo(LightningModule):
     partial: Any
     tick: Any
     holder: Any
+    rnn: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -769,3 +771,52 @@ def test_an_object_that_runs_is_left_alone() -> None:
     module.worker.jobs.append(2)
     copies.put(taken)
     assert list(module.worker.jobs) == [1, 2]
+
+
+def signature(module: LightningModule, contents: bool = True) -> Signature:
+    taken = Copies(module).take()
+    return signature_of(taken.capture, taken.anchors, contents)
+
+
+def test_equal_objects_have_equal_signatures_and_each_change_is_found() -> None:
+    first = Zoo()
+    torch.manual_seed(1)
+    second = Zoo()
+    for each in (first, second):
+        each.change()
+    assert differences(signature(first), signature(second)) == []
+    before = signature(first)
+    first.own.inner.change()
+    first.table[7] += 1
+    first.left.__next__()
+    first.also[1] = [1, 2]  # equal, and another object
+    first.net[1].p = 0.3
+    assert set(differences(before, signature(first))) == {
+        "module.own",
+        "module.ordered",  # which refers to the same object
+        "module.table",
+        "module.left",
+        "module.also",
+        "module.net.1.p",
+    }
+    assert differences(signature(second, contents=False), signature(first, contents=False)) == ["module.also"]
+
+
+def test_a_replacement_that_refers_to_something_else_is_told() -> None:
+    module, fresh = Zoo(), Zoo()
+    copies, others = Copies(module), Copies(fresh)
+    sent = copies.reachable.signature(copies.take())
+    others.reachable.compare(others.take(), sent)
+    assert others.inexact.known == {}
+    fresh.rnn._flat_weights = [nn.Parameter(each.detach().clone()) for each in fresh.rnn._flat_weights]
+    others = Copies(fresh)
+    others.reachable.compare(others.take(), sent)
+    assert set(others.inexact.known) == {"module.rnn._flat_weights"}
+
+
+def test_a_digest_of_batches_of_any_class() -> None:
+    def batch(value: float) -> Any:
+        return SimpleNamespace(x=torch.tensor([value]), edges=[(1, 2)])
+
+    assert digest_of(batch(1.0)) == digest_of(batch(1.0))
+    assert digest_of(batch(1.0)) != digest_of(batch(2.0))

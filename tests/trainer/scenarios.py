@@ -876,6 +876,49 @@ class Paces(Callback):
             group["lr"] = 1e-3 * (1 + len(self.seen))
 
 
+class Stream:
+    """A loader whose epochs go on where the last one ended, as gluonts has one."""
+
+    def __init__(self) -> None:
+        self.batches, self.next = list(data(44)), 0
+
+    def __iter__(self) -> Any:
+        for _ in range(7):
+            self.next += 1
+            yield self.batches[self.next % len(self.batches)]
+
+
+@scenario
+def stream_that_goes_on() -> tuple[Net, dict[str, Any]]:
+    class Streams(Net):
+        def train_dataloader(self) -> Any:
+            return Stream()
+
+    return Streams(), {}
+
+
+class Augmented(TensorDataset):
+    """Draws from a generator of its own, in the process of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__(*next(iter(data(64, 64))))
+        self.draws, self.served = np.random.default_rng(3), [0]
+
+    def __getitem__(self, index: Any) -> Any:
+        self.served[0] += 1
+        x, y = super().__getitem__(index)
+        return x + 0.1 * float(self.draws.random()), y + 0.001 * self.served[0]
+
+
+@scenario
+def dataset_with_a_generator() -> tuple[Net, dict[str, Any]]:
+    class Draws(Net):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Augmented(), batch_size=4, shuffle=True)
+
+    return Draws(), {}
+
+
 def fit(
     name: str,
     strategy: Any,
