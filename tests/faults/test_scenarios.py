@@ -136,7 +136,13 @@ def sample(name: str, kind: str) -> Fault:
     return Fault(kind, number // 64 % 2, point, step)
 
 
-STEPS_OF_AN_EPOCH = {"accumulation": 3, "images_with_batch_norm": 4, "several_loaders": 8, "ends_early": 4}
+STEPS_OF_AN_EPOCH = {
+    "accumulation": 3,
+    "images_with_batch_norm": 4,
+    "several_loaders": 8,
+    "ends_early": 4,
+    "stream_that_goes_on": 7,
+}
 CHANGED = {"averaged_weights_with_batch_norm": 8}
 
 

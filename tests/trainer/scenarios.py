@@ -876,7 +876,7 @@ class Paces(Callback):
             group["lr"] = 1e-3 * (1 + len(self.seen))
 
 
-class Stream:
+class GoesOn:
     """A loader whose epochs go on where the last one ended, as gluonts has one."""
 
     def __init__(self) -> None:
@@ -892,7 +892,7 @@ class Stream:
 def stream_that_goes_on() -> tuple[Net, dict[str, Any]]:
     class Streams(Net):
         def train_dataloader(self) -> Any:
-            return Stream()
+            return GoesOn()
 
     return Streams(), {}
 
