@@ -155,7 +155,7 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "validation": [tuple(state) for state in taken.validation],
         "loss": taken.loss,
         "metric_states": taken.metric_states,
-        "extras": taken.extras,
+        "extras": taken.extras or None,  # pickle writes empty bytes as a call, which is not read again
     }
 
 
@@ -188,7 +188,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
             fetching=Fetching.of(private["fetching"]),
             validation=[LoaderState.of(state) for state in private["validation"]],
             metric_states=private["metric_states"],
-            extras=private.get("extras", b""),  # an earlier version wrote none
+            extras=private.get("extras") or b"",  # an earlier version wrote none
         )
         taken = _follow(trainer.lightning_module, read)
     else:
