@@ -55,7 +55,7 @@ class Break(Callback):
             while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
                 time.sleep(0.01)
         if MODE.startswith("raise") and first and not self.raised:
-            self.raised = True
+            Break.raised = True  # on the class: attributes of a callback go back with the step
             raise RuntimeError("injected")
         if MODE == "kill" and first:
             while len(Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()) < 2 + STANDBY:
