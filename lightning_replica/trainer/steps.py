@@ -114,6 +114,7 @@ class Training:
         self._module_buffers = BufferSync(module, self.host.buffers, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
+        self._tail_commit: Commit | None = None  # of the tail that is done again
         self.last_save = LastSave(session)
         self._planned: PlannedSave | None = None
         self._may_change_weights = may_change_weights(trainer, module)
@@ -199,6 +200,8 @@ class Training:
         """Undo what user code has done so far in a tail that is done again; the update itself is made. Collective."""
         self.host.return_to(tail)
         self.state.rebuild()
+        if self._tail_commit is not None:
+            self._after_commit(self._tail_commit)
 
     def _step_is_done(self) -> None:
         self._incidents.good_step()
@@ -262,7 +265,8 @@ class Training:
         if loaded is not None:
             self.host.load(loaded)
             if loaded.replicated.get("agreed"):
-                self._after_commit(replace(Commit.of(loaded.replicated["agreed"]), stop=0.0, save=0.0))
+                self._tail_commit = replace(Commit.of(loaded.replicated["agreed"]), stop=0.0, save=0.0)
+                self._after_commit(self._tail_commit)
         taken = self.host.begin(loaded)
         if self.recoverable:
             self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
@@ -351,7 +355,9 @@ class Training:
         if self._planned is not None:
             self._planned.withdraw()
         if outcome.plan.kind == "tail" and outcome.plan.commit:
-            self._after_commit(Commit.of(outcome.plan.commit, self.part.counts_zeros))
+            commit = Commit.of(outcome.plan.commit, self.part.counts_zeros)
+            self._tail_commit = replace(commit, stop=0.0, save=0.0)  # what ranks have asked for is granted once
+            self._after_commit(commit)
         self._incidents.went_on(outcome)
         return self.host.resume
 
