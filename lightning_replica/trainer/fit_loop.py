@@ -362,6 +362,8 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         self._results.batch = snapshot.batch
         if isinstance(snapshot.batch, Shadow):
+            if trainer.lightning_module.automatic_optimization:
+                self._strategy.training.return_to_commit(snapshot)  # as the others do in their `optimizer_step`
             self._joins.redo(self)
             return
         if trainer.lightning_module.automatic_optimization:
