@@ -25,6 +25,7 @@ from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.frozen import FrozenCopies
 from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
+from lightning_replica.state.objects.tracked import LEFT_OUT
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.state.structure import Outline, Structure, follow
 
@@ -256,7 +257,11 @@ class LightningHostState:
         with self._device.fence, torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 local_of(parameters[name]).copy_(value)
-        taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
+        whole = plain.unpack(taken.replicated.pop("attributes"), placed=True)
+        left = {name for sent in taken.sent for root, names in sent if root == LEFT_OUT for name in names}
+        # What the predecessor has not changed, the script has built; a peer's is taken only for what was too large.
+        whole = [[root, [pair for pair in pairs if f"{root}.{pair[0]}" in left]] for root, pairs in whole]
+        taken.sent = (whole, *taken.sent)
         self._theirs = taken.replicated.pop("signature", {})
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:

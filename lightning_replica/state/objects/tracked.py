@@ -18,6 +18,7 @@ from lightning_replica.state.objects.wire import Decoder, Encoder
 
 LARGE_BYTES: Final = 4 * 2**20
 MANY: Final = 1000  # objects
+LEFT_OUT: Final = ""  # no root is called so: its "attributes" are the names of what is too large
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Tracked:
         """
         encoder = Encoder(taken.capture, taken.anchors, self._report, self._first)
         sizes = _Sizes(taken.capture)
-        sent = []
+        sent, left = [], list[str]()
         for root in taken.capture.roots:
             names = taken.changed.get(root.name, frozenset())
             if not names:
@@ -116,9 +117,10 @@ class Tracked:
                         "it is too large to be mirrored in every step, so a replaced rank takes that of a peer",
                     )
                 names -= large
+                left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
                 sent.append([root.name, encoder.attributes(record, names)])
-        return sent
+        return [*sent, [LEFT_OUT, left]] if left else sent
 
     def _changed(self, capture: Capture) -> Iterator[tuple[str, frozenset[str]]]:
         """Yield the names of the attributes that have changed since the beginning, root by root."""
