@@ -76,8 +76,8 @@ def is_wrapper(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def plain_of(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory, without its graph and its class."""
+def of_base_class(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory, without its graph and its own class."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 

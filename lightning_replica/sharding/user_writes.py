@@ -7,15 +7,14 @@ all have been compared after some steps. A write that is found that late has bee
 reported.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
-
-from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.torch import write_count
 from lightning_replica.devices.host import same_bits
 from lightning_replica.sharding.buffers import Buffers
+from lightning_replica.sharding.layout import Range
 from lightning_replica.sharding.values import part_of
 
 FIRST_STEPS: Final = 3
@@ -31,10 +30,9 @@ class UserWrites:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._parameters: list[nn.Parameter] = []
         self._marks: tuple[list[int], list[int]] = [], []
         self._follows = False
-        self._turn = self._parts = 0
+        self._turn = 0
 
     def found(self, buffers: Sequence[Buffers], step: int, certain: bool) -> bool:
         """Return whether weights differ from the values of the shard.
@@ -57,7 +55,8 @@ class UserWrites:
             self._follows = True
             self._report(
                 "User code has written to weights in a way that torch does not count, and that was seen only now, in"
-                f" step {step}: in up to {self._parts} steps before, such writes had no effect. From now on they have."
+                f" step {step}: in up to {_parts_of(buffers)} steps before, such writes had no effect. From now on they"
+                " have."
             )
         return late
 
@@ -70,16 +69,26 @@ class UserWrites:
         return changed
 
     def _differs_in_part(self, buffers: Sequence[Buffers]) -> bool:
-        parts = list(_parts(buffers))
+        """Compare the part whose turn it is with the shard."""
+        parts = _parts_of(buffers)
         if not parts:
             return False
-        self._parts, self._turn = len(parts), (self._turn + 1) % len(parts)
-        params, main = parts[self._turn]
-        return not same_bits(params, main.to(params.dtype))
+        self._turn = (self._turn + 1) % parts
+        left = self._turn
+        for each in buffers:
+            for world, local in each.shard_ranges():
+                if left < _parts_in(world):
+                    here = slice(left * _PART, (left + 1) * _PART)
+                    params, main = part_of(each.params, world)[here], part_of(each.main, local)[here]
+                    return not same_bits(params, main.to(params.dtype))
+                left -= _parts_in(world)
+        return False
 
 
-def _parts(buffers: Sequence[Buffers]) -> Iterator[tuple[Tensor, Tensor]]:
-    for each in buffers:
-        for world, local in each.shard_ranges():
-            params, main = part_of(each.params, world), part_of(each.main, local)
-            yield from zip(params.split(_PART), main.split(_PART), strict=True)
+def _parts_of(buffers: Sequence[Buffers]) -> int:
+    """Return in how many parts the own shard is compared."""
+    return sum(_parts_in(world) for each in buffers for world, _ in each.shard_ranges())
+
+
+def _parts_in(where: Range) -> int:
+    return -(-(where.stop - where.start) // _PART)

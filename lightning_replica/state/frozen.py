@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import nn
 
 from lightning_replica.errors import RecoveryError
-from lightning_replica.state.objects.contents import Contents, Copy, Held, Late, is_content
+from lightning_replica.state.objects.contents import Contents, Copy, Held, Report, is_content
 
 FrozenValues: TypeAlias = list[tuple[Held, Copy]]
 """Parameters, each with what it held; None for those that are large and have not been seen to change."""
@@ -26,7 +26,7 @@ class FrozenCopies:
         report: Called with a write that is found late.
     """
 
-    def __init__(self, trained: Callable[[], Sequence[nn.Parameter]], report: Callable[[Late], None]) -> None:
+    def __init__(self, trained: Callable[[], Sequence[nn.Parameter]], report: Report) -> None:
         self._trained = trained
         self._contents = Contents(report)
 

@@ -48,7 +48,7 @@ class LightningHostState:
         self._trainer, self._state, self._device = trainer, state, device
         self._shows_outputs = shows_outputs
         self._copies = snapshots.Copies(trainer)
-        self._frozen = FrozenCopies(self._trained, self._copies.inexact.late)
+        self._frozen = FrozenCopies(self._trained, self._copies.inexact.report)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
@@ -109,7 +109,7 @@ class LightningHostState:
 
     def pass_commit(self, step: int, output: dict[str, Any]) -> None:
         """Note the outputs before the commit that leads to ``step``: no snapshot is wanted, but a checkpoint may be."""
-        self._output = (step, output)
+        self._output = (step, output if self._shows_outputs else {"loss": output.get("loss")})
 
     @ranged("snapshot_batch")
     def begin_window(self, step: int, whole: bool = False) -> Snapshot:
@@ -202,7 +202,7 @@ class LightningHostState:
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
         """Restore what `result` returned in earlier processes; the weights are in place already."""
         taken = Snapshot.from_bytes("tail", 0, replicated, private)
-        taken.sent = (plain.unpack(taken.replicated.pop("attributes"), placed=True), *taken.sent)
+        self._join_sent(taken)
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -257,15 +257,21 @@ class LightningHostState:
         with self._device.fence, torch.no_grad():
             for name, value in taken.replicated.pop("frozen").items():
                 local_of(parameters[name]).copy_(value)
-        whole = plain.unpack(taken.replicated.pop("attributes"), placed=True)
-        left = {name for sent in taken.sent for root, names in sent if root == LEFT_OUT for name in names}
-        # What the predecessor has not changed, the script has built; a peer's is taken only for what was too large.
-        whole = [[root, [pair for pair in pairs if f"{root}.{pair[0]}" in left]] for root, pairs in whole]
-        taken.sent = (whole, *taken.sent)
+        self._join_sent(taken)
         self._theirs = taken.replicated.pop("signature", {})
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
+
+    def _join_sent(self, taken: Snapshot) -> None:
+        """Put what a peer's objects held before what the predecessor's held, where that was too large to be mirrored.
+
+        What the predecessor had not changed, the script has built.
+        """
+        left = {name for sent in taken.sent for root, names in sent if root == LEFT_OUT for name in names}
+        whole = plain.unpack(taken.replicated.pop("attributes"), placed=True)
+        whole = [[root, [pair for pair in pairs if f"{root}.{pair[0]}" in left]] for root, pairs in whole]
+        taken.sent = (whole, *taken.sent)
 
     def restore_groups(self, kind: Kind, step: int) -> None:
         """Restore the param groups before shards move, and drop all other snapshots; see `HostState.restore_groups`."""
@@ -312,7 +318,7 @@ class LightningHostState:
         taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
         taken.mirrored = self._copies.mirrored(taken.reached)
         self._copies.reachable.compare(taken.reached, self._theirs)
-        self._frozen = FrozenCopies(self._trained, self._copies.inexact.late)
+        self._frozen = FrozenCopies(self._trained, self._copies.inexact.report)
         taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 
     def load(self, taken: Snapshot) -> None:

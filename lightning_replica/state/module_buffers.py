@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Work
-from lightning_replica.state.objects.contents import Contents, Held, Late
+from lightning_replica.state.objects.contents import Contents, Held, Report
 
 
 class BufferCopies:
@@ -20,7 +20,7 @@ class BufferCopies:
         report: Called with a write that is found late.
     """
 
-    def __init__(self, report: Callable[[Late], None]) -> None:
+    def __init__(self, report: Report) -> None:
         self._contents = Contents(report, copied_bytes=sys.maxsize)
 
     def take(self, buffers: Mapping[str, Tensor], window: bool = True, whole: bool = False) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -23,13 +22,12 @@ from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.points import PHASES
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
+from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
 from lightning_replica.state.objects.capture import Anchors, Root, leads_of
-from lightning_replica.state.objects.contents import Late
+from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
 from lightning_replica.state.objects.tracked import Taken, Tracked
-
-log = logging.getLogger(__name__)
 
 
 class _Bare(Metric):
@@ -49,27 +47,6 @@ _OF_DATA: Final = frozenset(vars(pl.LightningDataModule()))
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
 
-class Inexact:
-    """Says once, by name, what is not restored exactly after a fault.
-
-    Attributes:
-        known: What has been said, by name.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[str, str] = {}
-
-    def report(self, name: str, why: str) -> None:
-        """Say why something is not restored, unless that has been said."""
-        if name not in self.known:
-            self.known[name] = why
-            log.warning("After a fault, this run is not exact in %s: %s.", name, why)
-
-    def late(self, late: Late) -> None:
-        """Say that a write was found late."""
-        self.report(late.name, late.text)
-
-
 class Reachable:
     """Takes what the user's objects hold, each time with what is the same of the time before.
 
@@ -81,7 +58,7 @@ class Reachable:
     def __init__(self, trainer: pl.Trainer, inexact: Inexact) -> None:
         self._trainer, self._inexact = trainer, inexact
         self._tree: Tree | None = None
-        self._data: tuple[int, ...] = ()
+        self._loaders: list[ExactLoader] = []
         self._roots: list[Root] = []
         self._anchors = Anchors({})
         module = trainer.lightning_module
@@ -92,9 +69,9 @@ class Reachable:
         self._tracked.begin(self._roots, self._anchors)
 
     def _look(self, tree: Tree) -> None:
-        data = tuple(map(id, _data_of(self._trainer)))
-        if tree is not self._tree or data != self._data:
-            self._tree, self._data = tree, data
+        loaders = _loaders(self._trainer)
+        if tree is not self._tree or loaders != self._loaders:
+            self._tree, self._loaders = tree, loaders
             self._roots = list(_roots(self._trainer, tree))
             self._anchors = Anchors.of(_anchored(self._trainer))
 
@@ -188,9 +165,9 @@ def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     yield from ((f"callback {place}", each) for place, each in enumerate(trainer.callbacks))  # type: ignore[attr-defined]
     yield "datamodule", trainer.datamodule  # type: ignore[attr-defined]
     # What loaders draw from is restored with their positions.
-    yield from ((f"data {place}", each) for place, each in enumerate(_data_of(trainer)))
+    sources = (each for exact in _loaders(trainer) for each in sources_of(exact.loader))
+    yield from ((f"data {place}", each) for place, each in enumerate(sources))
 
 
-def _data_of(trainer: pl.Trainer) -> Iterator[Any]:
-    for exact in (*training_loaders(trainer), *validation_loaders(trainer)):
-        yield from sources_of(exact.loader)
+def _loaders(trainer: pl.Trainer) -> list[ExactLoader]:
+    return [*training_loaders(trainer), *validation_loaders(trainer)]

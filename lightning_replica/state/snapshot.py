@@ -37,9 +37,10 @@ from lightning_replica.state.data_setup import DataSetup
 from lightning_replica.state.frozen import FrozenValues
 from lightning_replica.state.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.state.module_buffers import BufferCopies
+from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.own_states import Logged, Own, States
-from lightning_replica.state.reachable import Inexact, Reachable
+from lightning_replica.state.reachable import Reachable
 from lightning_replica.state.structure import Structure
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ class Copies:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.inexact = Inexact()
         self.reachable = Reachable(trainer, self.inexact)
-        self.buffers = BufferCopies(self.inexact.late)
+        self.buffers = BufferCopies(self.inexact.report)
         self.callbacks = CallbackStates()
         self.schedulers = States()
         self.structure: Structure | None = None

@@ -354,6 +354,7 @@ class Training:
         self._module_buffers.forget()
         if self._planned is not None:
             self._planned.withdraw()
+        self._tail_commit = None
         if outcome.plan.kind == "tail" and outcome.plan.commit:
             commit = Commit.of(outcome.plan.commit, self.part.counts_zeros)
             self._tail_commit = replace(commit, stop=0.0, save=0.0)  # what ranks have asked for is granted once

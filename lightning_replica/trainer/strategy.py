@@ -1,5 +1,6 @@
 """`ReplicaZeroStrategy`: the strategy that Lightning calls."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +48,8 @@ from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheck
 from lightning_replica.trainer.session import Session, join
 from lightning_replica.trainer.steps import Training
 from lightning_replica.trainer.tensor_parallel import TensorParallel
+
+log = logging.getLogger(__name__)
 
 
 class ReplicaZeroStrategy(ModelParallel):
@@ -170,6 +173,7 @@ class ReplicaZeroStrategy(ModelParallel):
         self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
         self._accumulating = False
         self._step_done: Snapshot | None = None  # the tail that is done again
+        self._step_reached = False
 
     def __repr__(self) -> str:
         """Say which package of Lightning this object is for: the other one shows it in its error."""
@@ -378,6 +382,7 @@ class ReplicaZeroStrategy(ModelParallel):
         """Make one step. In a tail that is done again, only return the result of the closure."""
         if self._step_done is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._step_reached = True
         self.training.return_to_commit(self._step_done)
         return closure()
 
@@ -387,11 +392,18 @@ class ReplicaZeroStrategy(ModelParallel):
 
         What the hooks have done before they call `optimizer_step` is in the snapshot ``tail``, so it is undone there.
         """
-        self._step_done = tail
+        self._step_done, self._step_reached = tail, False
         try:
             yield
         finally:
             self._step_done = None
+        if not self._step_reached:
+            log.warning(
+                "`optimizer_step` of %s has made a step, and did not call the strategy when it was called again after a"
+                " fault, because something that it reads had changed by then: what it does after the step is left out.",
+                type(self.lightning_module).__name__,
+            )
+            self.training.return_to_commit(tail)
 
     def on_validation_end(self) -> None:
         """Note that hooks of a validation may have changed weights."""

@@ -2,6 +2,7 @@
 
 import array
 import copy
+import datetime
 import enum
 import functools
 import random
@@ -25,10 +26,12 @@ from torchmetrics import MeanMetric, MinMaxMetric
 from lightning_replica import RecoveryCallback
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.errors import TransferError
+from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.signature import Signature, differences, digest_of, signature_of
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.objects.wire import _generator
-from lightning_replica.state.reachable import Inexact, Reachable
+from lightning_replica.state.reachable import Reachable
 
 Pair = namedtuple("Pair", "a b")
 
@@ -820,3 +823,78 @@ def test_a_digest_of_batches_of_any_class() -> None:
 
     assert digest_of(batch(1.0)) == digest_of(batch(1.0))
     assert digest_of(batch(1.0)) != digest_of(batch(2.0))
+
+
+class Plans(LightningModule):
+    """Values that cannot change, of all kinds, and functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = [Path("a"), int, datetime.date(2026, 1, 1), torch.relu, Color.RED, np.float32(1)]
+
+    def change(self) -> None:
+        self.values[:] = [Path("b/c"), int, datetime.date(2026, 1, 1), torch.relu, Color.BLUE, np.float32(2)]
+
+
+def test_values_that_cannot_change_are_sent_or_told() -> None:
+    module, fresh = Plans(), Plans()
+    copies = Copies(module)
+    module.change()
+    found = put_sent(fresh, copies.private())
+    assert fresh.values == module.values
+    assert found.inexact.known == {}
+    module.values[1], module.values[2] = str, datetime.date(2026, 1, 2)
+    found = put_sent(fresh, copies.private())
+    assert set(found.inexact.known) == {"module.values[1]", "module.values[2]"}
+
+
+@pytest.mark.parametrize("sent", [["dtype", "save"], ["enum", "builtins:int", "real"], ["enum", "no:such", "a"]])
+def test_names_from_outside_are_checked(sent: list[Any]) -> None:
+    with pytest.raises(TransferError, match="is (not a dtype|no enumeration)"):
+        put_sent(Module(), [["module", [["count", sent]]]])
+
+
+class Scaled(torch.Tensor):
+    """A tensor that stands in front of two others, as a quantized one."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+        made.codes, made.scale = values, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{function} is not to be called")
+
+
+def test_a_tensor_that_consists_of_others_goes_back() -> None:
+    module: Any = Module()
+    module.packed = Scaled(torch.ones(3, dtype=torch.int8), torch.ones(1))
+    copies = Copies(module)
+    taken = copies.take()
+    module.packed.codes.data.zero_()
+    module.packed.scale.mul_(2)
+    copies.put(taken)
+    assert module.packed.codes.tolist() == [1, 1, 1]
+    assert module.packed.scale.tolist() == [1]
+    assert copies.inexact.known == {}
+
+
+def test_a_tensor_of_unknown_layout_that_is_written_to_is_named() -> None:
+    module: Any = Module()
+    module.graph = torch.eye(2).to_sparse()
+    copies = Copies(module)
+    copies.take()
+    assert copies.inexact.known == {}
+    module.graph.mul_(2)
+    copies.take()
+    assert set(copies.inexact.known) == {"module.graph"}

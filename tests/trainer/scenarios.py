@@ -919,6 +919,26 @@ def dataset_with_a_generator() -> tuple[Net, dict[str, Any]]:
     return Draws(), {}
 
 
+@scenario
+def steps_by_an_own_counter() -> tuple[Net, dict[str, Any]]:
+    """When a tail is done again, the counter that has asked for the step is one ahead."""
+
+    class Counts(Net):
+        calls = 0
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            self.calls += 1
+            if self.calls % 3 == 1 or batch_idx % 2:
+                super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            else:
+                closure()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (1 + 0.01 * self.calls)
+
+    return Counts(), {}
+
+
 def fit(
     name: str,
     strategy: Any,

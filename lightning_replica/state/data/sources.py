@@ -5,9 +5,7 @@ of their own, each time they are iterated; a dataset without workers counts what
 where its last epoch ended. Such state is part of a loader's position, just as the random state of its process is.
 """
 
-import logging
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Final
 
 from torch.utils.data import DataLoader, Sampler
@@ -15,9 +13,8 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core import plain
 from lightning_replica.state.objects.capture import Anchors, Root
+from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.tracked import Tracked
-
-log = logging.getLogger(__name__)
 
 _INSIDE: Final = ("sampler", "batch_sampler", "_sampler", "dataset")  # names under which samplers keep what they wrap
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
@@ -38,7 +35,7 @@ class Sources:
         self._anchored = [(root.name, root.value) for root in self._roots]
         self._anchored += [(f"source {place}", each) for place, each in enumerate(sources_of(loader))]
         self._anchors = Anchors.of(self._anchored)
-        self._tracked = Tracked(_report, copied_bytes=_COPIED_BYTES)
+        self._tracked = Tracked(Inexact().report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
@@ -89,8 +86,3 @@ def _has_state(source: Any) -> bool:
 def _may_sample(value: Any) -> bool:
     """Return whether this may be a sampler inside of another one; Lightning wraps a sampler as if it were a dataset."""
     return isinstance(value, Sampler) or type(value).__name__ == "_DatasetSamplerWrapper"
-
-
-@cache
-def _report(name: str, why: str) -> None:
-    log.warning("After a fault, the data of this run may be others: %s: %s.", name, why)

@@ -10,7 +10,6 @@ compared with the objects, and only what has changed is recorded again. That tak
 containers hold is compared as a whole in the first windows only, and then in turn: see `contents`.
 """
 
-import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,15 +26,24 @@ from lightning_replica.state.objects.contents import (
     Contents,
     Copy,
     Held,
-    Late,
+    Report,
+    copy_of,
     is_content,
+    late,
     plain_of,
     same_content,
 )
 from lightning_replica.state.objects.kinds import Kind, describe, kind_of, slots_of
-from lightning_replica.state.objects.records import OF_KIND, Attributes, Graphed, Record, Remade, Slots, Unknown
-
-log = logging.getLogger(__name__)
+from lightning_replica.state.objects.records import (
+    OF_KIND,
+    Attributes,
+    Graphed,
+    Record,
+    Remade,
+    Slots,
+    Unknown,
+    Wrapper,
+)
 
 MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
 _CONTAINERS: Final = (Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES)
@@ -101,8 +109,7 @@ class Content(Record):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        content = plain_of(value)
-        self.copy = content.clone() if isinstance(content, Tensor) else content.copy()
+        self.copy = copy_of(value)
 
     def is_same(self) -> bool:
         return same_content(plain_of(self.value), self.copy)
@@ -165,9 +172,9 @@ class Recorder:
         copied_bytes: See `contents.Contents`.
     """
 
-    def __init__(self, report: Callable[[str, str], None], copied_bytes: int = COPIED_BYTES) -> None:
+    def __init__(self, report: Report, copied_bytes: int = COPIED_BYTES) -> None:
         self._report = report
-        self._contents = Contents(self._tell_of_late, copied_bytes)
+        self._contents = Contents(report, copied_bytes)
         self._roots: Sequence[Root] = ()
         self._anchors = Anchors({})
         self._records: dict[int, Record] = {}
@@ -192,7 +199,8 @@ class Recorder:
         self._windows += window
         if self._stale or roots is not self._roots or anchors is not self._anchors:
             self._roots, self._anchors, self._stale = roots, anchors, False
-            changed = self._walk()
+            self._walk()
+            changed = True
         else:
             changed = self._renew(window, whole)
         if self._contents.refresh(window, whole) or changed:
@@ -204,7 +212,7 @@ class Recorder:
         """Walk anew in the next `take`; called when a capture has been put back."""
         self._stale = True
 
-    def _walk(self) -> bool:
+    def _walk(self) -> None:
         self._former, self._records, self._in_turn = self._records, {}, {}
         self._dropped = self._dropped_bytes = 0
         reached: set[int] = set()
@@ -213,7 +221,6 @@ class Recorder:
         self._modules = _Modules([root for root in self._roots if root.leads])
         self._contents.keep(reached)
         self._former = {}
-        return True
 
     def _add(self, key: int, first: Record, reached: set[int] | None, container: int | None) -> None:
         """Record an object and all that it leads to."""
@@ -279,11 +286,12 @@ class Recorder:
     ) -> Iterable[tuple[int, Record]]:
         if vars(value) or type(value) not in (Tensor, nn.Parameter):
             yield ~id(value), Attributes(value, name)
-        if hasattr(value, "__tensor_flatten__") and not is_content(value):
-            return
-        if value.requires_grad and not value.is_leaf:
+        if not is_content(value):
+            flattens = hasattr(value, "__tensor_flatten__")
+            yield id(value), Wrapper(value, name) if flattens else Unknown(value, name)
+        elif value.requires_grad and not value.is_leaf:
             yield id(value), Graphed(value, name)
-        elif not self._anchors.has_memory_of(value) and is_content(value):
+        elif not self._anchors.has_memory_of(value):
             yield from self._reach_content(name, value, reached, inside)
 
     def _reach_content(
@@ -342,7 +350,7 @@ class Recorder:
         found = [key for key in keys if not self._records[key].is_same()]
         if not whole and found and not sized:
             passed = 1 + len(self._in_turn) // _IN_TURN
-            self._tell_of_late(Late(self._records[self._in_turn[found[0]]].name, passed))
+            self._report(self._records[self._in_turn[found[0]]].name, late(passed))
         found = [*dict.fromkeys([*sized, *found])]
         changed = {self._in_turn[key] for key in found}
         if changed:  # from now on, all of it is compared
@@ -352,9 +360,6 @@ class Recorder:
 
     def _tell_of_unknown(self, record: Record) -> None:
         self._report(record.name, f"it is a {describe(record.value)}, which changes and cannot be restored")
-
-    def _tell_of_late(self, late: Late) -> None:
-        self._report(late.name, late.text)
 
 
 class _Modules:

@@ -11,9 +11,7 @@ What is large has a copy only if all of it together takes no more than `COPIED_B
 cannot be undone; that is reported, too.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -21,18 +19,18 @@ import torch
 from torch import Tensor
 
 from lightning_replica._compat.dtensor import local_of, set_local
-from lightning_replica._compat.torch import is_wrapper, write_count
-from lightning_replica._compat.torch import plain_of as torch_plain_of
+from lightning_replica._compat.torch import is_wrapper, of_base_class, write_count
 from lightning_replica.core.plain import is_plain
 from lightning_replica.devices.host import on_host, same_bits
-
-log = logging.getLogger(__name__)
 
 COPIED_BYTES: Final = 2**28
 FIRST_WINDOWS: Final = 3
 _COMPARED_BYTES: Final = 2**20  # of what has not been seen to change, in each snapshot
 _PART: Final = 1 << 16  # elements of one tensor that are compared in one window
 _PARTS: Final = 4  # tensors of which a part is compared in one window
+
+Report: TypeAlias = Callable[[str, str], None]
+"""Called with the name of something, and with why it is not restored after a fault."""
 
 Copy: TypeAlias = Any
 """A tensor or an array that nobody writes to; None if there is no copy."""
@@ -44,6 +42,7 @@ class Held:
     Attributes:
         value: The tensor or array.
         name: Its name in messages.
+        nbytes: Size of the content when it was last taken, in bytes.
         copy: What it held when it was last taken; None if it is large and has not been seen to change.
         follows: Whether it has been seen to change.
         seen: The window in which a part of it was last compared.
@@ -53,6 +52,7 @@ class Held:
     def __init__(self, value: Any, name: str) -> None:
         self.value, self.name, self.follows = value, name, False
         self.copy: Copy = None
+        self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
         self._sample: Copy = None
         self._place = 0
@@ -61,17 +61,11 @@ class Held:
     def _count(self) -> int:
         return write_count(local_of(self.value)) if isinstance(self.value, Tensor) else 0
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the content, in bytes."""
-        size: int = plain_of(self.value).nbytes
-        return size
-
     def take(self) -> None:
         """Copy the content."""
         self.writes = self._count()
-        content = plain_of(self.value)
-        self.copy = content.clone() if isinstance(content, Tensor) else content.copy()
+        self.copy = copy_of(self.value)
+        self.nbytes = self.copy.nbytes
 
     def is_written(self) -> bool:
         """Return whether torch has counted a write since the last copy or look."""
@@ -98,8 +92,7 @@ class Held:
         self.writes = self._count()
         if self.copy is None:
             self._place = (self._place + _PART) % max(1, len(row) - _PART + 1)
-            part = self._part(row)
-            self._sample = part.clone() if isinstance(part, Tensor) else part.copy()
+            self._sample = copy_of(self._part(row))
         return changed
 
     def differs_here(self) -> bool:
@@ -113,36 +106,23 @@ class Held:
         return row[self._place : self._place + _PART]
 
 
-@dataclass(frozen=True)
-class Late:
-    """A write that was found late.
-
-    Attributes:
-        name: What has been written to.
-        windows: How many windows of batches ago it may have happened, at most.
-    """
-
-    name: str
-    windows: int
-
-    @property
-    def text(self) -> str:
-        """What it means, for people."""
-        return (
-            f"it has been written to for the first time in one of the last {self.windows} steps, in a way that was seen"
-            " only now: if a fault came since, it went back to its former content. From now on it is restored"
-        )
+def late(windows: int) -> str:
+    """Return what it means that a write may have happened in any of the last ``windows`` steps, for people."""
+    return (
+        f"it has been written to for the first time in one of the last {windows} steps, in a way that was seen only"
+        " now: if a fault came since, it went back to its former content. From now on it is restored"
+    )
 
 
 class Contents:
     """Watches tensors and arrays; see the top of the file.
 
     Args:
-        report: Called with a write that is found late.
+        report: Called with the name of what is written to in a way that is found late, and what that means.
         copied_bytes: Below this size all together have copies from the start.
     """
 
-    def __init__(self, report: Callable[[Late], None], copied_bytes: int = COPIED_BYTES) -> None:
+    def __init__(self, report: Report, copied_bytes: int = COPIED_BYTES) -> None:
         self._report, self._copied_bytes = report, copied_bytes
         self._held: dict[int, Held] = {}
         self._bytes, self._turn, self._windows = 0, 0, 0
@@ -214,7 +194,7 @@ class Contents:
         found = [held for held in some if (held.look() if held.copy is None else held.differs_here())]
         for held in found:
             if self._windows > FIRST_WINDOWS:
-                self._report(Late(held.name, self._windows - held.seen))
+                self._report(held.name, late(self._windows - held.seen))
         return found
 
     def _is_copied(self, held: Held) -> bool:
@@ -248,7 +228,13 @@ def is_content(value: Any) -> bool:
 
 def plain_of(value: Any) -> Any:
     """Return an array itself, or a tensor without its graph, its class and what other ranks have of it."""
-    return torch_plain_of(local_of(value)) if isinstance(value, Tensor) else value
+    return of_base_class(local_of(value)) if isinstance(value, Tensor) else value
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of what a tensor or an array holds."""
+    content = plain_of(value)
+    return content.clone() if isinstance(content, Tensor) else content.copy()
 
 
 def is_like(a: Any, b: Any) -> bool:

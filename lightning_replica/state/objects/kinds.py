@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica._compat.torch import write_count
 from lightning_replica.state.atoms import ATOMS
 
 
@@ -189,6 +190,8 @@ def probe(value: Any) -> Any:
         return (-1, 0) if value.gi_frame is None else (value.gi_frame.f_lasti, value.gi_frame.f_lineno)
     if isinstance(value, ITERTOOLS):
         return repr(value) if " at 0x" not in repr(value) else None
+    if isinstance(value, Tensor):
+        return write_count(value)
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
             return value.tell()

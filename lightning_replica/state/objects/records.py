@@ -94,7 +94,7 @@ class Attributes(Record):
             for name in [each for each in now if each not in self.own]:
                 del now[name]
         for name, value in zip(self.names, self.values, strict=True):
-            if not _is_registered(self.value, name):
+            if not is_registered(self.value, name):
                 now[name] = stands(value)
 
     def renewed(self) -> "Attributes":
@@ -167,17 +167,10 @@ class Remade(Record):
         """Do nothing: who refers to the object gets what `made_again` returns."""
 
 
-class Fixed(Remade):
+class Fixed(Remade, Items):
     """The items of a tuple or a frozenset, which only have to be others if one of them is made again."""
 
-    __slots__ = ("items",)
-
-    def __init__(self, value: Any, name: str) -> None:
-        super().__init__(value, name)
-        self.items = list(value)
-
-    def children(self) -> Iterable[tuple[str, Any]]:
-        return ((f"[{place}]", value) for place, value in enumerate(self.items))
+    __slots__ = ()
 
     def is_same(self) -> bool:
         return True
@@ -370,17 +363,40 @@ class Graphed(Remade):
         return self.content.clone()
 
 
-class ObjectItems(Record):
+class Wrapper(Record):
+    """The tensors that a tensor of a class of its own consists of, as a quantized one of values and scales."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.inner = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        names, _ = self.value.__tensor_flatten__()
+        return {name: getattr(self.value, name) for name in names}
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f".{name}", value) for name, value in self.inner.items())
+
+    def is_same(self) -> bool:
+        now = self._now()
+        return list(now) == list(self.inner) and all(map(operator.is_, now.values(), self.inner.values()))
+
+    def put_back(self, stands: Stands) -> None:
+        for name, value in self.inner.items():
+            if getattr(self.value, name) is not value:
+                setattr(self.value, name, stands(value))
+
+
+class ObjectItems(Items):
     """The items of an array of objects."""
 
-    __slots__ = ("items",)
+    __slots__ = ()
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.items = list(value.flat)
-
-    def children(self) -> Iterable[tuple[str, Any]]:
-        return ((f"[{place}]", value) for place, value in enumerate(self.items))
 
     def is_same(self) -> bool:
         return self.value.size == len(self.items) and all(map(operator.is_, self.value.flat, self.items))
@@ -421,7 +437,8 @@ OF_KIND: dict[Kind, type[Record]] = {
 }
 
 
-def _is_registered(value: Any, name: str) -> bool:
+def is_registered(value: Any, name: str) -> bool:
+    """Return whether an attribute of a module is a parameter, a buffer or a submodule, which other code restores."""
     if not isinstance(value, nn.Module):
         return False
     return name in value._parameters or name in value._buffers or name in value._modules

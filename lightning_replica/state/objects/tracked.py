@@ -3,7 +3,7 @@
 Both can be had as plain data for another process, which holds the same objects as they were in the beginning.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root
-from lightning_replica.state.objects.contents import COPIED_BYTES
+from lightning_replica.state.objects.contents import COPIED_BYTES, Report
 from lightning_replica.state.objects.kinds import Kind, kind_of
 from lightning_replica.state.objects.records import Attributes, Slots
 from lightning_replica.state.objects.wire import Decoder, Encoder
@@ -45,9 +45,7 @@ class Tracked:
         copied_bytes: See `contents.Contents`.
     """
 
-    def __init__(
-        self, report: Callable[[str, str], None], all_changed: bool = False, copied_bytes: int = COPIED_BYTES
-    ) -> None:
+    def __init__(self, report: Report, all_changed: bool = False, copied_bytes: int = COPIED_BYTES) -> None:
         self._report, self._all_changed = report, all_changed
         self._recorder = Recorder(report, copied_bytes)
         self._first: Capture | None = None

@@ -10,11 +10,13 @@ What cannot be sent is left as the other process has built it, and is reported.
 """
 
 import array
+import enum
 import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final
 
 import numpy as np
@@ -24,9 +26,10 @@ from torch import Tensor, nn
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST
+from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
-from lightning_replica.state.objects.contents import plain_of
+from lightning_replica.state.objects.contents import Report, is_content, plain_of
 from lightning_replica.state.objects.kinds import (
     ITERTOOLS,
     Kind,
@@ -52,6 +55,7 @@ from lightning_replica.state.objects.records import (
     Record,
     Slots,
     Variable,
+    is_registered,
 )
 
 _MISSING: Final = object()
@@ -69,9 +73,7 @@ class Encoder:
         first: What was reachable when training began, if the other process has that.
     """
 
-    def __init__(
-        self, capture: Capture, anchors: Anchors, report: Callable[[str, str], None], first: Capture | None = None
-    ) -> None:
+    def __init__(self, capture: Capture, anchors: Anchors, report: Report, first: Capture | None = None) -> None:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
@@ -125,6 +127,8 @@ class Encoder:
             return self._encode_object(value, number, record, slots, name, depth)
         elif record is not None:
             return self._encode_record(record, number, name, depth)
+        elif kind is Kind.FUNCTION:  # it keeps nothing
+            return ["function", number, title_of(value), []]
         elif kind is Kind.TUPLE:  # of atoms only
             items = [self._encode(item, name, depth + 1) for item in value]
             return ["tuple" if isinstance(value, tuple) else "frozenset", number, _class_of(value), items]
@@ -145,8 +149,8 @@ class Encoder:
             return ["view", number, *self._place_of(value)]
         elif content is None:
             content = plain_of(value)
-        if not plain.is_plain(content):
-            self._report(name, f"a tensor of layout {content.layout} cannot be sent to a replacement")
+        if not is_content(content):
+            self._report(name, f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement")
             return self._left_out(value)
         leaf = value.requires_grad and value.is_leaf
         return ["tensor", number, _class_of(value), content.contiguous(), leaf]
@@ -180,6 +184,9 @@ class Encoder:
         if isinstance(record, Entries):
             keys = [self._encode(key, name, depth + 1) for key in record.keys]
             return ["dict", number, _class_of(value), keys, all_of(record.items)]
+        if isinstance(record, Fixed):
+            kind = "tuple" if isinstance(value, tuple) else "frozenset"
+            return [kind, number, _class_of(value), all_of(record.items)]
         if isinstance(record, Items):
             maxlen = value.maxlen if isinstance(value, deque) else None
             return [
@@ -189,9 +196,6 @@ class Encoder:
                 all_of(record.items),
                 maxlen,
             ]
-        if isinstance(record, Fixed):
-            kind = "tuple" if isinstance(value, tuple) else "frozenset"
-            return [kind, number, _class_of(value), all_of(record.items)]
         if isinstance(record, Members):
             return ["set", number, _class_of(value), all_of(record.members)]
         if isinstance(record, Randomness):
@@ -201,7 +205,7 @@ class Encoder:
             return ["bytes", number, code, bytes(record.content)]
         if isinstance(record, Closure):
             parts = [part for _, part in record.children()]
-            return ["function", number, getattr(value, "__qualname__", describe(value)), all_of(parts)]
+            return ["function", number, title_of(value), all_of(parts)]
         if isinstance(record, Iterated):
             state = self._encode(record.state, name, depth + 1)
             return ["iterator", number, record.function.__name__, all_of(record.arguments), state]
@@ -220,7 +224,7 @@ class Decoder:
     """
 
     anchored: Mapping[str, Any]
-    report: Callable[[str, str], None]
+    report: Report
 
     def __post_init__(self) -> None:
         self._made: dict[int, Any] = {}
@@ -230,7 +234,7 @@ class Decoder:
         """Set the attributes of a root."""
         now = vars(root)
         for attribute, value in sent:
-            if isinstance(root, nn.Module) and _is_registered(root, attribute):
+            if is_registered(root, attribute):
                 continue
             found = self._decode(value, now.get(attribute, _MISSING), f"{name}.{attribute}")
             if found is not _MISSING:
@@ -250,6 +254,10 @@ class Decoder:
         if kind in ("?", "!"):
             if kind == "!" or current is _MISSING or describe(current) != rest[0]:
                 self.report(name, f"a {rest[0]} cannot be sent to a replacement")
+            return current
+        if kind == "~":
+            if current is _MISSING or [describe(current), repr(current)] != rest:
+                self.report(name, f"{rest[1]} cannot be sent to a replacement")
             return current
         if kind in _ATOMS:
             return _ATOMS[kind](*rest)
@@ -303,7 +311,7 @@ class Decoder:
 
     def _function(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         title, sent = content
-        if current is _MISSING or getattr(current, "__qualname__", describe(current)) != title:
+        if current is _MISSING or title_of(current) != title:
             self.report(name, f"the function {title} cannot be sent to a replacement")
             return current
         self._keep(number, current)
@@ -433,38 +441,6 @@ class Decoder:
                 object.__setattr__(made, attribute, value)
 
 
-_READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]] = {
-    "array": Decoder._array,
-    "bytes": Decoder._bytes,
-    "cell": Decoder._cell,
-    "deque": Decoder._list,
-    "dict": Decoder._dict,
-    "frozenset": Decoder._frozenset,
-    "function": Decoder._function,
-    "iterator": Decoder._iterator,
-    "list": Decoder._list,
-    "object": Decoder._object,
-    "random": Decoder._random,
-    "set": Decoder._set,
-    "tensor": Decoder._tensor,
-    "tuple": Decoder._tuple,
-    "view": Decoder._view,
-    "with": Decoder._with,
-}
-_BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *ITERTOOLS)
-_ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {each.__name__: each for each in _BUILT_IN}
-_ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
-    "complex": complex,
-    "device": torch.device,
-    "dtype": lambda name: getattr(torch, name),
-    "range": range,
-    "size": torch.Size,
-    "number": lambda dtype, data: np.frombuffer(data, dtype=np.dtype(dtype))[0],
-    "enum": lambda cls, name: _class_named(cls)[name],
-    "class": lambda name: _class_named(name),
-}
-
-
 def _encode_atom(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return ["size", list(value)]
@@ -478,10 +454,31 @@ def _encode_atom(value: Any) -> Any:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return ["number", value.dtype.str, value.tobytes()]
-    cls = _class_of(value)
-    if hasattr(type(value), "__members__") and _class_named(cls) is type(value):
-        return ["enum", cls, value.name]
-    return ["?", describe(value)]
+    if isinstance(value, enum.Enum) and value.name is not None:
+        return ["enum", _class_of(value), value.name]
+    if type(value).__name__ in _PATHS:
+        return ["path", type(value).__name__, str(value)]
+    # A class, a time, a pattern ...: the other process can tell whether it has the same.
+    return ["~", describe(value), repr(value)]
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise TransferError(f"{name!r} is not a dtype.")
+    return found
+
+
+def _member_named(cls: str, name: str) -> Any:
+    found = _class_named(cls)
+    if found is None or not issubclass(found, enum.Enum):
+        raise TransferError(f"{cls!r} is no enumeration of this process.")
+    return found[name]
+
+
+def title_of(function: Any) -> str:
+    """Return the name by which a function is known."""
+    return str(getattr(function, "__qualname__", describe(function)))
 
 
 def _class_of(value: Any) -> str:
@@ -565,5 +562,36 @@ def _generator(state: Any, current: Any) -> Any:
     return generator
 
 
-def _is_registered(module: nn.Module, name: str) -> bool:
-    return name in module._parameters or name in module._buffers or name in module._modules
+_READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]] = {
+    "array": Decoder._array,
+    "bytes": Decoder._bytes,
+    "cell": Decoder._cell,
+    "deque": Decoder._list,
+    "dict": Decoder._dict,
+    "frozenset": Decoder._frozenset,
+    "function": Decoder._function,
+    "iterator": Decoder._iterator,
+    "list": Decoder._list,
+    "object": Decoder._object,
+    "random": Decoder._random,
+    "set": Decoder._set,
+    "tensor": Decoder._tensor,
+    "tuple": Decoder._tuple,
+    "view": Decoder._view,
+    "with": Decoder._with,
+}
+_BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *ITERTOOLS)
+_ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {each.__name__: each for each in _BUILT_IN}
+_PATHS: Final[Mapping[str, Any]] = {
+    each.__name__: each for each in (PosixPath, PurePosixPath, WindowsPath, PureWindowsPath)
+}
+_ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
+    "complex": complex,
+    "device": torch.device,
+    "dtype": _dtype_named,
+    "range": range,
+    "size": torch.Size,
+    "number": lambda dtype, data: np.frombuffer(data, dtype=np.dtype(dtype))[0],
+    "enum": _member_named,
+    "path": lambda name, text: _PATHS[name](text),
+}
