@@ -1,5 +1,6 @@
 """The flat gradients of parameters, beside their flat values."""
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
@@ -125,6 +126,11 @@ class Buffers(Values):
         self.grads.zero_()  # in both cases: others may add to `main_grad` without asking
         if set_to_none:
             self._accumulated = [False] * len(self.parameters)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient by ``factor``. The gaps between two stay zero, whatever it is."""
+        for part in [self.grads] if math.isfinite(factor) else self._grad_views:
+            part.mul_(factor)
 
     def own_gradients(self) -> list[Tensor]:
         """Return the averaged gradient that this rank counts: over all ranks, each element of the model once."""

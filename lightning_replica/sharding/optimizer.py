@@ -375,7 +375,7 @@ class ShardedOptimizer(Generic[Store]):
 def scale_gradients(optimizer: ShardedOptimizer, factor: float) -> None:
     """Multiply the whole gradient of an optimizer by ``factor``."""
     for buffers in optimizer.buffers:
-        buffers.grads.mul_(factor)
+        buffers.scale_gradients(factor)
 
 
 def buffers_of(optimizers: Iterable[ShardedOptimizer]) -> list[Buffers]:

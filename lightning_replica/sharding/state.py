@@ -110,7 +110,8 @@ class ShardedState:
             buffers.zero_accumulated(set_to_none=True)  # user code may have set every `.grad` to None by itself
         self._guard.begin_window()
         self._before_hooks = None
-        if self._writes.found(self.buffers, self.step, weights_may_differ):
+        # A part is compared once a step, after the hooks.
+        if self._writes.found(self.buffers, self.step, weights_may_differ, in_part=False):
             self._before_window = self._main()
             self._adopt(self.buffers)
         self._guard.keep(self.step, self.optimizers)

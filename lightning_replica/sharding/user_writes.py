@@ -10,8 +10,10 @@ reported.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from lightning_replica._compat.dtensor import local_of
-from lightning_replica._compat.torch import write_count
+from torch import Tensor, nn
+
+from lightning_replica._compat.dtensor import is_divided, local_of
+from lightning_replica._compat.torch import data_version
 from lightning_replica.devices.host import same_bits
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Range
@@ -31,16 +33,20 @@ class UserWrites:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._marks: tuple[list[int], list[int]] = [], []
+        self._of: list[Buffers] = []
+        self._parameters: list[nn.Parameter] = []
+        self._divided = False
         self._follows = False
         self._turn = 0
 
-    def found(self, buffers: Sequence[Buffers], step: int, certain: bool) -> bool:
+    def found(self, buffers: Sequence[Buffers], step: int, certain: bool, in_part: bool = True) -> bool:
         """Return whether weights differ from the values of the shard.
 
         Args:
             buffers: The flat buffers that hold the weights.
             step: The step.
             certain: Whether everything is compared.
+            in_part: Whether a part is compared otherwise.
         """
         marked = self._have_marks_changed(buffers)
         if marked or certain or self._follows or step < FIRST_STEPS:
@@ -50,7 +56,7 @@ class UserWrites:
             # Of weights that torch has seen being written to, the next write will be seen as well.
             self._follows = self._follows or (found and not marked)
             return found
-        late = self._differs_in_part(buffers)
+        late = in_part and self._differs_in_part(buffers)
         if late:
             self._follows = True
             self._report(
@@ -61,9 +67,12 @@ class UserWrites:
         return late
 
     def _have_marks_changed(self, buffers: Sequence[Buffers]) -> bool:
-        parameters = [parameter for each in buffers for parameter in each.parameters]
-        own = [local_of(parameter) for parameter in parameters]
-        marks = list(map(write_count, own)), [tensor.data_ptr() for tensor in own]
+        if list(buffers) != self._of:
+            self._of = list(buffers)
+            self._parameters = [parameter for each in buffers for parameter in each.parameters]
+            self._divided = any(map(is_divided, self._parameters))
+        own = list(map(local_of, self._parameters)) if self._divided else self._parameters
+        marks = list(map(data_version, own)), list(map(Tensor.data_ptr, own))
         changed = marks != self._marks
         self._marks = marks
         return changed

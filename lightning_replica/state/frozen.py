@@ -38,7 +38,7 @@ class FrozenCopies:
             window: Whether a window of batches begins.
             whole: Whether everything is compared, whatever its size.
         """
-        trained = {id(parameter) for parameter in self._trained()}
+        trained = {id(parameter) for parameter in self._trained()} if parameters else set()
         found = {name: each for name, each in parameters.items() if id(each) not in trained and is_content(each)}
         values = [self._contents.add(each, f"module.{name}") for name, each in found.items()]
         self._contents.keep(map(id, found.values()))

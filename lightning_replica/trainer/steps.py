@@ -200,8 +200,8 @@ class Training:
         """Undo what user code has done so far in a tail that is done again; the update itself is made. Collective."""
         self.host.return_to(tail)
         self.state.rebuild()
-        if self._tail_commit is not None:
-            self._after_commit(self._tail_commit)
+        if self._tail_commit is not None and not self.manual:
+            self._precision.after_commit(self._tail_commit)
 
     def _step_is_done(self) -> None:
         self._incidents.good_step()
@@ -356,9 +356,8 @@ class Training:
             self._planned.withdraw()
         self._tail_commit = None
         if outcome.plan.kind == "tail" and outcome.plan.commit:
-            commit = Commit.of(outcome.plan.commit, self.part.counts_zeros)
-            self._tail_commit = replace(commit, stop=0.0, save=0.0)  # what ranks have asked for is granted once
-            self._after_commit(commit)
+            self._tail_commit = Commit.of(outcome.plan.commit, self.part.counts_zeros)
+            self._after_commit(self._tail_commit)
         self._incidents.went_on(outcome)
         return self.host.resume
 

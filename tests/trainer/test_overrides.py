@@ -31,8 +31,9 @@ def with_hooks(callback: L.Callback, make: Callable[[str], Any]) -> L.Callback:
 def test_a_function_that_the_user_gives_to_lightnings_callback() -> None:
     found = trainer_with(LambdaCallback(on_before_optimizer_step=ask))
     assert who_sees_gradients(*found) == "LambdaCallback.on_before_optimizer_step"
-    assert not may_change_weights(*found)
+    assert may_change_weights(*found)
     assert may_change_weights(*trainer_with(LambdaCallback(on_train_batch_end=ask)))
+    assert not may_change_weights(*trainer_with(LambdaCallback(on_train_epoch_end=ask)))
 
 
 def test_every_hook_as_an_attribute_of_lightnings_own() -> None:

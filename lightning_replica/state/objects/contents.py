@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica._compat.torch import is_wrapper, of_base_class, write_count
@@ -27,6 +27,7 @@ COPIED_BYTES: Final = 2**28
 FIRST_WINDOWS: Final = 3
 _COMPARED_BYTES: Final = 2**20  # of what has not been seen to change, in each snapshot
 _PART: Final = 1 << 16  # elements of one tensor that are compared in one window
+_BASE_CLASSES: Final = (Tensor, nn.Parameter)
 _PARTS: Final = 4  # tensors of which a part is compared in one window
 
 Report: TypeAlias = Callable[[str, str], None]
@@ -51,6 +52,7 @@ class Held:
 
     def __init__(self, value: Any, name: str) -> None:
         self.value, self.name, self.follows = value, name, False
+        self._counts = isinstance(value, Tensor)
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
@@ -59,7 +61,7 @@ class Held:
         self.writes = self._count()
 
     def _count(self) -> int:
-        return write_count(local_of(self.value)) if isinstance(self.value, Tensor) else 0
+        return write_count(self.value) if self._counts else 0
 
     def take(self) -> None:
         """Copy the content."""
@@ -228,6 +230,8 @@ def is_content(value: Any) -> bool:
 
 def plain_of(value: Any) -> Any:
     """Return an array itself, or a tensor without its graph, its class and what other ranks have of it."""
+    if type(value) in _BASE_CLASSES:
+        return value.detach()
     return of_base_class(local_of(value)) if isinstance(value, Tensor) else value
 
 
@@ -249,9 +253,14 @@ def same_content(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         if a.device != b.device:
             return False
-        a, b = (each.resolve_conj().resolve_neg().contiguous() for each in (a, b))
-        return same_bits(a, b)
+        return same_bits(_in_a_row(a), _in_a_row(b))
     return np.array_equal(_words(a), _words(b))
+
+
+def _in_a_row(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _row(value: Any) -> Any:
@@ -264,4 +273,4 @@ def _words(array: Any) -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return _in_a_row(tensor).reshape(-1).view(torch.uint8)
