@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -54,9 +56,8 @@ _DCP_METADATA = {
 }
 
 
-def data_version(tensor: Tensor) -> int:
-    """Return a number that changes whenever the tensor is written to."""
-    return tensor._version
+data_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""Returns a number that changes whenever the tensor is written to."""
 
 
 def write_count(tensor: Tensor) -> int:

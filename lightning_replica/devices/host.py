@@ -19,7 +19,7 @@ _PYTHON = struct.Struct("<q?d625q")
 
 def on_host(tensor: Tensor) -> bool:
     """Return whether a tensor lies in the host's memory."""
-    return tensor.device.type == HOST.type
+    return tensor.is_cpu
 
 
 class _NumpyGenerator:

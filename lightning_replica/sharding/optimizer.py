@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -89,6 +91,7 @@ def _asks_for_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+_requires_grad = attrgetter("requires_grad")
 Store = TypeVar("Store", bound=Values, default=Buffers)
 """How parameters are stored: with their gradients, or without (`replica_optimizer`)."""
 
@@ -140,6 +143,7 @@ class ShardedOptimizer(Generic[Store]):
         self._grids, self._rank, self._settings, self._store = tuple(grids), rank, settings, store
         self.buffers: list[Store] = []
         self.pieces: list[Piece] = []
+        self._followed: tuple[list[int], list[bool]] | None = None  # what the param groups held: ids, what is trained
         self._step_takes: tuple[Any, ...] = (_has_run,) if _asks_for_closure(optimizer) else ()
         self._user_zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
@@ -179,13 +183,19 @@ class ShardedOptimizer(Generic[Store]):
         Returns:
             The new buffers, and the dropped ones.
         """
-        listed = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+        found = list(map(id, parameters)), list(map(_requires_grad, parameters))
+        if found == self._followed:
+            return [], []
+        listed = dict(zip(found[0], parameters, strict=True))
         known = {id(p) for buffers in self.buffers for p in buffers.parameters}
         missing = [p for p in listed.values() if p.requires_grad and id(p) not in known]
         gone = [buffers for buffers in self.buffers if not any(id(p) in listed for p in buffers.parameters)]
-        if not missing and not gone:
-            return [], []
-        return self._replace(gone, self._lay_out(sorted(missing, key=lambda p: self._order.get(id(p), -1)))), gone
+        new: list[Store] = []
+        if missing or gone:
+            new = self._replace(gone, self._lay_out(sorted(missing, key=lambda p: self._order.get(id(p), -1))))
+        self._followed = found
+        return new, gone
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Count ``parameters`` among those of the module, after all others, so that a param group may hold them."""
@@ -207,6 +217,7 @@ class ShardedOptimizer(Generic[Store]):
         return self._replace(gone, new), gone
 
     def _replace(self, gone: list[Store], new: list[Store]) -> list[Store]:
+        self._followed = None
         self.buffers = [buffers for buffers in self.buffers if buffers not in gone] + new
         for piece in self.pieces:
             if piece.buffers in gone:

@@ -20,7 +20,7 @@ from lightning_replica.sharding.layout import Range
 from lightning_replica.sharding.values import part_of
 
 FIRST_STEPS: Final = 3
-_PART: Final = 1 << 16  # elements that are compared in one step
+_PART: Final = 1 << 14  # elements that are compared in one step
 
 
 class UserWrites:

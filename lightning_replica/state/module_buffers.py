@@ -84,7 +84,8 @@ class BufferSync:
             for kind in _by_kind(agreed.values()):
                 self._broadcast(kind, group, source)
         for name in agreed:
-            watched[name].take()
+            if group.rank() != source:
+                watched[name].take()
             self._sent[name] = watched[name], watched[name].changes
 
     def forget(self) -> None:

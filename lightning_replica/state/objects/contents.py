@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of, set_local
-from lightning_replica._compat.torch import is_wrapper, of_base_class, write_count
+from lightning_replica._compat.torch import data_version, is_wrapper, of_base_class
 from lightning_replica.core.plain import is_plain
 from lightning_replica.devices.host import on_host, same_bits
 
@@ -52,7 +52,7 @@ class Held:
 
     def __init__(self, value: Any, name: str) -> None:
         self.value, self.name, self.follows = value, name, False
-        self._counts = isinstance(value, Tensor)
+        self._counts = isinstance(value, Tensor) and not value.is_inference()
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
@@ -61,7 +61,7 @@ class Held:
         self.writes = self._count()
 
     def _count(self) -> int:
-        return write_count(self.value) if self._counts else 0
+        return data_version(self.value) if self._counts else 0
 
     def take(self) -> None:
         """Copy the content."""
@@ -251,9 +251,7 @@ def same_content(a: Any, b: Any) -> bool:
     if not is_like(a, b):
         return False
     if isinstance(a, Tensor):
-        if a.device != b.device:
-            return False
-        return same_bits(_in_a_row(a), _in_a_row(b))
+        return a.device == b.device and same_bits(_in_a_row(a), _in_a_row(b))
     return np.array_equal(_words(a), _words(b))
 
 
