@@ -182,7 +182,7 @@ def shown(digest: str) -> str:
 def account(number: int, rank: int) -> str:
     """Return the key of a rank's account of the incident that led to a generation (`recovery.account`).
 
-    Written by that rank.
+    Written by that rank, and once more before the next commit if it has found what is not exact.
     """
     return f"account/{number}/{rank}"
 

@@ -1,10 +1,12 @@
 """The user's options of recovery: one set of names, defaults and checks, for the strategy and for callbacks."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
+
+OnInexact: TypeAlias = Literal["report", "raise"]
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,8 @@ class RecoveryOptions:
     Attributes:
         recovery: Whether the run recovers from faults at all.
         max_tries: Number of recoveries at one step before the run ends.
+        on_inexact: What follows if something turns out not to be restored exactly by a recovery: "report" says what,
+            "raise" also ends the run.
         guard: How much of a shard is checked for wrong bits in every step.
         max_restarts: Number of processes that may be replaced in one run.
         standby: Number of started processes that wait to become replacements.
@@ -30,6 +34,7 @@ class RecoveryOptions:
 
     recovery: bool = True
     max_tries: int = 3
+    on_inexact: OnInexact = "report"
     guard: GuardMode = "sampled"
     max_restarts: int = 3
     standby: int = 0
@@ -42,6 +47,7 @@ class RecoveryOptions:
     def __post_init__(self) -> None:
         checks.choice("recovery", self.recovery, (True, False))
         checks.whole(1, max_tries=self.max_tries)
+        checks.choice("on_inexact", self.on_inexact, get_args(OnInexact))
         checks.choice("guard", self.guard, ("sampled", "full", "off"))
         checks.whole(0, max_restarts=self.max_restarts, standby=self.standby)
         checks.seconds(

@@ -17,6 +17,7 @@ from lightning_replica.checkpoint.location import locate
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.grids import Grids
+from lightning_replica.core.options import OnInexact
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import is_rank
@@ -64,6 +65,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         max_restarts: As in `ReplicaZeroStrategy`.
         standby: As in `ReplicaZeroStrategy`.
         max_tries: As in `ReplicaZeroStrategy`.
+        on_inexact: As in `ReplicaZeroStrategy`.
         timeout_s: As in `ReplicaZeroStrategy`.
         rendezvous_timeout_s: As in `ReplicaZeroStrategy`.
         hang_min_s: As in `ReplicaZeroStrategy`.
@@ -102,6 +104,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         max_restarts: int = 3,
         standby: int = 0,
         max_tries: int = 3,
+        on_inexact: OnInexact = "report",
         timeout_s: float = 1800.0,
         rendezvous_timeout_s: float = 600.0,
         hang_min_s: float = 60.0,
@@ -125,6 +128,7 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
             max_restarts=max_restarts,
             standby=standby,
             max_tries=max_tries,
+            on_inexact=on_inexact,
             timeout_s=timeout_s,
             rendezvous_timeout_s=rendezvous_timeout_s,
             hang_min_s=hang_min_s,
@@ -327,11 +331,11 @@ class MegatronReplicaStrategy(ReplicaZeroStrategy):
         self._schedule_has_run = False
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def _run_backward(self, backward: Callable[[], None]) -> None:
+    def _run_backward(self, backward: Callable[[], None], loss: Tensor) -> None:
         """Finalize and reduce what the schedule has computed, in place of ``backward``."""
         if not self._accumulating:  # it adds up over ranks, so once, when all batches of the step are there
             megatron.finalize(self._chunks())
-        super()._run_backward(lambda: None)
+        super()._run_backward(lambda: None, loss)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Make one step. See `ReplicaZeroStrategy.optimizer_step`."""

@@ -48,6 +48,7 @@ class _Open:
     batches: int = 0
     seconds: float = 0.0
     good_s: float | None = None
+    inexact: dict[str, str] = field(default_factory=dict)
 
 
 class Account:
@@ -103,8 +104,21 @@ class Account:
         if plan.step <= work.step:  # otherwise these batches have led to a step
             account.batches += work.batches
             account.seconds += work.seconds
-        self._generations.store.set(keys.account(account.generation, self._rank), json.dumps(self._facts(account)))
+        self._give(account)
         return done
+
+    def _give(self, account: _Open) -> None:
+        self._generations.store.set(keys.account(account.generation, self._rank), json.dumps(self._facts(account)))
+
+    def inexact(self, found: dict[str, str]) -> None:
+        """Note what this rank has found not to be exact after the recovery. Called before the next commit.
+
+        Args:
+            found: The reasons, by name.
+        """
+        if self._open is not None and found:
+            self._open.inexact.update(found)
+            self._give(self._open)
 
     def good_step(self) -> None:
         """Note that this rank has completed a step."""
@@ -170,6 +184,7 @@ class Account:
             redone_batches=told["batches"],
             redone_s=told["seconds"],
             teller=teller,
+            inexact={name: why for _, each in sorted(facts.items()) for name, why in each["inexact"].items()},
         )
 
     def _facts(self, account: _Open) -> dict[str, Any]:
@@ -183,6 +198,7 @@ class Account:
             "moves": [asdict(move) for move in account.moves],
             "batches": account.batches,
             "seconds": account.seconds,
+            "inexact": account.inexact,
         }
 
     def _collect(self, generation: int) -> dict[int, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, get_args
 
@@ -57,6 +57,7 @@ class Incident:
         redone_batches: Batches that were begun but led to no step.
         redone_s: Seconds that were spent on these batches.
         teller: The rank that reports the incident; it reports its own times.
+        inexact: What is not exact after the recovery, as far as any rank has found out: the reasons, by name.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Incident:
     redone_batches: int
     redone_s: float
     teller: int
+    inexact: dict[str, str] = field(default_factory=dict)
 
     @property
     def fault(self) -> Fault:
@@ -128,6 +130,7 @@ class Incident:
             "phases_ms": {phase: round(1000 * seconds, 3) for phase, seconds in self.phases_s.items()},
             "recovery_s": round(self.recovery_s, 6),
             "first_good_step_s": None if self.first_good_step_s is None else round(self.first_good_step_s, 6),
+            "inexact": self.inexact,
             "redone": {"batches": self.redone_batches, "seconds": round(self.redone_s, 6)},
         }
         return json.dumps(plain)
@@ -179,6 +182,7 @@ class Incident:
             redone_batches=int(redone["batches"]),
             redone_s=float(redone["seconds"]),
             teller=-1,  # the line does not say
+            inexact={str(name): str(why) for name, why in record.get("inexact", {}).items()},
         )
 
 
@@ -220,6 +224,7 @@ def describe(incident: Incident) -> str:
         *moves,
         f"{incident.fault.detected}{more}: {incident.fault.text}",
         f"{phases} s",
+        *(f"NOT EXACT in {name}: {why}" for name, why in incident.inexact.items()),
     ]
     return "; ".join(parts)
 

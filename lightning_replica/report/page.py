@@ -114,7 +114,9 @@ def _then(each: Incident) -> str:
     if each.failed:
         return f'<span class="failed">failed</span><br><small>{html.escape(each.error)}</small>'
     who = f"<br><small>rank {', '.join(map(str, each.replaced))}</small>" if each.replaced else ""
-    return f"{html.escape(each.level)}{who}"
+    inexact = "".join(f"<li>{html.escape(f'{name}: {why}')}</li>" for name, why in each.inexact.items())
+    told = f'<details><summary class="failed">not exact</summary><ul>{inexact}</ul></details>' if inexact else ""
+    return f"{html.escape(each.level)}{who}{told}"
 
 
 def _phases(each: Incident) -> str:

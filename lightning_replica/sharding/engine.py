@@ -23,7 +23,7 @@ Then the calls of `recovery.interface.Recoverable` follow, and after them `begin
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.inexact import Inexact, Report
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.interface import Recoverable
@@ -240,6 +241,12 @@ class Engine(Recoverable, Protocol):
             flags: What this rank says.
         """
 
+    def repeats_gradient(self) -> bool:
+        """Return whether the gradient has the bits that it had in the attempt at this step that a fault has ended.
+
+        Called before the commit. True if that attempt had no whole gradient yet.
+        """
+
     def commit(self, part: Tensor) -> Commit:
         """Agree with all ranks that step t -> t+1 happens. Collective.
 
@@ -319,7 +326,8 @@ def make_engine(
     parameters: Sequence[nn.Parameter],
     optimizers: Sequence[Optimizer],
     settings: EngineSettings,
-    fence: AbstractContextManager[None],
+    fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
+    report: Report = Inexact().report,  # noqa: B008
 ) -> Engine:
     """Lay parameters out and shard optimizers. Needs no other rank.
 
@@ -330,8 +338,9 @@ def make_engine(
         optimizers: The user's optimizers.
         settings: How the state is sharded.
         fence: A context that is held while the shard, or a copy of it, is written: see `devices.interface.Device`.
+        report: Called with what is not restored exactly.
 
     Raises:
         ConfigurationError: If there is nothing to train, or an optimizer cannot be sharded.
     """
-    return ShardedState(grids, rank, parameters, optimizers, settings, fence)
+    return ShardedState(grids, rank, parameters, optimizers, settings, fence, report)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.inexact import Inexact, Report
 from lightning_replica.core.points import reach
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Check, finish
@@ -27,8 +28,8 @@ from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
 from lightning_replica.sharding.gradients import Gradients
-from lightning_replica.sharding.guard import Guard
-from lightning_replica.sharding.listing import shard_tensors
+from lightning_replica.sharding.guard import Guard, digest
+from lightning_replica.sharding.listing import shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, scale_gradients, shard_optimizers
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.user_writes import UserWrites
@@ -64,6 +65,7 @@ class ShardedState:
         optimizers: Sequence[Optimizer],
         settings: EngineSettings,
         fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
+        report: Report = Inexact().report,  # noqa: B008
     ) -> None:
         grid = grids[0]
         if grid.size == 1:
@@ -76,10 +78,11 @@ class ShardedState:
         self.committed: Commit | None = None
         self._request = Request()
         self._backup: Backup | None = None
-        self._writes = UserWrites(log.warning)
+        self._writes = UserWrites(report)
         # Values of the shard before weights were taken into it, between two steps and in a step.
         self._before_window: list[Tensor] | None = None
         self._before_hooks: list[Tensor] | None = None
+        self._attempt: tuple[int, list[int]] | None = None  # a step whose commit failed, and digests of its gradient
         self._memory_lost = False  # a fault hit memory of the device, which may hold anything now
 
     @property
@@ -179,6 +182,15 @@ class ShardedState:
         """Return this rank's part of the commit, computed from the gradient of the rank's own pieces."""
         self._request = request
         return self._vector([] if self.settings.manual else self.optimizers, flags)
+
+    def repeats_gradient(self) -> bool:
+        """Return whether the gradient has the bits that it had in the attempt at this step that a fault has ended."""
+        attempt, self._attempt = self._attempt, None
+        return attempt is None or attempt[0] != self.step or attempt[1] == self._gradient_digests()
+
+    def _gradient_digests(self) -> list[int]:
+        parts = [part for buffers in self.buffers for part in buffers.own_gradients() if part.numel()]
+        return [digest(part, 0, words_of(part)) for part in parts]
 
     @ranged("commit")
     def commit(self, part: Tensor) -> Commit:
@@ -319,6 +331,8 @@ class ShardedState:
         Args:
             kind: "tail" if hooks of the step before are called again. What they did to weights is then undone.
         """
+        if self.phase is StepPhase.ENTERED and not self.settings.manual:
+            self._attempt = self.step, self._gradient_digests()
         self.gradients.reset()
         with self._fence:
             if self._backup is not None:

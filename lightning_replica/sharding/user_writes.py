@@ -7,13 +7,14 @@ all have been compared after some steps. A write that is found that late has bee
 reported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import is_divided, local_of
 from lightning_replica._compat.torch import data_version
+from lightning_replica.core.inexact import Report
 from lightning_replica.devices.host import same_bits
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Range
@@ -27,10 +28,10 @@ class UserWrites:
     """Sees whether user code has written to weights since it was last asked.
 
     Args:
-        report: Called with a text when a write was found late.
+        report: Called when a write was found late.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Report) -> None:
         self._report = report
         self._marks: tuple[list[int], list[int]] = [], []
         self._of: list[Buffers] = []
@@ -60,9 +61,10 @@ class UserWrites:
         if late:
             self._follows = True
             self._report(
-                "User code has written to weights in a way that torch does not count, and that was seen only now, in"
-                f" step {step}: in up to {_parts_of(buffers)} steps before, such writes had no effect. From now on they"
-                " have."
+                "the weights",
+                "user code has written to them in a way that torch does not count, and that was seen only now, in step"
+                f" {step}: in up to {_parts_of(buffers)} steps before, such writes were lost. From now on they count",
+                "once",
             )
         return late
 

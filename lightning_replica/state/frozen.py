@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 from torch import nn
 
+from lightning_replica.core.inexact import Report
 from lightning_replica.errors import RecoveryError
-from lightning_replica.state.objects.contents import Contents, Copy, Held, Report, is_content
+from lightning_replica.state.objects.contents import Contents, Copy, Held, is_content
 
 FrozenValues: TypeAlias = list[tuple[Held, Copy]]
 """Parameters, each with what it held; None for those that are large and have not been seen to change."""

@@ -13,6 +13,7 @@ from lightning_replica._compat.lightning_names import _call_strategy_hook, _set_
 from lightning_replica._compat.torch import mark_stepped
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.ranges import ranged
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
@@ -41,14 +42,17 @@ class LightningHostState:
         trainer: The trainer that fits.
         state: The sharded state. Parameters that it does not hold are sent with the host state.
         device: The device that this rank trains on.
+        inexact: Gets what is not restored exactly.
         shows_outputs: Whether user code may look at what a training step has returned.
     """
 
-    def __init__(self, trainer: pl.Trainer, state: Engine, device: Device, shows_outputs: bool = True) -> None:
-        self._trainer, self._state, self._device = trainer, state, device
+    def __init__(
+        self, trainer: pl.Trainer, state: Engine, device: Device, inexact: Inexact, shows_outputs: bool = True
+    ) -> None:
+        self._trainer, self._state, self._device, self._inexact = trainer, state, device, inexact
         self._shows_outputs = shows_outputs
-        self._copies = snapshots.Copies(trainer)
-        self._frozen = FrozenCopies(self._trained, self._copies.inexact.report)
+        self._copies = snapshots.Copies(trainer, inexact.report)
+        self._frozen = FrozenCopies(self._trained, inexact.report)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
@@ -152,16 +156,18 @@ class LightningHostState:
             try:
                 each = plain.pack(value)
             except plain.NotPlainError as error:
-                self._copies.inexact.report(
-                    f"outputs[{name!r}] of `on_train_batch_end`", f"it is not mirrored: {error}"
+                self._inexact.report(
+                    f"outputs[{name!r}] of `on_train_batch_end`", f"it is not mirrored: {error}", "replacement"
                 )
                 continue
             size += len(each)
             if size <= _OUTPUT_BYTES:
                 packed[name] = each
             else:
-                self._copies.inexact.report(
-                    f"outputs[{name!r}] of `on_train_batch_end`", "it is too large to be mirrored in every step"
+                self._inexact.report(
+                    f"outputs[{name!r}] of `on_train_batch_end`",
+                    "it is too large to be mirrored in every step",
+                    "replacement",
                 )
         return plain.pack(packed) if packed else b""
 
@@ -318,7 +324,7 @@ class LightningHostState:
         taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
         taken.mirrored = self._copies.mirrored(taken.reached)
         self._copies.reachable.compare(taken.reached, self._theirs)
-        self._frozen = FrozenCopies(self._trained, self._copies.inexact.report)
+        self._frozen = FrozenCopies(self._trained, self._inexact.report)
         taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 
     def load(self, taken: Snapshot) -> None:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_replica._compat.tree import Tree
+from lightning_replica.core.inexact import Report
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Work
-from lightning_replica.state.objects.contents import Contents, Held, Report
+from lightning_replica.state.objects.contents import Contents, Held
 
 
 class BufferCopies:

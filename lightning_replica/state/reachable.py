@@ -20,12 +20,12 @@ from torchmetrics import Metric
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
+from lightning_replica.core.inexact import Report
 from lightning_replica.core.points import PHASES
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
 from lightning_replica.state.objects.capture import Anchors, Root, leads_of
-from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
 from lightning_replica.state.objects.tracked import Taken, Tracked
 
@@ -52,11 +52,11 @@ class Reachable:
 
     Args:
         trainer: The trainer, before training and before its sanity check, which a replacement does not run.
-        inexact: Gets what is not restored exactly.
+        report: Called with what is not restored exactly.
     """
 
-    def __init__(self, trainer: pl.Trainer, inexact: Inexact) -> None:
-        self._trainer, self._inexact = trainer, inexact
+    def __init__(self, trainer: pl.Trainer, report: Report) -> None:
+        self._trainer, self._report = trainer, report
         self._tree: Tree | None = None
         self._loaders: list[ExactLoader] = []
         self._roots: list[Root] = []
@@ -64,7 +64,7 @@ class Reachable:
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
         loads = type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
-        self._tracked = Tracked(inexact.report, all_changed=loads)
+        self._tracked = Tracked(report, all_changed=loads)
         self._look(Tree.of(module))
         self._tracked.begin(self._roots, self._anchors)
 
@@ -109,7 +109,7 @@ class Reachable:
         own = self.signature(taken)
         for name in differences(own, theirs):
             if name in own and name in theirs:
-                self._inexact.report(name, "in this replacement it refers to something else than on the other ranks")
+                self._report(name, "in this replacement it refers to something else than on the other ranks", "once")
 
     def whole(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began, as plain data."""

@@ -18,6 +18,7 @@ from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Report
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.interface import Kind
@@ -37,7 +38,6 @@ from lightning_replica.state.data_setup import DataSetup
 from lightning_replica.state.frozen import FrozenValues
 from lightning_replica.state.metrics import copy_states, export_results, import_results, put_states
 from lightning_replica.state.module_buffers import BufferCopies
-from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.own_states import Logged, Own, States
 from lightning_replica.state.reachable import Reachable
@@ -211,12 +211,12 @@ class Copies:
 
     Args:
         trainer: The trainer, before training.
+        report: Called with what is not restored exactly.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self.inexact = Inexact()
-        self.reachable = Reachable(trainer, self.inexact)
-        self.buffers = BufferCopies(self.inexact.report)
+    def __init__(self, trainer: pl.Trainer, report: Report) -> None:
+        self.reachable = Reachable(trainer, report)
+        self.buffers = BufferCopies(report)
         self.callbacks = CallbackStates()
         self.schedulers = States()
         self.structure: Structure | None = None

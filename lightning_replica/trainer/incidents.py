@@ -37,6 +37,10 @@ class Incidents:
             self._nothing_begun()
         self._batches += 1
 
+    def inexact(self, found: dict[str, str]) -> None:
+        """Record what is not exact after a recovery."""
+        self._account.inexact(found)
+
     def good_step(self) -> None:
         """Record that this rank has done a step."""
         self._account.good_step()

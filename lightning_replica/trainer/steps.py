@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm, user_optimizer
@@ -16,12 +17,14 @@ from lightning_replica.control.faults import Detected
 from lightning_replica.control.planned_save import PlannedSave
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.exchange import all_gather_bytes
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.points import at_step, reach
 from lightning_replica.core.works import finish
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
+from lightning_replica.recovery.planner import Plan
 from lightning_replica.sharding.engine import (
     Commit,
     EngineSettings,
@@ -42,6 +45,7 @@ from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.overrides import may_change_weights, shows_outputs, whole_gradients_for
 from lightning_replica.trainer.precision import ShardedStep
 from lightning_replica.trainer.records import Records
+from lightning_replica.trainer.repeated import RepeatedStep
 from lightning_replica.trainer.saving.last_save import LastSave
 from lightning_replica.trainer.session import Session
 
@@ -109,8 +113,13 @@ class Training:
         )
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
-        self.state = make_engine(grids, session.rank, parameters, optimizers, settings, self.device.fence)
-        self.host = LightningHostState(trainer, self.state, self.device, shows_outputs(trainer, module))
+        self._inexact = inexact = Inexact()
+        self.state = make_engine(
+            grids, session.rank, parameters, optimizers, settings, self.device.fence, inexact.report
+        )
+        self.host = LightningHostState(trainer, self.state, self.device, inexact, shows_outputs(trainer, module))
+        self._repeated = RepeatedStep(self.state, session.rank, inexact.report)
+        self._recovered: Plan | None = None  # by which plan, until the next commit
         self._module_buffers = BufferSync(module, self.host.buffers, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
@@ -146,6 +155,7 @@ class Training:
         finish(self.check)  # of the gather: what follows needs its result, and would wait for it without any check
         self.state.begin_window(self._may_change_weights or self._weights_touched)
         self._weights_touched = False
+        self._repeated.begin()
         if not self.recoverable:
             self.host.pass_window(self.state.step)
             return
@@ -160,9 +170,11 @@ class Training:
             self._session.mirrors.settle()
             self._planned.write()
 
-    def before_backward(self, accumulating: bool) -> None:
+    def before_backward(self, accumulating: bool, loss: Tensor | None = None) -> None:
         """Prepare reductions that overlap the backward pass."""
         self._accumulating = accumulating
+        if loss is not None and self.recoverable:
+            self._repeated.add(loss)
         self.state.before_backward(reduce=not accumulating)
 
     def after_backward(self) -> None:
@@ -224,6 +236,8 @@ class Training:
             session.mirrors.settle()
             if found is not None:
                 state.compare({**session.mirrors.digests(taken.step), session.rank: found})
+        if self._recovered is not None:
+            self._check_exactness(self._recovered)
         reach("before_commit")
         commit = state.commit(part)
         session.recovery.committed(state.step + 1, commit.vector)
@@ -234,6 +248,23 @@ class Training:
             raise ConfigurationError(problem)
         state.update()
         self._after_commit(commit)
+
+    def _check_exactness(self, plan: Plan) -> None:
+        """Report what is not exact since the recovery by ``plan``.
+
+        Raises:
+            RecoveryError: If the user wants the run to end then.
+        """
+        self._recovered = None
+        self._repeated.compare()
+        found = self._inexact.after(replaced=any(move.host for move in plan.moves))
+        self._incidents.inexact(found)
+        if found and self._session.options.on_inexact == "raise":
+            named = "; ".join(f"{name}: {why}" for name, why in found.items())
+            final = RecoveryError(f'The recovery at step {plan.step} is not exact (`on_inexact="raise"`): {named}.')
+            self._session.world.generations.forbid_saving()
+            self._end(final)
+            raise final
 
     def _after_commit(self, commit: Commit) -> None:
         """Do what follows from the commit alone. It is done again in a tail that is done again."""
@@ -331,6 +362,7 @@ class Training:
 
     def _recover(self, raised: str, device_said: str = "", because: Detected = "device error") -> Snapshot | None:
         session = self._session
+        self._repeated.interrupted()
         try:
             outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said, because)
         except DeviceLostError as lost:
@@ -339,15 +371,10 @@ class Training:
             session.exits.as_orphan()
             raise
         except RecoveryError as final:
-            session.ending.leave_step(session.rank, self._trainer.global_step)  # `state.step` counts this run's steps
-            session.world.generations.give_up(str(final), asked=self.asked_to_stop)
-            step = session.recovery.planned_step if session.newborn else self.state.step
-            self._incidents.failed(str(final), step)
-            if session.options.gasp:
-                self._end_with_last_save()
-            session.world.let_go()
+            self._end(final)
             raise
         self.records.restored(outcome.plan.kind, outcome.plan.step)
+        self._recovered = outcome.plan
         if session.newborn:
             session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
@@ -360,6 +387,17 @@ class Training:
             self._after_commit(self._tail_commit)
         self._incidents.went_on(outcome)
         return self.host.resume
+
+    def _end(self, final: RecoveryError) -> None:
+        """End the run, for all ranks."""
+        session = self._session
+        session.ending.leave_step(session.rank, self._trainer.global_step)  # `state.step` counts this run's steps
+        session.world.generations.give_up(str(final), asked=self.asked_to_stop)
+        step = session.recovery.planned_step if session.newborn else self.state.step
+        self._incidents.failed(str(final), step)
+        if session.options.gasp:
+            self._end_with_last_save()
+        session.world.let_go()
 
     def _end_with_last_save(self) -> NoReturn:
         self._released = True  # copying parameters out of their buffers would use up the grace period

@@ -27,7 +27,7 @@ from lightning_replica.control.once import once
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.messages import say
-from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.options import OnInexact, RecoveryOptions
 from lightning_replica.core.points import begin
 from lightning_replica.devices import device_for
 from lightning_replica.devices.host import HOST
@@ -91,6 +91,9 @@ class ReplicaZeroStrategy(ModelParallel):
         standby: Processes that have imported everything and wait to take a lost rank's place. Each takes some hundred
             MB. Without one, a replacement has to import torch and lightning first.
         max_tries: Recoveries at one step before the run ends.
+        on_inexact: What follows if something turns out not to be restored exactly by a recovery: state that cannot be
+            put back or sent, or a batch that is done again with another loss or gradient. "report" says what, in the
+            log and in the incident; "raise" also ends the run.
         timeout_s: Time after which a collective fails on its own, in seconds.
         rendezvous_timeout_s: How long ranks wait for each other and for a replacement, in seconds.
         hang_min_s: The shortest time without progress, in seconds, after which a rank counts as hanging, and is killed
@@ -130,6 +133,7 @@ class ReplicaZeroStrategy(ModelParallel):
         max_restarts: int = 3,
         standby: int = 0,
         max_tries: int = 3,
+        on_inexact: OnInexact = "report",
         timeout_s: float = 1800.0,
         rendezvous_timeout_s: float = 600.0,
         hang_min_s: float = 60.0,
@@ -149,6 +153,7 @@ class ReplicaZeroStrategy(ModelParallel):
         self._given_options = RecoveryOptions(
             recovery=recovery,
             max_tries=max_tries,
+            on_inexact=on_inexact,
             guard=guard,
             max_restarts=max_restarts,
             standby=standby,
@@ -368,13 +373,13 @@ class ReplicaZeroStrategy(ModelParallel):
             raise ReplicaError("There is no LightningModule: `backward` is called while fitting.")
         begin("backward")
         closure_loss = plugin.pre_backward(closure_loss, module)
-        self._run_backward(partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs))
+        self._run_backward(partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs), closure_loss)
         loss: Tensor = plugin.post_backward(closure_loss, module)
         return loss
 
-    def _run_backward(self, backward: Callable[[], None]) -> None:
-        """Run ``backward`` and the reduction of the gradients that it computes."""
-        self.training.before_backward(self._accumulating)
+    def _run_backward(self, backward: Callable[[], None], loss: Tensor) -> None:
+        """Run ``backward`` and the reduction of the gradients that it computes from ``loss``."""
+        self.training.before_backward(self._accumulating, loss)
         backward()
         self.training.after_backward()
 

@@ -35,6 +35,7 @@ SCHEMA: dict[str, Any] = {
     "phases_ms": dict,
     "recovery_s": float,
     "first_good_step_s": (float, type(None)),
+    "inexact": dict,
     "redone": dict,
 }
 

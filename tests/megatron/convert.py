@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class Rank:
             self.expected[salt] = [parameter.detach().clone() for parameter in self.module.parameters()]
         settings = EngineSettings(bucket_bytes=1024, uncounted=self.part.uncounted, experts=self.part.experts)
         parameters, optimizers = list(self.module.parameters()), [self.module.configure_optimizers()]
-        self.engine = make_engine(grids.grids_of(rank), rank, parameters, optimizers, settings, nullcontext())
+        self.engine = make_engine(grids.grids_of(rank), rank, parameters, optimizers, settings)
         extras, _ = beside_trained(self.module, self.engine)
         self.extras = self.part.all_named(extras)
         self.names = [self.part.named(name) for name, _ in self.module.named_parameters()]

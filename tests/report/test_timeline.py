@@ -108,7 +108,7 @@ def test_a_png(tmp_path: Path) -> None:
 
 
 def test_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    lines = [incident(1), incident(2, why="<script>alert(1)</script>"), failed(3)]
+    lines = [incident(1, inexact={"module.<x>": "it is a file"}), incident(2, why="<script>alert(1)</script>"), failed(3)]
     log = write(tmp_path / "log.jsonl", *lines)
     assert main(["timeline", str(log)]) == 0
     page = (tmp_path / "log.html").read_text()
@@ -118,6 +118,8 @@ def test_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "rank 1: a peer &lt;is&gt; gone" in page
+    assert page.count("not exact") == 1
+    assert "<li>module.&lt;x&gt;: it is a file</li>" in page
     assert page.count("<tr>") == 1 + 3
     assert page.count("data:image/svg+xml;base64,") == 2  # for light and dark pages
     assert "3 incidents, 1 not recovered" in page

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_replica.core.inexact import Scope
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.frozen import FrozenCopies, FrozenValues
 from lightning_replica.state.objects.contents import Contents
@@ -33,7 +34,7 @@ class Model(nn.Module):
         return FrozenCopies(lambda: list(self.head.parameters()), never)
 
 
-def never(name: str, why: str) -> None:
+def never(name: str, why: str, scope: Scope = "fault") -> None:
     pytest.fail(f"{name}: {why}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_replica.core.inexact import Inexact, Scope
 from lightning_replica.state.module_buffers import BufferCopies
 
 SMALL, LARGE = 10, 3_000_000  # compared in every snapshot, and in the first windows and then in turn
@@ -17,7 +18,10 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def copies_of() -> BufferCopies:
-    return BufferCopies(lambda name, why: pytest.fail(f"{name}: {why}"))
+    def never(name: str, why: str, scope: Scope = "fault") -> None:
+        pytest.fail(f"{scope}: {name}: {why}")
+
+    return BufferCopies(never)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -65,8 +69,8 @@ def test_what_was_written_to_once_is_compared_for_ever(size: int) -> None:
 
 
 def test_a_write_that_is_found_late() -> None:
-    found: dict[str, str] = {}
-    copies = BufferCopies(found.__setitem__)
+    inexact = Inexact()
+    copies = BufferCopies(inexact.report)
     buffers = {"x": torch.zeros(LARGE), "y": torch.zeros(LARGE)}
     for _ in range(10):
         copies.take(buffers)
@@ -75,9 +79,9 @@ def test_a_write_that_is_found_late() -> None:
     while float(copies.take(buffers)["x"].max()) == 0:
         steps += 1
         assert steps < 100
-    ((name, why),) = found.items()
-    assert name == "module.x"
-    (windows,) = re.findall(r"in one of the last (\d+) steps", why)
+    ((name, finding),) = inexact.known.items()
+    assert (name, finding.scope) == ("module.x", "once")
+    (windows,) = re.findall(r"in one of the last (\d+) steps", finding.why)
     assert int(windows) <= 100
     buffers["y"].data[7] = 1
     assert float(copies.take(buffers, whole=True)["y"][7]) == 1  # before the last checkpoint of a run

@@ -26,8 +26,8 @@ from torchmetrics import MeanMetric, MinMaxMetric
 from lightning_replica import RecoveryCallback
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.errors import TransferError
-from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.signature import Signature, differences, digest_of, signature_of
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.objects.wire import _generator
@@ -90,7 +90,7 @@ class Copies:
             fit_loop=SimpleNamespace(_combined_loader=None, epoch_loop=SimpleNamespace(val_loop=loop)),
             strategy=object(),
         )
-        self.reachable = Reachable(trainer, self.inexact)
+        self.reachable = Reachable(trainer, self.inexact.report)
         self.tree: Tree | None = None
 
     def take(self) -> Taken:
@@ -712,9 +712,9 @@ def test_what_cannot_be_restored_is_named_once(caplog: pytest.LogCaptureFixture,
             module.file.write("x")
             copies.take()
     assert set(copies.inexact.known) == {"module.tokens", "module.file"}
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "After a fault, this run is not exact in module.tokens",
-        "After a fault, this run is not exact in module.file",
+    assert [record.getMessage().split(": ")[:2] for record in caplog.records] == [
+        ["Not exact after a fault", "module.tokens"],
+        ["Not exact after a fault", "module.file"],
     ]
 
 

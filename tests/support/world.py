@@ -32,6 +32,7 @@ class Outcome:
         for rank, (got, expected) in enumerate(zip(self.ranks, untouched.ranks, strict=True)):
             assert got == expected, f"rank {rank}\n{self.logs}"
         assert self.batches == untouched.batches, self.logs
+        assert "not exact" not in self.logs.lower(), self.logs
 
 
 class Trains(Protocol):

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.state.objects.capture import Anchors, Root
-from lightning_replica.state.objects.inexact import Inexact
 from lightning_replica.state.objects.tracked import Tracked
 
 _INSIDE: Final = ("sampler", "batch_sampler", "_sampler", "dataset")  # names under which samplers keep what they wrap

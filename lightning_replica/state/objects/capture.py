@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.torch import storage_of
+from lightning_replica.core.inexact import Report
 from lightning_replica.state.objects.contents import (
     COPIED_BYTES,
     FIRST_WINDOWS,
     Contents,
     Copy,
     Held,
-    Report,
     copy_of,
     is_content,
     late,
@@ -350,7 +350,7 @@ class Recorder:
         found = [key for key in keys if not self._records[key].is_same()]
         if not whole and found and not sized:
             passed = 1 + len(self._in_turn) // _IN_TURN
-            self._report(self._records[self._in_turn[found[0]]].name, late(passed))
+            self._report(self._records[self._in_turn[found[0]]].name, late(passed), "once")
         found = [*dict.fromkeys([*sized, *found])]
         changed = {self._in_turn[key] for key in found}
         if changed:  # from now on, all of it is compared

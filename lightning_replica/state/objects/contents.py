@@ -11,7 +11,7 @@ What is large has a copy only if all of it together takes no more than `COPIED_B
 cannot be undone; that is reported, too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica._compat.torch import data_version, is_wrapper, of_base_class
+from lightning_replica.core.inexact import Report
 from lightning_replica.core.plain import is_plain
 from lightning_replica.devices.host import on_host, same_bits
 
@@ -29,9 +30,6 @@ _COMPARED_BYTES: Final = 2**20  # of what has not been seen to change, in each s
 _PART: Final = 1 << 16  # elements of one tensor that are compared in one window
 _BASE_CLASSES: Final = (Tensor, nn.Parameter)
 _PARTS: Final = 4  # tensors of which a part is compared in one window
-
-Report: TypeAlias = Callable[[str, str], None]
-"""Called with the name of something, and with why it is not restored after a fault."""
 
 Copy: TypeAlias = Any
 """A tensor or an array that nobody writes to; None if there is no copy."""
@@ -196,7 +194,7 @@ class Contents:
         found = [held for held in some if (held.look() if held.copy is None else held.differs_here())]
         for held in found:
             if self._windows > FIRST_WINDOWS:
-                self._report(held.name, late(self._windows - held.seen))
+                self._report(held.name, late(self._windows - held.seen), "once")
         return found
 
     def _is_copied(self, held: Held) -> bool:

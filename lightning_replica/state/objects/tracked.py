@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from lightning_replica.core.inexact import Report
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root
-from lightning_replica.state.objects.contents import COPIED_BYTES, Report
+from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.kinds import Kind, kind_of
 from lightning_replica.state.objects.records import Attributes, Slots
 from lightning_replica.state.objects.wire import Decoder, Encoder
@@ -66,7 +67,7 @@ class Tracked:
     def put_back(self, taken: Taken) -> None:
         """Restore what `take` returned."""
         for name in taken.capture.put_back():
-            self._report(name, "it has changed in the step that is repeated, and cannot be restored")
+            self._report(name, "it has changed in the step that is repeated, and cannot be restored", "once")
         self._recorder.forget()
 
     def return_to_beginning(self) -> None:
@@ -113,6 +114,7 @@ class Tracked:
                     self._report(
                         f"{root.name}.{name}",
                         "it is too large to be mirrored in every step, so a replaced rank takes that of a peer",
+                        "replacement",
                     )
                 names -= large
                 left += [f"{root.name}.{name}" for name in sorted(large)]

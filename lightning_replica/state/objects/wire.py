@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Report
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
-from lightning_replica.state.objects.contents import Report, is_content, plain_of
+from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.kinds import (
     ITERTOOLS,
     Kind,
@@ -103,7 +104,7 @@ class Encoder:
         if kind is Kind.ATOM:
             return _encode_atom(value)
         if depth > _DEEP:
-            self._report(name, "it lies too deep to be sent to a replacement")
+            self._report(name, "it lies too deep to be sent to a replacement", "replacement")
             return self._left_out(value)
         number = self._numbers[key] = len(self._numbers)
         sent = self._encode_new(value, kind, number, name, depth)
@@ -150,7 +151,8 @@ class Encoder:
         elif content is None:
             content = plain_of(value)
         if not is_content(content):
-            self._report(name, f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement")
+            why = f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement"
+            self._report(name, why, "replacement")
             return self._left_out(value)
         leaf = value.requires_grad and value.is_leaf
         return ["tensor", number, _class_of(value), content.contiguous(), leaf]
@@ -246,18 +248,18 @@ class Decoder:
         kind, *rest = sent
         if kind == "@":
             if rest[0] not in self.anchored:
-                self.report(name, f"there is no {rest[0]} in this replacement")
+                self.report(name, f"there is no {rest[0]} in this replacement", "once")
                 return current
             return self.anchored[rest[0]]
         if kind == "#":
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
             if kind == "!" or current is _MISSING or describe(current) != rest[0]:
-                self.report(name, f"a {rest[0]} cannot be sent to a replacement")
+                self.report(name, f"a {rest[0]} cannot be sent to a replacement", "once")
             return current
         if kind == "~":
             if current is _MISSING or [describe(current), repr(current)] != rest:
-                self.report(name, f"{rest[1]} cannot be sent to a replacement")
+                self.report(name, f"{rest[1]} cannot be sent to a replacement", "once")
             return current
         if kind in _ATOMS:
             return _ATOMS[kind](*rest)
@@ -312,7 +314,7 @@ class Decoder:
     def _function(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         title, sent = content
         if current is _MISSING or title_of(current) != title:
-            self.report(name, f"the function {title} cannot be sent to a replacement")
+            self.report(name, f"the function {title} cannot be sent to a replacement", "once")
             return current
         self._keep(number, current)
         self._all(sent, [part for _, part in closure_of(current)], name)
@@ -328,7 +330,7 @@ class Decoder:
         anchor, offset, shape, stride, dtype = content
         owner = self.anchored.get(anchor)
         if owner is None or str(owner.dtype)[6:] != dtype:
-            self.report(name, f"it is a part of {anchor}, which is not there in this replacement")
+            self.report(name, f"it is a part of {anchor}, which is not there in this replacement", "once")
             return current
         part = torch.as_strided(plain_of(owner), shape, stride, offset)
         if isinstance(current, Tensor) and not isinstance(current, nn.Parameter):
@@ -360,7 +362,7 @@ class Decoder:
         cls, sent, maxlen = content
         made = current if _is_a(current, cls) else _new(cls, deque(maxlen=maxlen) if cls.endswith(":deque") else [])
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement")
+            self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return current
         self._keep(number, made)
         there = list(made)
@@ -376,7 +378,7 @@ class Decoder:
         cls, sent_keys, sent = content
         made = current if _is_a(current, cls) else _new(cls, {})
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement")
+            self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return current
         self._keep(number, made)
         keys = self._all(sent_keys, [], name)
@@ -419,7 +421,7 @@ class Decoder:
         cls, pairs = content
         made = current if _is_a(current, cls) else _new(cls, None)
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement")
+            self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return current
         self._keep(number, made)
         self._set_attributes(made, pairs, name)

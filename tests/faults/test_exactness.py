@@ -1,0 +1,118 @@
+"""A recovery that is not exact says so itself, although no snapshot knows of the state that it loses."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_replica import RecoveryReport
+from tests.support import job, world
+from tests.support.job import Case, Fault
+
+_counter = itertools.count(1)  # state that no snapshot reaches: a global of the script
+
+
+class ChangesData(Callback):
+    """Makes the loss depend on the global."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0].mul_(1 + next(_counter) / 100)
+
+
+class ChangesGradients(Callback):
+    """Makes the gradient depend on the global, after the loss is known."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + next(_counter) / 100)
+
+
+class RefersToAnother(Callback):
+    """Refers to one parameter, and in a replacement to another."""
+
+    def __init__(self) -> None:
+        self.parameters: list[torch.nn.Parameter] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        born = os.environ["LIGHTNING_REPLICA_GENERATION"] != "0"
+        self.parameters = [pl_module.last.bias if born else pl_module.first.bias]
+
+
+class Hidden(Case):
+    """A training with one of these callbacks."""
+
+    callback: type[Callback] = Callback
+    on_inexact = "report"
+
+
+def train(case: Hidden, out: Path) -> None:
+    job.run(case, out, (case.callback(), RecoveryReport(out / "recovery.jsonl")), on_inexact=case.on_inexact)
+
+
+def run(out: Path, callback: type[Callback], *faults: Fault, **options: Any) -> world.Outcome:
+    case = Hidden(faults, guard="sampled", **options)
+    case.callback = callback
+    return world.run(case, out, target=train)
+
+
+def inexact(out: Path) -> list[dict[str, str]]:
+    return [json.loads(line)["inexact"] for line in (out / "recovery.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("fault", [Fault("exception", 0, "backward", 2), Fault("kill", 0, "backward", 2)])
+def test_a_batch_that_is_done_again_with_another_loss(fault: Fault, tmp_path: Path) -> None:
+    outcome = run(tmp_path, ChangesData, fault, Fault("exception", 3, "train_batch_end", 4))
+    assert outcome.code == 0, outcome.logs
+    first, second = inexact(tmp_path)
+    ranks = {f"the loss of step 3 on rank {rank}" for rank in range(4)}
+    assert first
+    assert first.keys() <= ranks - ({"the loss of step 3 on rank 0"} if fault.kind == "kill" else set())
+    assert all(
+        "when the batch was done again: something that is not restored affects it" in each for each in first.values()
+    )
+    assert second == {}  # a tail that is done again has no loss, and what has been told is past
+    (told,) = [line for line in outcome.logs.splitlines() if "NOT EXACT" in line]
+    assert "recovered at step 2" in told
+
+
+def test_a_batch_that_is_done_again_with_another_gradient(tmp_path: Path) -> None:
+    outcome = run(tmp_path, ChangesGradients, Fault("exception", 1, "before_commit", 2))
+    assert outcome.code == 0, outcome.logs
+    (found,) = inexact(tmp_path)
+    assert found
+    assert found.keys() <= {f"the gradient of step 3 on rank {rank}" for rank in (0, 2, 3)}
+
+
+def test_a_replacement_that_refers_to_another_object(tmp_path: Path) -> None:
+    outcome = run(tmp_path, RefersToAnother, Fault("kill", 2, "backward", 2), Fault("exception", 1, "backward", 4))
+    assert outcome.code == 0, outcome.logs
+    first, second = inexact(tmp_path)
+    why = "in this replacement it refers to something else than on the other ranks"
+    assert list(first.values()) == [why]
+    assert next(iter(first)).endswith("(RefersToAnother).parameters")
+    assert second == {}
+
+
+def test_the_run_ends_if_the_user_wants_that(tmp_path: Path) -> None:
+    fault = Fault("exception", 0, "backward", 2)
+    case = Hidden((fault,), gasp=True)
+    case.callback, case.on_inexact = ChangesData, "raise"
+    outcome = world.run(case, tmp_path, target=train)
+    assert outcome.code != 0
+    assert 'The recovery at step 2 is not exact (`on_inexact="raise"`): the loss of step 3' in outcome.logs
+    assert not list((tmp_path / "gasp").glob("step_*"))
+    (found,) = inexact(tmp_path)[:1]
+    assert all(name.startswith("the loss of step 3 on rank") for name in found)
+
+
+def test_nothing_is_said_of_what_is_exact(tmp_path: Path) -> None:
+    fault = Fault("exception", 1, "before_commit", 2)
+    outcome = world.run(Hidden((fault,)), tmp_path / "fault", target=train)
+    outcome.assert_same(world.run(Hidden(), tmp_path / "untouched", target=train))
+    assert inexact(tmp_path / "fault") == [{}]
