@@ -233,6 +233,13 @@ def leave_config_unsaved(trainer: Any) -> None:
         callback.already_saved = True
 
 
+def limit_steps(trainer: Any, steps: int) -> None:
+    """End each fit after this number of optimizer steps, if not before. Called before a fit begins."""
+    loop = trainer.fit_loop.epoch_loop
+    if not 0 <= loop.max_steps <= steps:
+        loop.max_steps = steps
+
+
 def _config_savers(trainer: Any) -> list[Any]:
     """Find LightningCLI's callback by its attributes, not by its class, because that module imports jsonargparse."""
     return [each for each in trainer.callbacks if hasattr(each, "already_saved") and hasattr(each, "overwrite")]

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class RankPrint:
         batches: Hashes of the data of each batch: one, unless a batch had other data when it was done again.
         steps: Hashes of the state after each step, in the order of writing; several if the step's tail was done again.
         ends: Hashes of the state at the end of each fit.
+        objects: Digests of the user's objects by name, after a step or at the "end".
         begun: When the first process of this rank began its fit, as `time.time` gives it.
     """
 
@@ -39,6 +40,7 @@ class RankPrint:
     batches: dict[Batch, set[str]] = field(default_factory=lambda: defaultdict(set))
     steps: dict[Step, list[Hashable]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    objects: dict[tuple[int, int | str], dict[str, str]] = field(default_factory=dict)
 
     @property
     def last_step(self) -> int:
@@ -73,6 +75,8 @@ def _rank(path: Path) -> RankPrint:
         if "batch" in record:
             epoch, number = record["batch"]
             found.batches[(fit, epoch, number)].add(record["data"])
+        elif "objects" in record:
+            found.objects[(fit, record["at"])] = record["objects"]
         elif "step" in record:
             found.steps[(fit, record.pop("step"))].append(tuple(sorted(record.items())))
         elif "end" in record:
@@ -81,7 +85,11 @@ def _rank(path: Path) -> RankPrint:
 
 
 def differences(
-    untouched: list[RankPrint], hurt: list[RankPrint], cut_short: bool = False, flipped: bool = False
+    untouched: list[RankPrint],
+    hurt: list[RankPrint],
+    cut_short: bool = False,
+    flipped: bool = False,
+    varying: Collection[str] = (),
 ) -> list[str]:
     """Return what differs between two runs, in words; an empty list if they are the same.
 
@@ -91,6 +99,7 @@ def differences(
         cut_short: Whether the run with faults was told to stop early. Then it must equal the beginning of the other.
         flipped: Whether bits were flipped in the run with faults. Then a state that was hashed before the flip was
             found does not count: the tail in which it was hashed is done again, and the state is hashed again.
+        varying: Names of objects that differ between untouched runs, too.
     """
     if len(untouched) != len(hurt):
         return [f"{len(hurt)} ranks instead of {len(untouched)}"]
@@ -98,8 +107,63 @@ def differences(
     for rank, (left, right) in enumerate(zip(untouched, hurt, strict=True)):
         texts = [*_batches(left, right, cut_short), *_steps(left, right, cut_short, flipped)]
         texts += [] if cut_short else _ends(left, right)
+        texts += _objects(left, right, varying)
         found += [f"rank {rank}: {text}" for text in texts]
     return found
+
+
+def resumed_differences(
+    untouched: list[RankPrint], stopped: list[RankPrint], resumed: list[RankPrint], varying: Collection[str] = ()
+) -> list[str]:
+    """Return what differs between an untouched run and one that was stopped and resumed from its checkpoint, in words.
+
+    Steps are counted anew in a run that resumes, so the batches of both parts and the ends are compared.
+
+    Args:
+        untouched: The untouched run.
+        stopped: The run that was stopped.
+        resumed: The run that has resumed.
+        varying: See `differences`.
+    """
+    if not len(untouched) == len(stopped) == len(resumed):
+        return [f"{len(stopped)} and {len(resumed)} ranks instead of {len(untouched)}"]
+    found = []
+    for rank, (whole, first, second) in enumerate(zip(untouched, stopped, resumed, strict=True)):
+        both = RankPrint(whole.world, batches={**first.batches})
+        for batch, seen in second.batches.items():
+            both.batches[batch] = seen | both.batches.get(batch, set())
+        both.ends.update({fit: {**end, "end": whole.ends.get(fit, end)["end"]} for fit, end in second.ends.items()})
+        texts = [*_batches(whole, both, cut_short=False), *_ends(whole, both)]
+        if texts:  # what a checkpoint does not hold may be the cause
+            end = {at: objects for at, objects in second.objects.items() if at[1] == "end"}
+            texts += _objects(whole, RankPrint(whole.world, objects=end), varying)
+        found += [f"rank {rank}: {text}" for text in texts]
+    return found
+
+
+def varying_objects(one: list[RankPrint], other: list[RankPrint]) -> set[str]:
+    """Return the names of the objects that differ between two untouched runs, as what keeps times does."""
+    return {
+        name
+        for left, right in zip(one, other, strict=True)
+        for at, objects in left.objects.items()
+        for name in _unlike(objects, right.objects.get(at, {}))
+    }
+
+
+def _unlike(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
+
+
+def _objects(untouched: RankPrint, hurt: RankPrint, varying: Collection[str]) -> list[str]:
+    """Name what differs for the first time, in the order of the steps."""
+    found: dict[str, str] = {}
+    for (fit, at), objects in untouched.objects.items():
+        when = f"at the end{_of(fit)}" if at == "end" else f"after step {at}{_of(fit)}"
+        for name in _unlike(objects, hurt.objects.get((fit, at), objects)):
+            if name not in varying:
+                found.setdefault(name, f"{name} is different {when}")
+    return _few([*found.values()], "objects")
 
 
 def _batches(untouched: RankPrint, hurt: RankPrint, cut_short: bool) -> list[str]:

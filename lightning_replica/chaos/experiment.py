@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_replica._compat.lightning import leave_config_unsaved
+from lightning_replica._compat.lightning import leave_config_unsaved, limit_steps
 from lightning_replica._compat.lightning_names import Checkpoint, pl
+from lightning_replica.callbacks.dying_gasp_checkpoint import DyingGaspCheckpoint
 from lightning_replica.chaos.fault_injector import FaultInjector
 from lightning_replica.chaos.fingerprint import Fingerprint
 from lightning_replica.chaos.places import Place, PlaceCallback
@@ -35,6 +36,10 @@ class Experiment:
         every_n_steps: Steps between fingerprints.
         options: Options of recovery that replace the script's own.
         hurt: Whether any fault strikes, injected or from outside.
+        objects: Whether the user's objects are hashed, too.
+        max_steps: The steps after which each fit ends, if not before; 0 for no limit.
+        saves_to: Where the ranks save when they are told to end; empty if that is left to the script.
+        resumes_from: The checkpoint from which the script resumes; empty for none.
     """
 
     folder: str
@@ -43,6 +48,10 @@ class Experiment:
     every_n_steps: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     hurt: bool = False
+    objects: bool = False
+    max_steps: int = 0
+    saves_to: str = ""
+    resumes_from: str = ""
 
     @classmethod
     def current(cls) -> "Experiment | None":
@@ -70,15 +79,18 @@ class Experiment:
         folder = Path(self.folder)
         injector = FaultInjector(self.faults, spaced=self.spaced, record=folder / STRUCK)
         return [
-            Fingerprint(folder, self.every_n_steps),
+            Fingerprint(folder, self.every_n_steps, self.objects),
             *([injector, _Incidents(folder)] if self.hurt else [_Map(folder)]),
+            *([DyingGaspCheckpoint(self.saves_to)] if self.saves_to else ()),
         ]
 
 
 def overridden(options: RecoveryOptions) -> RecoveryOptions:
     """Return the script's options, except for those that an experiment sets."""
     experiment = Experiment.current()
-    return options if experiment is None else replace(options, **experiment.options)
+    if experiment is None:
+        return options
+    return replace(options, **experiment.options, gasp=options.gasp or bool(experiment.saves_to))
 
 
 def enter(trainer: pl.Trainer) -> None:
@@ -90,6 +102,14 @@ def enter(trainer: pl.Trainer) -> None:
     leave_config_unsaved(trainer)
     place = next((i for i, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), len(callbacks))
     callbacks[place:place] = experiment.callbacks()
+    if experiment.max_steps:
+        limit_steps(trainer, experiment.max_steps)
+
+
+def resumes_from() -> str:
+    """Return the checkpoint that an experiment resumes from; empty for none."""
+    experiment = Experiment.current()
+    return "" if experiment is None else experiment.resumes_from
 
 
 class _Incidents(pl.Callback):

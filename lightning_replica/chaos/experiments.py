@@ -8,15 +8,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lightning_replica.chaos import experiment as in_script
-from lightning_replica.chaos.compare import RankPrint, differences, read
+from lightning_replica.chaos.compare import RankPrint, differences, read, resumed_differences, varying_objects
 from lightning_replica.chaos.experiment import PLACES, STRUCK, VARIABLE, Experiment
 from lightning_replica.chaos.faults import Dice, InjectedFault
 from lightning_replica.chaos.outside import OUTSIDE, Hit, Strike, Striker
 from lightning_replica.chaos.processes import Job, Role
 from lightning_replica.chaos.progress import Progress
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.core.digests import GuardMode
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.exit_codes import GASP_WRITTEN
 from lightning_replica.launch.watch import INSTEAD as STACKS
 from lightning_replica.trainer.extension import VARIABLE as EXTENSION
 
@@ -74,15 +78,30 @@ class Laboratory:
     Args:
         command: The command line that the user would type.
         folder: The folder in which each run gets a folder.
-        every_n_steps: Steps between fingerprints.
+        base: What all runs have in common.
         timeout_s: Seconds after which a run has failed.
+        guard: The ``guard`` of runs with faults; None leaves it to the script. Where ``guard`` is given, hangs are
+            found within seconds, too.
+
+    Attributes:
+        untouched: What the ranks of the untouched run have written.
+        last: The last step at which each place is reached.
+        varying: Names of objects that differ between two untouched runs; empty before `repeat`.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, every_n_steps: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        base: Experiment,
+        timeout_s: float,
+        guard: GuardMode | None = "full",
+    ) -> None:
         self._command, self._folder = list(command), folder
-        self._every, self._timeout_s = every_n_steps, timeout_s
+        self._base, self._timeout_s, self._guard = base, timeout_s, guard
         self.untouched: list[RankPrint] = []
-        self.last: dict[str, int] = {}  # the last step at which each place is reached
+        self.varying: set[str] = set()
+        self.last: dict[str, int] = {}
 
     @property
     def ranks(self) -> int:
@@ -101,7 +120,7 @@ class Laboratory:
             ConfigurationError: If the script fails, or does not train with `replica_zero`.
         """
         folder = self._new("untouched")
-        code = self._execute(Experiment(str(folder), every_n_steps=self._every), folder)
+        code = self._execute(replace(self._base, folder=str(folder)), folder)
         if code != 0:
             raise ConfigurationError(f"The script fails without any fault: {_ended(code)}.\n{_tail(folder)}")
         self.untouched = read(folder)
@@ -113,10 +132,17 @@ class Laboratory:
                 self.last[place] = min(step, self.last.get(place, step))
 
     def repeat(self) -> list[str]:
-        """Run the script untouched once more, and return the differences. The script itself causes these."""
+        """Run the script untouched once more, and return the differences. The script itself causes these.
+
+        Objects that differ count as `varying`, and not as differences.
+        """
         folder = self._new("untouched-again")
-        code = self._execute(Experiment(str(folder), every_n_steps=self._every), folder)
-        return differences(self.untouched, read(folder)) if code == 0 else [f"{_ended(code)}"]
+        code = self._execute(replace(self._base, folder=str(folder)), folder)
+        if code != 0:
+            return [_ended(code)]
+        again = read(folder)
+        self.varying = varying_objects(self.untouched, again) if len(again) == self.ranks else set()
+        return differences(self.untouched, again, varying=self.varying)
 
     def draw(self, dice: Dice, count: int | None, mtbf_steps: float | None) -> list[InjectedFault]:
         """Draw random faults for one run: ``count`` of them, or one every ``mtbf_steps`` steps on average."""
@@ -158,10 +184,32 @@ class Laboratory:
         missed = [*striker.missed, *striker.strikes]
         return self._judge(Result(folder, code, struck, missed, failure), prints)
 
+    def stop_and_resume(self, name: str, fault: InjectedFault) -> Result:
+        """Run the script until ``fault`` ends it with a checkpoint, resume from that, and return the result."""
+        first, second = self._new(f"{name}-1"), self._new(f"{name}-2")
+        saves = second / "checkpoints"
+        stopping = replace(self._hurting(first, 0, [str(fault)]), saves_to=str(saves))
+        code = self._execute(stopping, first)
+        left = _prints(first)
+        struck = _struck(first, left)
+        if not struck:
+            return self._judge(Result(first, code, [], [fault]), left)
+        if code != GASP_WRITTEN:
+            return Result(first, code, struck, [], f"{_ended(code)}\n{_tail(first)}")
+        saved = CheckpointDirectory(saves).tracked or ""
+        resuming = replace(self._base, folder=str(second), resumes_from=str(saves / saved))
+        code = self._execute(resuming, second)
+        rest = _prints(second)
+        if code != 0 or not _came_to_the_end(rest):
+            return Result(second, code, struck, [], f"{_ended(code)}\n{_tail(second)}")
+        found = resumed_differences(self.untouched, left, rest, self.varying)
+        return Result(second, code, [replace(each, recovered=True) for each in struck], [], "", found)
+
     def _hurting(self, folder: Path, count: int, faults: list[str] | None = None, spaced: bool = True) -> Experiment:
-        restarts = count + _RESTARTS_TO_SPARE
-        options = {"max_restarts": restarts, "hang_min_s": _HANG_S[0], "hang_max_s": _HANG_S[1], "guard": "full"}
-        return Experiment(str(folder), faults or [], spaced, self._every, options, hurt=True)
+        options: dict[str, Any] = {"max_restarts": count + _RESTARTS_TO_SPARE}
+        if self._guard is not None:
+            options |= {"hang_min_s": _HANG_S[0], "hang_max_s": _HANG_S[1], "guard": self._guard}
+        return replace(self._base, folder=str(folder), faults=faults or [], spaced=spaced, options=options, hurt=True)
 
     def _step_s(self) -> float:
         """Return the duration of one step of the untouched run, in s."""
@@ -174,7 +222,7 @@ class Laboratory:
         if run.code not in ((0, 128 + signal.SIGTERM) if stopped else (0,)) or not (ended or stopped):
             return replace(run, failure=f"{_ended(run.code)}\n{_tail(run.folder)}")
         flipped = any(each.fault.kind == "corrupt" for each in run.struck)
-        found = differences(self.untouched, prints, cut_short=stopped and not ended, flipped=flipped)
+        found = differences(self.untouched, prints, stopped and not ended, flipped, self.varying)
         return replace(run, differences=found)
 
     def _new(self, name: str) -> Path:

@@ -18,6 +18,7 @@ from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.objects.signature import digest_of
+from lightning_replica.state.reachable import signature_of_all
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
 
 
@@ -68,15 +69,17 @@ class Fingerprint(pl.Callback):
     | of a batch | fit, batch: [epoch, number], data |
     | of a step | fit, step, weights (and buffers), shard, optimizer, random |
     | of the end | fit, end, and those of a step, schedulers, metrics, progress |
+    | of objects | fit, at: the step, or "end", objects: a digest of each attribute by name |
 
     Args:
         folder: Folder of these files; it is created if it does not exist.
         every_n_steps: Steps between hashes of the state; each hash reads the whole state.
+        objects: Whether there are lines of all that modules, callbacks and the data module lead to.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every_n_steps: int = 1) -> None:
+    def __init__(self, folder: str | os.PathLike[str], every_n_steps: int = 1, objects: bool = False) -> None:
         checks.whole(1, every_n_steps=every_n_steps)
-        self._folder, self._every = Path(folder), every_n_steps
+        self._folder, self._every, self._objects = Path(folder), every_n_steps, objects
         self._fit = -1
         self._begun = (-1, -1, -1)  # the newest batch, by epoch and number, and the updates applied before it
 
@@ -108,6 +111,7 @@ class Fingerprint(pl.Callback):
         step = _strategy(trainer).state.step
         if self._begun != (trainer.current_epoch, batch_idx, step) and step % self._every == 0:
             self._write(trainer, {"step": step, **self._state(trainer)})
+            self._write_objects(trainer, step)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write the state at the end of the fit."""
@@ -117,6 +121,11 @@ class Fingerprint(pl.Callback):
             "progress": [trainer.global_step, trainer.current_epoch],
         }
         self._write(trainer, {"end": _strategy(trainer).state.step, **self._state(trainer), **end})
+        self._write_objects(trainer, "end")
+
+    def _write_objects(self, trainer: pl.Trainer, at: int | str) -> None:
+        if self._objects:
+            self._write(trainer, {"at": at, "objects": signature_of_all(trainer)})
 
     def _state(self, trainer: pl.Trainer) -> dict[str, str]:
         state = _strategy(trainer).state

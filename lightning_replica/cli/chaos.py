@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
+from lightning_replica.chaos.experiment import Experiment
 from lightning_replica.chaos.experiments import Laboratory, Result, Struck
 from lightning_replica.chaos.faults import KINDS, Dice, InjectedFault, parse_all
 from lightning_replica.chaos.outside import ROLES, SIGNALS, Hit, Strike, draw
@@ -83,9 +84,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: If options are invalid, or the script cannot be tested.
     """
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        raise ConfigurationError("There is nothing to run: write `lightning-replica chaos -- python train.py`.")
+    command = command_of(options.command, "chaos")
     checks.whole(1, runs=options.runs, every_n_steps=options.every_n_steps)
     checks.whole(1, faults=3 if options.faults is None else options.faults)
     checks.seconds(timeout_s=options.timeout_s)
@@ -97,10 +96,11 @@ def run(options: argparse.Namespace) -> int:
     if options.outside is not None:
         checks.whole(1, outside=options.outside)
         _strikes(options, 0, 1)
-    folder = _folder(options.out)
+    folder = folder_for(options.out, "chaos")
     results: list[Result] = []
     try:
-        results = _series(Laboratory(command, folder, options.every_n_steps, options.timeout_s), options, listed)
+        base = Experiment("", every_n_steps=options.every_n_steps)
+        results = _series(Laboratory(command, folder, base, options.timeout_s), options, listed)
     finally:
         kept = options.out is not None or not results or any(each.verdict != "identical" for each in results)
         if kept:
@@ -117,9 +117,26 @@ def _any_struck(results: list[Result]) -> bool:
     return any(each.struck for each in results)
 
 
-def _folder(out: Path | None) -> Path:
+def command_of(given: list[str], name: str) -> list[str]:
+    """Return the command that trains.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    command = given[1:] if given[:1] == ["--"] else given
+    if not command:
+        raise ConfigurationError(f"There is nothing to run: write `lightning-replica {name} -- python train.py`.")
+    return command
+
+
+def folder_for(out: Path | None, name: str) -> Path:
+    """Return the folder of the runs: ``out``, or a new one.
+
+    Raises:
+        ConfigurationError: If ``out`` is not empty.
+    """
     if out is None:
-        return Path(tempfile.mkdtemp(prefix="lightning-replica-chaos-"))
+        return Path(tempfile.mkdtemp(prefix=f"lightning-replica-{name}-"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"--out {out} is not empty: give a new folder.")
     out.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@ import lightning_replica
 from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
-_COMMANDS = ("doctor", "run", "store", "plan", "inspect", "export", "save", "chaos", "timeline")  # modules of `cli`
+# Modules of `cli`.
+_COMMANDS = ("doctor", "run", "store", "plan", "inspect", "export", "save", "verify", "chaos", "timeline")
 _DESCRIPTION = "Checks machines and jobs before `Trainer(strategy='replica_zero')` runs, and inspects what it leaves."
 
 

@@ -20,12 +20,12 @@ from torchmetrics import Metric
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
-from lightning_replica.core.inexact import Report
+from lightning_replica.core.inexact import Inexact, Report
 from lightning_replica.core.points import PHASES
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
-from lightning_replica.state.objects.capture import Anchors, Root, leads_of
+from lightning_replica.state.objects.capture import Anchors, Recorder, Root, leads_of
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
 from lightning_replica.state.objects.tracked import Taken, Tracked
 
@@ -118,6 +118,13 @@ class Reachable:
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""
         return self._tracked.encoded(taken, limited=True)
+
+
+def signature_of_all(trainer: pl.Trainer) -> Signature:
+    """Return a signature of all that the user's objects hold now, with contents."""
+    anchors = Anchors.of(_anchored(trainer))
+    capture = Recorder(Inexact().report).take(list(_roots(trainer, Tree.of(trainer.lightning_module))), anchors)
+    return signature_of(capture, anchors, contents=True)
 
 
 def _roots(trainer: pl.Trainer, tree: Tree) -> Iterator[Root]:

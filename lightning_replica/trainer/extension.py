@@ -1,6 +1,6 @@
 """A tool that takes part in the training of a script that does not mention it, as `lightning-replica chaos` does.
 
-The environment variable LIGHTNING_REPLICA_EXTENSION names a module with the two functions of `Extension`. So the tool
+The environment variable LIGHTNING_REPLICA_EXTENSION names a module with the functions of `Extension`. So the tool
 may import the trainer, and the trainer does not import the tool. Without the variable this module does nothing.
 """
 
@@ -24,6 +24,9 @@ class Extension(Protocol):
     def enter(self, trainer: pl.Trainer) -> None:
         """Add what the tool needs to a trainer that is about to fit."""
 
+    def resumes_from(self) -> str:
+        """Return the checkpoint from which a fit that is given none resumes; empty for none."""
+
 
 class Nothing:
     """The extension that changes nothing."""
@@ -34,6 +37,10 @@ class Nothing:
 
     def enter(self, trainer: pl.Trainer) -> None:
         """Leave the trainer as it is."""
+
+    def resumes_from(self) -> str:
+        """Name no checkpoint."""
+        return ""
 
 
 def extension() -> Extension:

@@ -247,7 +247,7 @@ class ReplicaZeroStrategy(ModelParallel):
             self.num_nodes,
             extension().overridden(self._given_options),
             self.options_for,
-            WhichCheckpoint(self._resume, self._once).fill_in,
+            WhichCheckpoint(self._resume, self._once, extension().resumes_from()).fill_in,
             logger_runs.hand_over,
         )
 

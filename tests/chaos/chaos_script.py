@@ -1,6 +1,7 @@
-"""Knows nothing of chaos: ``python chaos_script.py RANKS [odd] [slow] [workers] [standby]``.
+"""Knows nothing of chaos: ``python chaos_script.py RANKS [odd] [slow] [workers] [standby] [clock] [hidden]``.
 
-No two "odd" runs are the same. "slow" leaves time to be hit from outside, by which nothing else changes.
+No two "odd" runs are the same. "slow" leaves time to be hit from outside, by which nothing else changes. "clock" keeps
+a time, of which nothing depends. "hidden" depends on a global.
 """
 
 import os
@@ -15,15 +16,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_replica
 
+seen = 0
+
 
 class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.began = time.time() if "clock" in sys.argv else 0
+        self.seen = 0
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         time.sleep(0.3 * ("slow" in sys.argv))
         loss: torch.Tensor = self.net(batch[0]).square().mean()
+        if "hidden" in sys.argv:
+            global seen
+            seen = self.seen = seen + 1
+            loss = loss * seen
         return loss * (1 + os.urandom(1)[0]) if "odd" in sys.argv else loss
 
     def configure_optimizers(self) -> Any:

@@ -36,12 +36,12 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("name", ["chaos", "doctor", "inspect", "plan", "timeline"])
+@pytest.mark.parametrize("name", ["chaos", "verify", "doctor", "inspect", "plan", "timeline"])
 def test_help_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     command = commands()[name]
     assert set(commands()) == {
-        "chaos", "doctor", "export", "import", "inspect", "plan", "run", "save", "store", "timeline"
+        "chaos", "doctor", "export", "import", "inspect", "plan", "run", "save", "store", "timeline", "verify"
     }  # fmt: skip
     assert all(action.help and action.help != argparse.SUPPRESS for action in command._actions)
     text = command.format_help()

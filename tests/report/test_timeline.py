@@ -108,7 +108,8 @@ def test_a_png(tmp_path: Path) -> None:
 
 
 def test_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    lines = [incident(1, inexact={"module.<x>": "it is a file"}), incident(2, why="<script>alert(1)</script>"), failed(3)]
+    inexact = {"module.<x>": "it is a file"}
+    lines = [incident(1, inexact=inexact), incident(2, why="<script>alert(1)</script>"), failed(3)]
     log = write(tmp_path / "log.jsonl", *lines)
     assert main(["timeline", str(log)]) == 0
     page = (tmp_path / "log.html").read_text()

@@ -64,6 +64,9 @@ _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; 
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
 
 
+_OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
+
+
 class Encoder:
     """Turns a capture into plain data.
 
@@ -254,7 +257,8 @@ class Decoder:
         if kind == "#":
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
-            if kind == "!" or current is _MISSING or describe(current) != rest[0]:
+            is_there = kind == "?" and current is not _MISSING and describe(current) == rest[0]
+            if not is_there and not rest[0].startswith(_OURS):
                 self.report(name, f"a {rest[0]} cannot be sent to a replacement", "once")
             return current
         if kind == "~":
