@@ -2,12 +2,23 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 log = logging.getLogger(__name__)
 
-Scope: TypeAlias = Literal["fault", "replacement", "once"]
-"""Which faults a finding concerns: every one, those in which ranks are replaced, or only one that has happened."""
+Scope: TypeAlias = Literal["fault", "replacement", "once", "unknown"]
+"""Which faults a finding concerns: every one, those in which ranks are replaced, or only one that has happened.
+
+"unknown": it may concern every one, and nothing shows whether it does.
+"""
+
+
+_SAID: Final[dict[Scope, str]] = {
+    "fault": "Not exact after a fault",
+    "replacement": "Not exact after a fault",
+    "once": "Not exact",
+    "unknown": "May not be exact after a fault",
+}
 
 
 class Report(Protocol):
@@ -45,8 +56,7 @@ class Inexact:
         """Say why something is not restored, unless that has been said."""
         if name not in self.known:
             self.known[name] = Finding(why, scope)
-            what = "Not exact" if scope == "once" else "Not exact after a fault"
-            log.warning("%s: %s: %s.", what, name, why)
+            log.warning("%s: %s: %s.", _SAID[scope], name, why)
 
     def after(self, replaced: bool) -> dict[str, str]:
         """Return what is not exact after a fault that has just been recovered from: the reasons, by name.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.own_attributes import attributes_of, set_attributes
 
 
 class Backup:
@@ -32,6 +33,7 @@ class Backup:
         self._gradients_are_kept = False
         self._values: list[list[Tensor]] = []
         self._states: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+        self._attributes: list[dict[str, bytes]] = []
         self.whole = False
 
     def keep_gradients(self) -> None:
@@ -53,11 +55,14 @@ class Backup:
             for optimizer in self._optimizers:
                 tensors, scalars = optimizer.state()
                 self._states.append(({name: tensor.clone() for name, tensor in tensors.items()}, dict(scalars)))
+                self._attributes.append(attributes_of(optimizer.optimizer)[0])
         self.whole = True
 
     def restore(self) -> None:
         """Restore everything. Gradients that the window zeroed first have no copy: the window will zero them again."""
         if self.whole:
+            for optimizer, attributes in zip(self._optimizers, self._attributes, strict=True):
+                set_attributes(optimizer.optimizer, attributes)
             for optimizer, values, (tensors, scalars) in zip(self._optimizers, self._values, self._states, strict=True):
                 for buffers, value in zip(optimizer.buffers, values, strict=True):
                     buffers.main.copy_(value)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica.sharding.optimizer import ShardedOptimizer
+from lightning_replica.sharding.own_attributes import attributes_of, set_attributes
 
 _LARGE_BYTES = 2**20
 
@@ -25,6 +26,7 @@ def export_shard(
         Plain data, and flat tensors: for each optimizer, the values of each buffer, its state, and gradients, if asked.
     """
     manifest: dict[str, Any] = {"layouts": [], "tensors": [], "scalars": [], "gradients": []}
+    manifest["attributes"] = [attributes_of(optimizer.optimizer) for optimizer in optimizers]
     flat: list[Tensor] = []
     for optimizer in optimizers:
         tensors, scalars = optimizer.state()
@@ -47,6 +49,8 @@ def import_shard(
     optimizers: Sequence[ShardedOptimizer[Any]], manifest: dict[str, Any], receive: Callable[[Tensor], None]
 ) -> None:
     """Fill the shard with what ``receive`` brings; buffers must already be laid out as ``manifest`` says."""
+    for optimizer, (attributes, _) in zip(optimizers, manifest["attributes"], strict=True):
+        set_attributes(optimizer.optimizer, attributes)
     gradients = iter(manifest["gradients"])
     for optimizer, described, scalars in zip(optimizers, manifest["tensors"], manifest["scalars"], strict=True):
         shapes = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in described.items()}

@@ -78,10 +78,11 @@ class ShardedState:
         self.committed: Commit | None = None
         self._request = Request()
         self._backup: Backup | None = None
-        self._writes = UserWrites(report)
+        self._writes, self._report = UserWrites(report), report
         # Values of the shard before weights were taken into it, between two steps and in a step.
         self._before_window: list[Tensor] | None = None
         self._before_hooks: list[Tensor] | None = None
+        self._is_new = True  # has made no update, as a replacement
         self._attempt: tuple[int, list[int]] | None = None  # a step whose commit failed, and digests of its gradient
         self._memory_lost = False  # a fault hit memory of the device, which may hold anything now
 
@@ -217,7 +218,7 @@ class ShardedState:
                 reach("update")
                 self._update(self.optimizers, self.committed)
             self._guard.renew(self.step + 1, self.optimizers)
-        self.step += 1
+        self.step, self._is_new = self.step + 1, False
         self._backup = self._before_window = self._before_hooks = None
         self._idle()
 
@@ -367,10 +368,18 @@ class ShardedState:
         for optimizer, layout in zip(self.optimizers, manifest["layouts"], strict=True):
             self.gradients.watch(*optimizer.follow_layout(layout))
         moving.import_shard(self.optimizers, manifest, receive)
+        if self._is_new:
+            self._tell_of_attributes(manifest)
+        self._is_new = False
         with self._fence:  # all of it has arrived when the fence is left
             self._guard.reset(manifest["step"], self.optimizers)
         self.step = manifest["step"]
         self._idle()
+
+    def _tell_of_attributes(self, manifest: dict[str, Any]) -> None:
+        for number, (_, left) in enumerate(manifest["attributes"]):
+            for name in left:
+                self._report(f"optimizer {number}.{name}", "it is no plain data, and a replacement has its own", "once")
 
     def rebuild(self) -> None:
         """Gather all parameters, which also repairs what a half-done gather left. Collective."""

@@ -1,6 +1,5 @@
 """What an optimizer holds, moved to a peer or taken back: nothing may be missing for any optimizer of torch."""
 
-import json
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from lightning_replica.core import plain
 from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
@@ -46,7 +46,7 @@ def move(source: ShardedState, target: ShardedState) -> None:
     def receive(tensor: torch.Tensor) -> None:
         tensor.copy_(next(arriving))
 
-    target.import_shard(json.loads(json.dumps(manifest)), receive)
+    target.import_shard(plain.unpack(plain.pack(manifest)), receive)
     assert next(arriving, None) is None
 
 
@@ -131,3 +131,62 @@ def test_weights_that_user_code_wrote_are_taken_where_they_differ(dtype: torch.d
     written = buffers.layout.world[0].start + 7
     assert buffers.main[written] == 5.0
     assert torch.equal(buffers.main != before, torch.arange(len(before)) == written)
+
+
+class Counts(AdamW):
+    """Keeps a counter and more beside its state, and its updates depend on them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.count, self.seen, self.mean = 0, list[int](), torch.zeros(2)
+        self.first = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.file: Any = object()
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        self.seen.append(self.count)
+        self.mean += self.count
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (len(self.seen) + float(self.mean.sum()))
+        return super().step(closure)
+
+
+def with_counts(rank: int, **settings: Any) -> tuple[ShardedState, Counts]:
+    parameters = [nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(7, 3))]
+    optimizer = Counts(parameters)
+    return new_state(Grid.of(4, 2), rank, parameters, [optimizer], bucket_bytes=2000, **settings), optimizer
+
+
+def test_own_attributes_of_an_optimizer_move_with_its_shard() -> None:
+    (source, _), (target, optimizer) = with_counts(0), with_counts(2)
+    own = optimizer.first
+    for seed in (1, 2):
+        update(source, seed)
+    source.step = 2
+    move(source, target)
+    assert (optimizer.count, optimizer.seen, optimizer.mean.tolist()) == (2, [1, 2], [3.0, 3.0])
+    assert optimizer.first is own
+    update(source, 3)
+    update(target, 3)
+    assert digest(source) == digest(target)
+
+
+def test_own_attributes_that_cannot_be_sent_are_named() -> None:
+    (source, _), (target, _) = with_counts(0), with_counts(2)
+    told: list[str] = []
+    target._report = lambda name, why, scope="fault": told.append(name)
+    update(source, 1)
+    source.step = 2
+    move(source, target)
+    assert told == ["optimizer 0.file"]
+
+
+def test_own_attributes_of_an_optimizer_go_back_with_a_batch() -> None:
+    state, optimizer = with_counts(0, manual=True)
+    update(state, 1)
+    backup = Backup(state.optimizers, nullcontext())
+    backup.keep_shard()
+    update(state, 2)
+    update(state, 3)
+    backup.restore()
+    assert (optimizer.count, optimizer.seen, optimizer.mean.tolist()) == (1, [1], [1.0, 1.0])

@@ -768,12 +768,13 @@ def test_what_is_replaced_in_every_step_is_not_kept() -> None:
 
 def test_an_object_that_runs_is_left_alone() -> None:
     module: Any = Module()
-    module.worker = SimpleNamespace(lock=threading.Lock(), jobs=deque([1]))
+    module.worker = SimpleNamespace(thread=threading.Thread(target=print), jobs=deque([1]))
     copies = Copies(module)
     taken = copies.take()
     module.worker.jobs.append(2)
     copies.put(taken)
     assert list(module.worker.jobs) == [1, 2]
+    assert copies.inexact.known["module.worker"].scope == "unknown"
 
 
 def signature(module: LightningModule, contents: bool = True) -> Signature:

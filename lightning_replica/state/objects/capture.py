@@ -33,7 +33,7 @@ from lightning_replica.state.objects.contents import (
     plain_of,
     same_content,
 )
-from lightning_replica.state.objects.kinds import Kind, describe, kind_of, slots_of
+from lightning_replica.state.objects.kinds import HARMLESS, Kind, describe, kind_of, slots_of
 from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
@@ -46,7 +46,7 @@ from lightning_replica.state.objects.records import (
 )
 
 MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
-_CONTAINERS: Final = (Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES)
+_CONTAINERS: Final = (Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM)
 _ALL: Final = 200_000  # objects that are watched
 _IN_TURN: Final = 256  # of the objects in large containers, in one window
 _DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
@@ -139,8 +139,12 @@ class Capture:
             raise TypeError(f"{root.name} is no root of this capture.")
         return record
 
-    def put_back(self) -> list[str]:
-        """Restore all of it, in place. Return the names of what has changed and cannot be restored."""
+    def put_back(self, report: Report) -> None:
+        """Restore all of it, in place.
+
+        Args:
+            report: Called with what has changed and cannot be restored, and with that of which nothing shows it.
+        """
         made: dict[int, Any] = {}
         remade = {key: each for key, each in self.records.items() if isinstance(each, Remade)}
 
@@ -151,17 +155,23 @@ class Capture:
                 made[key] = remade[key].made_again(stands)
             return made.get(key, value)
 
-        lost = []
         for record in self.records.values():
             record.put_back(stands)
-            if isinstance(record, Unknown) and not record.is_same():
-                lost.append(record.name)
+            if isinstance(record, Unknown):
+                _tell_of(record, report)
         for held, copy in self.copies:
             if copy is not None:
                 held.put_back(copy)
             elif held.look():
-                lost.append(held.name)
-        return lost
+                report(held.name, "it has changed in the step that is repeated, and cannot be restored", "once")
+
+
+def _tell_of(record: Unknown, report: Report) -> None:
+    changed, what = record.has_changed(), describe(record.value)
+    if changed:
+        report(record.name, f"it is a {what}, which has changed and cannot be restored")
+    elif changed is None and not isinstance(record.value, HARMLESS):
+        report(record.name, f"it is a {what}, and nothing shows whether it changes", "unknown")
 
 
 class Recorder:
@@ -275,6 +285,8 @@ class Recorder:
                 yield ~id(value), Slots(value, name)
         else:
             record = OF_KIND.get(kind, Unknown)(value, name)
+            if isinstance(record, Unknown) and record.advances:
+                self._tell_of_unknown(record)
             if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):
                 return
             yield key, record

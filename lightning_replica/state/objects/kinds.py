@@ -7,16 +7,19 @@ in place, it cannot change, or it is opaque: then a change can at most be seen, 
 import array
 import collections
 import contextlib
+import contextvars
 import datetime
 import decimal
 import enum
 import fractions
 import functools
+import hashlib
 import io
 import itertools
 import logging
 import multiprocessing.process
 import pathlib
+import pickle
 import queue
 import random
 import re
@@ -26,6 +29,7 @@ import threading
 import types
 import uuid
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -53,6 +57,7 @@ class Kind(enum.Enum):
     TENSOR = "tensor"
     ARRAY = "array of NumPy"
     BYTES = "bytearray or array.array"
+    STREAM = "io.BytesIO or io.StringIO"
     GENERATOR = "generator of random numbers"
     ITERATOR = "built-in iterator, which is made again"
     FUNCTION = "function, method or partial"
@@ -68,7 +73,7 @@ _IMMUTABLE: Final = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, np.generic, enum.Enum),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
-    *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.BuiltinFunctionType, types.CodeType),
+    *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.CodeType),
     *(types.GenericAlias, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property),
     *(np.ufunc, logging.Logger, logging.Handler, torch.finfo, torch.iinfo),
 )
@@ -76,21 +81,30 @@ _IMMUTABLE: Final = (
 _CLOSED: Final = (
     *(DataLoader, Sampler, Optimizer, LRScheduler, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
     *(torch.distributed.Store, torch.jit.ScriptModule),
+    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.local),
 )
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.utils.data.dataloader", "torch.distributed.", "torch.optim.")
 # Part of something that runs: to put its attributes back would break it.
 _LIVE: Final = (
-    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread),
-    *(threading.local, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
-    *(queue.Queue, queue.SimpleQueue),
+    *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
+    queue.SimpleQueue,
 )
+_STREAMS: Final = (io.BytesIO, io.StringIO)
 _ITERATORS: Final[tuple[type, ...]] = (
     *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70))), type(iter("")), type(iter(b""))),
-    *(type(reversed([])), enumerate, zip, map, filter, reversed),
+    *(type(iter({})), type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter(bytearray()))),
+    *(type(iter(collections.deque())), type(reversed(collections.deque())), type(iter(int, 1))),
+    *(type(reversed([])), type(reversed({})), enumerate, zip, map, filter, reversed),
 )
 # Until Python 3.14 they can be made again.
 ITERTOOLS: Final = tuple(each for each in vars(itertools).values() if isinstance(each, type))
 _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__" in vars(each))
+
+# They hold no state of the training, or none that a result depends on.
+HARMLESS: Final = (
+    *(*_LIVE, weakref.ReferenceType, weakref.ProxyType, contextvars.ContextVar, types.MappingProxyType),
+    *(type(functools.lru_cache(len)), types.TracebackType, types.FrameType, types.GetSetDescriptorType),
+)
 
 _slots: dict[type, tuple[str, ...]] = {}
 _known: dict[type, Kind] = dict.fromkeys(ATOMS, Kind.ATOM)
@@ -130,22 +144,23 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.SET, (set,)),
     (Kind.ARRAY, (np.ndarray,)),
     (Kind.BYTES, (bytearray, array.array)),
+    (Kind.STREAM, _STREAMS),
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
-    (Kind.FUNCTION, (types.FunctionType, types.MethodType, functools.partial)),
+    (Kind.FUNCTION, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)),
     (Kind.CELL, (types.CellType,)),
     (Kind.OPAQUE, (*_LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
 )
 
 
 def is_live(value: Any) -> bool:
-    """Return whether an object holds a thread, a lock, a file or the like: it is part of something that runs."""
+    """Return whether an object holds a thread, a process, a file or the like: it is part of something that runs."""
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     return not isinstance(value, nn.Module) and any(map(_is_live, [*attributes.values()]))
 
 
 def _is_live(value: Any) -> bool:
-    return isinstance(value, _LIVE)
+    return isinstance(value, _LIVE) and not isinstance(value, _STREAMS)
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
@@ -198,6 +213,14 @@ def probe(value: Any) -> Any:
     return None
 
 
+def picture_of(value: Any) -> bytes | None:
+    """Return a digest of what an opaque value is pickled as; None if it cannot be pickled."""
+    try:
+        return hashlib.sha256(pickle.dumps(value, protocol=4)).digest()
+    except Exception:  # any code may run
+        return None
+
+
 def random_state(generator: Any) -> Any:
     """Return the state of one of `GENERATORS`."""
     if isinstance(generator, random.Random):
@@ -239,6 +262,9 @@ def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(function, types.MethodType):
         yield ".__self__", function.__self__
         yield from closure_of(function.__func__)
+    elif isinstance(function, types.BuiltinFunctionType):
+        if not isinstance(function.__self__, (types.ModuleType, type(None))):
+            yield ".__self__", function.__self__
     elif isinstance(function, functools.partial):
         yield ".func", function.func
         yield ".args", function.args

@@ -5,9 +5,11 @@ refers to what is the same after a restoration, whatever it is.
 """
 
 import copy
+import functools
 import operator
+import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
     iterator_of,
+    picture_of,
     probe,
     random_state,
     reduced,
@@ -248,6 +251,26 @@ class Bytes(Record):
             self.value[:] = self.content
 
 
+class Stream(Record):
+    """The content of a stream in memory, and where it stands."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.content = self._now()
+
+    def _now(self) -> tuple[Any, int] | None:
+        return None if self.value.closed else (self.value.getvalue(), self.value.tell())
+
+    def is_same(self) -> bool:
+        return self._now() == self.content
+
+    def put_back(self, stands: Stands) -> None:
+        if self.content is not None and not self.is_same():
+            fill_stream(self.value, *self.content)
+
+
 class Randomness(Record):
     """The state of a generator of random numbers."""
 
@@ -267,25 +290,26 @@ class Randomness(Record):
 class Iterated(Remade):
     """How far a built-in iterator has come."""
 
-    __slots__ = ("arguments", "function", "state")
+    __slots__ = ("_parts", "arguments", "function", "state")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.function, self.arguments, self.state = reduced(value)
+        # A chain has the iterators that it is in, and a cycle a list of what it has yielded.
+        self._parts = self.state if isinstance(self.state, tuple) else ()
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        parts = self.state if isinstance(self.state, tuple) else ()  # a cycle has a list of what it has yielded
-        return (("", part) for part in (*self.arguments, *parts))
+        return (("", part) for part in (*self.arguments, *self._parts))
 
     def is_same(self) -> bool:
         function, arguments, state = reduced(self.value)
         return function is self.function and _are_same(arguments, self.arguments) and _are_same((state,), (self.state,))
 
     def made_again(self, stands: Stands) -> Any:
-        others = list(map(stands, self.arguments))
-        if self.is_same() and all(map(operator.is_, others, self.arguments)):
+        others, parts = list(map(stands, self.arguments)), tuple(map(stands, self._parts))
+        if self.is_same() and all(map(operator.is_, (*others, *parts), (*self.arguments, *self._parts))):
             return self.value
-        return iterator_of(self.function, others, self.state)
+        return iterator_of(self.function, others, parts if isinstance(self.state, tuple) else self.state)
 
 
 def _are_same(now: Any, then: Any) -> bool:
@@ -293,7 +317,8 @@ def _are_same(now: Any, then: Any) -> bool:
         return False
     pairs = zip(now, then, strict=True)
     return all(
-        a is b or (type(a) is type(b) and (_are_same(a, b) if isinstance(a, tuple) else type(a) is int and a == b))
+        a is b
+        or (type(a) is type(b) and (_are_same(a, b) if isinstance(a, (tuple, list)) else type(a) is int and a == b))
         for a, b in pairs
     )
 
@@ -328,7 +353,7 @@ class Variable(Record):
 
 
 class Closure(Record):
-    """What a function refers to. That cannot change itself, but for its defaults."""
+    """What a function refers to."""
 
     __slots__ = ("parts",)
 
@@ -341,10 +366,12 @@ class Closure(Record):
         return self.parts
 
     def is_same(self) -> bool:
-        return True
+        now = list(closure_of(self.value)) if self.parts else []
+        return len(now) == len(self.parts) and all(a is b for (_, a), (_, b) in zip(now, self.parts, strict=True))
 
     def put_back(self, stands: Stands) -> None:
-        """Do nothing: the parts have records of their own."""
+        """Make the function refer to what it has referred to. These objects have records of their own."""
+        refer(self.value, {name: stands(value) for name, value in self.parts})
 
 
 class Graphed(Remade):
@@ -407,16 +434,31 @@ class ObjectItems(Items):
 
 
 class Unknown(Record):
-    """An object whose content is not known, and what shows that it has changed."""
+    """An object whose content is not known, and what shows that it has changed.
 
-    __slots__ = ("mark",)
+    What only its pickled form shows is looked at when a capture is put back, and not in each step.
+    """
+
+    __slots__ = ("mark", "picture")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.mark = probe(value)
+        self.picture = picture_of(value) if self.mark is None and not self.advances else None
+
+    @property
+    def advances(self) -> bool:
+        """Whether it is an iterator of which nothing shows how far it has come."""
+        return self.mark is None and hasattr(self.value, "__next__")
 
     def is_same(self) -> bool:
         return bool(probe(self.value) == self.mark)
+
+    def has_changed(self) -> bool | None:
+        """Return whether it has changed since it was recorded; None if nothing shows that."""
+        if self.mark is not None:
+            return not self.is_same()
+        return None if self.picture is None else picture_of(self.value) != self.picture
 
     def put_back(self, stands: Stands) -> None:
         """Do nothing: it cannot be done. `Recorder` has reported it."""
@@ -429,12 +471,32 @@ OF_KIND: dict[Kind, type[Record]] = {
     Kind.SET: Members,
     Kind.ARRAY: ObjectItems,
     Kind.BYTES: Bytes,
+    Kind.STREAM: Stream,
     Kind.GENERATOR: Randomness,
     Kind.ITERATOR: Iterated,
     Kind.FUNCTION: Closure,
     Kind.CELL: Variable,
     Kind.OPAQUE: Unknown,
 }
+
+
+def refer(function: Any, parts: Mapping[str, Any]) -> None:
+    """Make a function or a partial refer to ``parts``, which are named as `closure_of` does; cells hold their own."""
+    if not parts or all(value is parts[name] for name, value in closure_of(function)):
+        return
+    if isinstance(function, types.FunctionType):
+        function.__defaults__, function.__kwdefaults__ = parts[".__defaults__"], parts[".__kwdefaults__"]
+    elif isinstance(function, functools.partial):
+        state = *(parts[name] for name in (".func", ".args", ".keywords")), vars(function)
+        function.__setstate__(state)  # type: ignore[attr-defined]
+
+
+def fill_stream(stream: Any, content: Any, place: int) -> None:
+    """Make a stream in memory hold ``content``, and stand at ``place``."""
+    stream.seek(0)
+    stream.truncate()
+    stream.write(content)
+    stream.seek(place)
 
 
 def is_registered(value: Any, name: str) -> bool:

@@ -18,7 +18,16 @@ from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.capture import Anchors, Capture, Content, Recorder, Root
 from lightning_replica.state.objects.contents import plain_of
 from lightning_replica.state.objects.kinds import Kind, describe, kind_of, probe
-from lightning_replica.state.objects.records import Bytes, Graphed, Iterated, Members, Randomness, Record, Unknown
+from lightning_replica.state.objects.records import (
+    Bytes,
+    Graphed,
+    Iterated,
+    Members,
+    Randomness,
+    Record,
+    Stream,
+    Unknown,
+)
 
 Signature: TypeAlias = dict[str, str]
 """Digests by name, as ``module.rnn._flat_weights``."""
@@ -128,6 +137,8 @@ def _text_of(record: Record) -> str:
         return " ".join(sorted(map(repr, record.members)))
     if isinstance(record, Randomness):
         return repr(record.state if not isinstance(record.state, Tensor) else record.state.tolist())
+    if isinstance(record, Stream):
+        return repr(record.content)
     if isinstance(record, Bytes):
         return repr(record.content)
     if isinstance(record, Iterated):

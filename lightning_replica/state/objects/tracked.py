@@ -66,14 +66,13 @@ class Tracked:
 
     def put_back(self, taken: Taken) -> None:
         """Restore what `take` returned."""
-        for name in taken.capture.put_back():
-            self._report(name, "it has changed in the step that is repeated, and cannot be restored", "once")
+        taken.capture.put_back(self._report)
         self._recorder.forget()
 
     def return_to_beginning(self) -> None:
         """Restore what the objects held in the beginning."""
         if self._first is not None:
-            self._first.put_back()
+            self._first.put_back(self._report)
             self._recorder.forget()
 
     def put_sent(self, roots: Iterable[Root], anchored: Iterable[tuple[str, Any]], sent: Iterable[Any]) -> None:

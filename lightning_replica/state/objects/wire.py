@@ -11,6 +11,7 @@ What cannot be sent is left as the other process has built it, and is reported.
 
 import array
 import enum
+import io
 import random
 import sys
 from collections import OrderedDict, deque
@@ -55,8 +56,11 @@ from lightning_replica.state.objects.records import (
     Randomness,
     Record,
     Slots,
+    Stream,
     Variable,
+    fill_stream,
     is_registered,
+    refer,
 )
 
 _MISSING: Final = object()
@@ -140,7 +144,8 @@ class Encoder:
 
     def _left_out(self, value: Any) -> list[Any]:
         """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""
-        is_new = self._first is not None and id(value) not in self._first.records
+        recorded = kind_of(value) is not Kind.CLOSED
+        is_new = recorded and self._first is not None and id(value) not in self._first.records
         return ["!" if is_new else "?", describe(value)]
 
     def _encode_tensor(self, value: Tensor, number: int, name: str) -> Any:
@@ -208,6 +213,8 @@ class Encoder:
         if isinstance(record, Bytes):
             code = value.typecode if isinstance(value, array.array) else ""
             return ["bytes", number, code, bytes(record.content)]
+        if isinstance(record, Stream) and record.content is not None:
+            return ["stream", number, *record.content]
         if isinstance(record, Closure):
             parts = [part for _, part in record.children()]
             return ["function", number, title_of(value), all_of(parts)]
@@ -321,7 +328,9 @@ class Decoder:
             self.report(name, f"the function {title} cannot be sent to a replacement", "once")
             return current
         self._keep(number, current)
-        self._all(sent, [part for _, part in closure_of(current)], name)
+        names, parts = zip(*closure_of(current), strict=True) if sent else ((), ())
+        if len(parts) == len(sent):
+            refer(current, dict(zip(names, self._all(sent, list(parts), name), strict=True)))
         return current
 
     def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -351,6 +360,13 @@ class Decoder:
         if type(current) is type(made):
             current[:] = made
             return current
+        return made
+
+    def _stream(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        values, place = content
+        made = io.StringIO() if isinstance(values, str) else io.BytesIO()
+        made = current if isinstance(current, type(made)) and not current.closed else made
+        fill_stream(made, values, place)
         return made
 
     def _cell(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -581,12 +597,14 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "object": Decoder._object,
     "random": Decoder._random,
     "set": Decoder._set,
+    "stream": Decoder._stream,
     "tensor": Decoder._tensor,
     "tuple": Decoder._tuple,
     "view": Decoder._view,
     "with": Decoder._with,
 }
-_BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *ITERTOOLS)
+_OF_DEQUES: Final[tuple[Any, ...]] = (type(iter(deque())), type(reversed(deque())))
+_BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *_OF_DEQUES, *ITERTOOLS)
 _ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {each.__name__: each for each in _BUILT_IN}
 _PATHS: Final[Mapping[str, Any]] = {
     each.__name__: each for each in (PosixPath, PurePosixPath, WindowsPath, PureWindowsPath)

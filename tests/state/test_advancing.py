@@ -1,0 +1,207 @@
+"""Objects that advance by being used: iterators, streams, queues, functions that keep something. Put back, and sent."""
+
+import functools
+import io
+import itertools
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+
+from tests.state.test_reachable import Copies, put_sent
+
+ITERATORS: dict[str, Callable[[], Any]] = {
+    "list": lambda: iter(list(range(40))),
+    "reversed list": lambda: reversed(list(range(40))),
+    "tuple": lambda: iter(tuple(range(40))),
+    "text": lambda: iter("abcdefghij" * 4),
+    "range": lambda: iter(range(40)),
+    "keys": lambda: iter({n: n for n in range(40)}),
+    "values": lambda: iter({n: n for n in range(40)}.values()),
+    "items": lambda: iter({n: n for n in range(40)}.items()),
+    "set": lambda: iter(set(range(40))),
+    "deque": lambda: iter(deque(range(40))),
+    "reversed deque": lambda: reversed(deque(range(40))),
+    "bytearray": lambda: iter(bytearray(range(40))),
+    "callable": lambda: iter(Counter(), 99),
+    "enumerate": lambda: enumerate("abcdefghij" * 4),
+    "zip": lambda: zip(range(40), "abcdefghij" * 4, strict=False),
+    "map": lambda: map(abs, range(40)),
+    "filter": lambda: filter(None, range(40)),
+    "map of zip": lambda: map(max, zip(range(40), range(40, 0, -1), strict=True)),
+}
+# Python 3.14 says nothing of how far these have come, but of two.
+FROM_ITERTOOLS: dict[str, Callable[[], Any]] = {
+    "count": lambda: itertools.count(3, 2),
+    "repeat": lambda: itertools.repeat(3, 40),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "chain": lambda: itertools.chain([1, 2], range(3, 40)),
+    "islice": lambda: itertools.islice(range(100), 2, None, 2),
+    "accumulate": lambda: itertools.accumulate(range(40)),
+    "product": lambda: itertools.product([1, 2], [3, 4, 5], [1, 2, 3]),
+    "permutations": lambda: itertools.permutations(range(4)),
+    "dropwhile": lambda: itertools.dropwhile(bool, range(40)),
+    "starmap": lambda: itertools.starmap(pow, [(n, 2) for n in range(40)]),
+    "compress": lambda: itertools.compress(range(60), itertools.cycle([1, 0])),
+}
+KNOWN = {**ITERATORS, **(FROM_ITERTOOLS if sys.version_info < (3, 14) else {})}
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self) -> int:
+        self.n += 1
+        return self.n
+
+
+def module_with(value: Any) -> Any:
+    module: Any = LightningModule()
+    module.it = value
+    return module
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("name", KNOWN)
+def test_iterators(name: str, steps: int) -> None:
+    module = module_with(KNOWN[name]())
+    copies = Copies(module)
+    for _ in range(steps):
+        next(module.it)
+    taken = copies.take()
+    sent = copies.private(taken)
+    expected = [next(module.it) for _ in range(4)]
+    copies.take()
+    next(module.it)
+    for _ in range(2):
+        copies.put(taken)
+        assert [next(module.it) for _ in range(4)] == expected
+    fresh = module_with(KNOWN[name]())
+    found = put_sent(fresh, sent)
+    assert [next(fresh.it) for _ in range(4)] == expected
+    assert copies.inexact.known == found.inexact.known == {}
+
+
+def test_an_iterator_of_which_nothing_is_known() -> None:
+    copies = Copies(module_with(itertools.pairwise(range(9))))
+    ((name, finding),) = copies.inexact.known.items()
+    assert name == "module.it"
+    assert finding.why == "it is a itertools.pairwise, which changes and cannot be restored"
+
+
+class Holder:
+    """State of many kinds that advances."""
+
+    def __init__(self) -> None:
+        self.bytes, self.text = io.BytesIO(b"begin"), io.StringIO()
+        self.queue: Any = queue.Queue()
+        self.last: Any = queue.LifoQueue()
+        self.event, self.lock, self.room = threading.Event(), threading.Lock(), threading.Semaphore(3)
+        self.items: list[int] = []
+        self.add: Any = self.items.append  # a bound method of a list
+        self.partial = functools.partial(next, iter(range(100)))
+        self.default = lambda *, count=itertools.count(): next(count)  # noqa: B008
+        self.nested = [iter([iter("abc"), iter("de")])]
+
+    def advance(self, n: int) -> None:
+        self.bytes.seek(2)
+        self.bytes.write(bytes([n, n]))
+        self.text.write(str(n))
+        self.queue.put(n)
+        self.last.put(n)
+        self.add(n)
+        self.partial()
+        self.room.acquire(blocking=False)
+        if n % 2:
+            self.event.set()
+        else:
+            self.event.clear()
+
+    def seen(self) -> list[Any]:
+        return [
+            (self.bytes.getvalue(), self.bytes.tell(), self.text.getvalue(), self.text.tell()),
+            (list(self.queue.queue), list(self.last.queue), self.queue.unfinished_tasks),
+            (self.event.is_set(), self.room._value, self.items, self.add.__self__ is self.items),
+        ]
+
+
+def test_streams_queues_and_what_has_a_lock() -> None:
+    module = module_with(Holder())
+    copies = Copies(module)
+    module.it.advance(1)
+    taken, was = copies.take(), module.it.seen()
+    sent = copies.private(taken)
+    following = module.it.partial()
+    for n in (2, 4):
+        module.it.advance(n)
+        copies.take()
+    copies.put(taken)
+    assert module.it.seen() == was
+    assert module.it.partial() == following
+    fresh = module_with(Holder())
+    found = put_sent(fresh, sent)
+    assert fresh.it.seen() == was
+    assert fresh.it.partial() == following
+    assert copies.inexact.known == found.inexact.known == {}
+
+
+def test_a_stream_is_emptied_and_stays_the_same_object() -> None:
+    module = module_with(io.StringIO())
+    copies = Copies(module)
+    stream, taken = module.it, copies.take()
+    stream.write("later")
+    copies.take()
+    copies.put(taken)
+    assert module.it is stream
+    assert (stream.getvalue(), stream.tell()) == ("", 0)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there, nothing is known of a count in itertools")
+def test_an_iterator_in_a_default_value() -> None:
+    module = module_with(Holder())
+    copies = Copies(module)
+    module.it.default()
+    taken = copies.take()
+    assert module.it.default() == 1
+    copies.take()
+    copies.put(taken)
+    assert module.it.default() == 1
+
+
+class Opaque:
+    """As an object of a C library: it has no attributes, but it can be pickled."""
+
+    __slots__ = ()
+    values: dict[int, list[int]] = {}
+
+    def __reduce__(self) -> Any:
+        return Opaque, (), tuple(self.values.setdefault(id(self), []))
+
+
+def test_an_opaque_object_that_changes_is_named_when_it_is_put_back() -> None:
+    module = module_with(Opaque())
+    copies = Copies(module)
+    taken = copies.take()
+    copies.put(taken)
+    assert copies.inexact.known == {}
+    Opaque.values[id(module.it)].append(1)
+    copies.put(taken)
+    ((name, finding),) = copies.inexact.known.items()
+    assert (name, finding.scope) == ("module.it", "fault")
+    assert finding.why == "it is a tests.state.test_advancing.Opaque, which has changed and cannot be restored"
+
+
+def test_an_opaque_object_of_which_nothing_is_known() -> None:
+    module = module_with(queue.SimpleQueue())
+    module.lock, module.ref = threading.Lock(), __import__("weakref").ref(module)
+    module.thing = object.__new__(type("Thing", (), {"__slots__": (), "__reduce__": lambda self: 1 / 0}))
+    copies = Copies(module)
+    copies.put(copies.take())
+    assert {name: finding.scope for name, finding in copies.inexact.known.items()} == {"module.thing": "unknown"}
+    assert copies.inexact.after(replaced=True) == {}
