@@ -12,10 +12,10 @@ from typing import Any
 
 from lightning_replica._compat.lightning import leave_config_unsaved, limit_steps
 from lightning_replica._compat.lightning_names import Checkpoint, pl
-from lightning_replica.callbacks.dying_gasp_checkpoint import DyingGaspCheckpoint
 from lightning_replica.chaos.fault_injector import FaultInjector
 from lightning_replica.chaos.fingerprint import Fingerprint
 from lightning_replica.chaos.places import Place, PlaceCallback
+from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.recovery.incident import Incident
@@ -81,7 +81,7 @@ class Experiment:
         return [
             Fingerprint(folder, self.every_n_steps, self.objects),
             *([injector, _Incidents(folder)] if self.hurt else [_Map(folder)]),
-            *([DyingGaspCheckpoint(self.saves_to)] if self.saves_to else ()),
+            *([_Saves(Path(self.saves_to))] if self.saves_to else ()),
         ]
 
 
@@ -120,6 +120,19 @@ class _Incidents(pl.Callback):
 
     def on_incident(self, trainer: pl.Trainer, pl_module: pl.LightningModule, incident: Incident) -> None:
         self._log.add(incident, trainer.global_rank)
+
+
+class _Saves(pl.Callback):
+    """Makes the ranks save to a directory when they are told to end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._directory = CheckpointDirectory(folder)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.is_global_zero:
+            self._directory.prepare()
+        strategy.gasps_to(self._directory)
 
 
 class _Map(PlaceCallback):

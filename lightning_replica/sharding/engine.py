@@ -304,6 +304,12 @@ class Engine(Recoverable, Protocol):
             The whole state on rank 0, an empty one on the other ranks.
         """
 
+    def own_attributes(self) -> list[dict[str, bytes]]:
+        """Return what the user's optimizers keep in attributes of their own, packed."""
+
+    def set_own_attributes(self, attributes: Sequence[Mapping[str, bytes]]) -> None:
+        """Give the user's optimizers what `own_attributes` has returned."""
+
     def load_optimizer(self, number: int, saved: Mapping[str, Any], main: Mapping[int, Tensor] | None = None) -> None:
         """Load this rank's part of a state that `gather_optimizer`, or any unsharded optimizer, has written.
 

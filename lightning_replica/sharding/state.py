@@ -31,6 +31,7 @@ from lightning_replica.sharding.gradients import Gradients
 from lightning_replica.sharding.guard import Guard, digest
 from lightning_replica.sharding.listing import shard_tensors, words_of
 from lightning_replica.sharding.optimizer import ShardedOptimizer, buffers_of, scale_gradients, shard_optimizers
+from lightning_replica.sharding.own_attributes import attributes_of, set_attributes
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.user_writes import UserWrites
 from lightning_replica.sharding.voting import vote
@@ -407,6 +408,15 @@ class ShardedState:
     def gather_optimizer(self, optimizer: Optimizer) -> WholeOptimizer:
         """Collect an optimizer's state. Collective over the first replica."""
         return gather_optimizer(self._sharded(optimizer), self._groups, self._check)
+
+    def own_attributes(self) -> list[dict[str, bytes]]:
+        """Return what the user's optimizers keep in attributes of their own, packed."""
+        return [attributes_of(optimizer.optimizer)[0] for optimizer in self.optimizers]
+
+    def set_own_attributes(self, attributes: Sequence[Mapping[str, bytes]]) -> None:
+        """Give the user's optimizers what `own_attributes` has returned."""
+        for optimizer, each in zip(self.optimizers, attributes, strict=False):
+            set_attributes(optimizer.optimizer, each)
 
     def load_optimizer(self, number: int, saved: Mapping[str, Any], main: Mapping[int, Tensor] | None = None) -> None:
         """Load this rank's part of a whole state."""

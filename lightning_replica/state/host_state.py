@@ -1,7 +1,7 @@
 """The host state of a rank as recovery uses it: snapshots that are taken, sent, adopted and restored."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.frozen import FrozenCopies
 from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
-from lightning_replica.state.objects.tracked import LEFT_OUT
+from lightning_replica.state.objects.tracked import LEFT_OUT, Taken
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.state.structure import Outline, Structure, follow
 
@@ -61,6 +61,27 @@ class LightningHostState:
         self.resume: Snapshot | None = None  # where the fit loop resumes; set by `restore`
 
     # Taking
+
+    def begin_to_save(self) -> None:
+        """Leave out of checkpoints what objects hold now, before anything is loaded and before the first batch."""
+        self._copies.reachable.begin_to_save(self._reached())
+
+    def _reached(self) -> Taken:
+        return self._copies.reachable.take(Tree.of(self._trainer.lightning_module), window=False)
+
+    def saved(self, taken: Snapshot) -> Snapshot:
+        """Return a snapshot with what belongs in a checkpoint of the objects of the user, instead of what is mirrored.
+
+        Called when the shard is at the snapshot's step.
+        """
+        reached = taken.reached if taken.reached.capture.roots else self._reached()
+        objects = self._copies.reachable.saved(reached)
+        attributes = self._state.own_attributes()
+        return replace(
+            taken,
+            mirrored=plain.pack(objects) if objects else b"",
+            attributes=plain.pack(attributes) if any(attributes) else b"",
+        )
 
     def begin(self, loaded: Snapshot | None) -> Snapshot:
         """Take the snapshot of the tail before the first step, when the fit has not begun or not resumed ``loaded``."""
@@ -274,7 +295,7 @@ class LightningHostState:
 
         What the predecessor had not changed, the script has built.
         """
-        left = {name for sent in taken.sent for root, names in sent if root == LEFT_OUT for name in names}
+        left = _left_out_of(taken)
         whole = plain.unpack(taken.replicated.pop("attributes"), placed=True)
         whole = [[root, [pair for pair in pairs if f"{root}.{pair[0]}" in left]] for root, pairs in whole]
         taken.sent = (whole, *taken.sent)
@@ -329,10 +350,15 @@ class LightningHostState:
 
     def load(self, taken: Snapshot) -> None:
         """Begin this fit at a snapshot that a checkpoint held."""
+        for name in _left_out_of(taken):
+            self._inexact.report(name, "it was too large for the checkpoint from which this fit resumes", "once")
+        self._state.set_own_attributes(plain.unpack(taken.attributes) if taken.attributes else [])
         if "callbacks" in taken.replicated:
             snapshots.restore(self._trainer, taken, self._copies, same_fit=False)
         else:
             snapshots.restore_progress(self._trainer, taken)
+            for sent in taken.sent:
+                self._copies.reachable.put_sent(sent)
         if taken.place in ("batch", "tail", "batch_end", "validation_end"):
             self._rewind(taken)
         else:
@@ -384,3 +410,8 @@ class LightningHostState:
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return _call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def _left_out_of(taken: Snapshot) -> set[str]:
+    """Return the names of what another process has left out, because it was too large."""
+    return {name for sent in taken.sent for root, names in sent if root == LEFT_OUT for name in names}

@@ -44,6 +44,7 @@ class _Bare(Metric):
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule()))
 _OF_DATA: Final = frozenset(vars(pl.LightningDataModule()))
+_LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
 
@@ -115,6 +116,14 @@ class Reachable:
         """Return what has changed since training began, as plain data."""
         return self._tracked.encoded(taken, limited=False)
 
+    def begin_to_save(self, taken: Taken) -> None:
+        """Leave out of `saved` what is as in ``taken``: what hooks have set before the first batch."""
+        self._tracked.begin_to_save(taken)
+
+    def saved(self, taken: Taken) -> list[Any]:
+        """Return what belongs in a checkpoint, as plain data."""
+        return self._tracked.saved(taken)
+
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""
         return self._tracked.encoded(taken, limited=True)
@@ -140,7 +149,7 @@ def _roots(trainer: pl.Trainer, tree: Tree) -> Iterator[Root]:
             yield Root(each, name, _OF_TORCH, leads_of(each, _OF_TORCH))
     for place, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         if is_users(callback):
-            yield Root(callback, f"callback {place} ({type(callback).__name__})")
+            yield Root(callback, f"callback {place} ({type(callback).__name__})", _LOGGING)
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)

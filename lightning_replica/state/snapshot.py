@@ -73,8 +73,10 @@ class Snapshot:
         metric_states: States of torchmetrics objects in the module.
         reached: What the user's objects hold; empty on a replacement.
         mirrored: The part of it that is mirrored, packed.
+        attributes: What optimizers keep beside their state, packed; only for checkpoints.
         data_setups: How training loaders and validation loaders were made, if they are made more than once.
-        sent: On a replacement, what the objects of its peer held, then those of its predecessor, which take precedence.
+        sent: What objects held in another process: on a replacement, those of its peer, then those of its predecessor,
+            which take precedence; from a checkpoint, those of the rank that wrote it.
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
         frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
@@ -97,12 +99,17 @@ class Snapshot:
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     reached: Taken = field(default_factory=Taken)
     mirrored: bytes = b""
+    attributes: bytes = b""
     data_setups: list[DataSetup | None] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
     own: bytes = b""
     schedulers: list[Any] | None = None
     structure: Structure | None = None
     frozen: FrozenValues = field(default_factory=list)
+
+    def take_over(self, packed: bytes) -> None:
+        """Take over what objects held in another process."""
+        self.mirrored, self.sent = packed, (plain.unpack(packed, placed=True),) if packed else ()
 
     @property
     def place(self) -> Place | None:
@@ -120,7 +127,7 @@ class Snapshot:
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
         rest = [self.loss, self.fresh, self._packed_states(), self.mirrored, self.own, setups, list(self.fetching)]
-        return plain.pack_lists([self.rng, self.results, *loaders, *rest, self.extras])
+        return plain.pack_lists([self.rng, self.results, *loaders, *rest, self.extras, self.attributes])
 
     def _packed_states(self) -> bytes:
         """Pack the metric states. They are the user's, and may hold tuples, and values that cannot be packed."""
@@ -157,13 +164,13 @@ class Snapshot:
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """Return a snapshot with the private part alone, made from what `private_bytes` returned."""
-        parts = plain.unpack(private)  # a checkpoint of an earlier version has no extras
-        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, *extras = parts
-        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own, extras=extras[0] if extras else b"")
+        parts = plain.unpack(private)
+        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, extras, attributes = parts
+        taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own, extras=extras, attributes=attributes)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.fetching = Fetching.of(fetching)
         taken.metric_states = plain.unpack(states) if states else []
-        taken.sent = (plain.unpack(kept, placed=True),) if kept else ()
+        taken.take_over(kept)
         taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
         return taken
 

@@ -289,6 +289,7 @@ class Training:
         Returns:
             Where training actually begins.
         """
+        self.host.begin_to_save()
         if self._session.newborn:
             self._session.succession.join_loop()
             self._incidents.born()

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 
 from tests.state.test_reachable import Copies, put_sent
@@ -205,3 +207,67 @@ def test_an_opaque_object_of_which_nothing_is_known() -> None:
     copies.put(copies.take())
     assert {name: finding.scope for name, finding in copies.inexact.known.items()} == {"module.thing": "unknown"}
     assert copies.inexact.after(replaced=True) == {}
+
+
+class Arrays:
+    """Arrays that are no plain numbers, and a sparse tensor."""
+
+    def __init__(self) -> None:
+        self.objects = np.array([1, [2], {}], dtype=object)
+        self.records = np.zeros(2, dtype=[("a", "i4"), ("b", "f4", (2,))])
+        self.times = np.array(["2020-01-01", "2021-02-03"], dtype="datetime64[D]")
+        self.texts = np.array(["a", "bcd"])
+        self.bits = np.array([True, False])
+        self.masked = np.ma.masked_array([1.0, 2.0, 3.0], mask=[False, True, False])
+        self.sparse = torch.zeros(4, 3).to_sparse()
+        self.deep = [np.array([[1, 2], [3, 4]], dtype=object).T]
+
+    def advance(self, n: int) -> None:
+        self.objects[0] += n
+        self.objects[1].append(n)
+        self.objects[2][n] = "x"
+        self.records["a"] += n
+        self.records["b"][1] += n
+        self.times += np.timedelta64(n, "D")
+        self.texts[0] = f"b{n}"
+        self.bits[n % 2] ^= True
+        self.masked[n % 3] += n
+        self.masked[n % 2] = np.ma.masked
+        self.sparse = (self.sparse.to_dense() + n).to_sparse()
+        self.deep[0][0, 1] = [n]
+
+    def seen(self) -> list[Any]:
+        return [
+            (repr(self.objects), repr(self.records), self.times.tolist(), self.texts.tolist(), self.bits.tolist()),
+            (self.masked.data.tolist(), self.masked.mask.tolist(), self.sparse.to_dense().tolist(), repr(self.deep)),
+        ]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_arrays(steps: int) -> None:
+    module = module_with(Arrays())
+    arrays = [value for value in vars(module.it).values() if isinstance(value, np.ndarray)]
+    copies = Copies(module)
+    for n in range(steps):
+        module.it.advance(n + 1)
+    taken, was = copies.take(), module.it.seen()
+    sent = copies.private(taken)
+    for n in (5, 6):
+        module.it.advance(n)
+        copies.take()
+    copies.put(taken)
+    assert module.it.seen() == was
+    assert all(a is b for a, b in zip(arrays, vars(module.it).values(), strict=False))
+    fresh = module_with(Arrays())
+    found = put_sent(fresh, sent)
+    assert fresh.it.seen() == was
+    assert isinstance(fresh.it.masked, np.ma.MaskedArray)
+    assert copies.inexact.known == found.inexact.known == {}
+
+
+def test_an_array_whose_class_the_replacement_does_not_have_there() -> None:
+    module, fresh = module_with(None), module_with(None)
+    copies = Copies(module)
+    module.it = np.ma.masked_array([1.0, 2.0], mask=[False, True])
+    found = put_sent(fresh, copies.private(copies.take()))
+    assert list(found.inexact.known) == ["module.it"]

@@ -384,7 +384,7 @@ def test_what_a_metric_keeps_beside_its_states() -> None:
 def test_a_tensor_that_cannot_travel_stays_as_it_was_built() -> None:
     module = Module()
     copies = Copies(module)
-    module.hidden = torch.eye(2).to_sparse()
+    module.hidden = torch.eye(2).to_mkldnn()
     module.count = 2
     taken = copies.take()
     fresh = Module()

@@ -190,6 +190,7 @@ class Recorder:
         self._records: dict[int, Record] = {}
         self._former: Mapping[int, Record] = {}
         self._in_turn: dict[int, int] = {}  # by key of a record, the container that it is in
+        self._followed: dict[int, Any] = {}  # large containers that have been seen to change
         self._containers: set[int] | None = None
         self._compared: list[Record] | None = None
         self._modules = _Modules([])
@@ -230,6 +231,7 @@ class Recorder:
             self._add(id(root.value), Attributes(root.value, root.name, root.own), reached, None)
         self._modules = _Modules([root for root in self._roots if root.leads])
         self._contents.keep(reached)
+        self._followed = {key: each for key, each in self._followed.items() if key in self._records}
         self._former = {}
 
     def _add(self, key: int, first: Record, reached: set[int] | None, container: int | None) -> None:
@@ -243,7 +245,7 @@ class Recorder:
             self._compared = None
             if inside is not None:
                 self._in_turn[key] = inside
-            elif _size_of(record) > MANY:
+            elif _size_of(record) > MANY and self._followed.get(key) is not record.value:
                 inside = self._in_turn[key] = key
                 self._containers = None
             found = [self._reach(record, name, value, reached, inside) for name, value in record.children()]
@@ -278,6 +280,8 @@ class Recorder:
             yield from self._reach_tensor(name, value, reached, inside)
         elif kind is Kind.ARRAY and is_content(value):
             yield from self._reach_content(name, value, reached, inside)
+            if getattr(value, "__dict__", None):  # of a class of its own, as a masked one
+                yield ~key, Attributes(value, name)
         elif kind is Kind.OBJECT:
             if hasattr(value, "__dict__"):
                 yield id(value), Attributes(value, name)
@@ -366,6 +370,7 @@ class Recorder:
         found = [*dict.fromkeys([*sized, *found])]
         changed = {self._in_turn[key] for key in found}
         if changed:  # from now on, all of it is compared
+            self._followed |= {key: self._records[key].value for key in changed}
             self._in_turn = {key: inside for key, inside in self._in_turn.items() if inside not in changed}
             self._containers = self._compared = None
         return found

@@ -227,10 +227,12 @@ def is_content(value: Any) -> bool:
 
 
 def plain_of(value: Any) -> Any:
-    """Return an array itself, or a tensor without its graph, its class and what other ranks have of it."""
+    """Return an array without its class, or a tensor without its graph, its class and what other ranks have of it."""
     if type(value) in _BASE_CLASSES:
         return value.detach()
-    return of_base_class(local_of(value)) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return of_base_class(local_of(value))
+    return value if type(value) is np.ndarray else value.view(np.ndarray)
 
 
 def copy_of(value: Any) -> Any:

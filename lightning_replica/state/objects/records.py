@@ -6,6 +6,7 @@ refers to what is the same after a restoration, whatever it is.
 
 import copy
 import functools
+import itertools
 import operator
 import types
 from collections import OrderedDict, deque
@@ -304,6 +305,16 @@ class Iterated(Remade):
     def is_same(self) -> bool:
         function, arguments, state = reduced(self.value)
         return function is self.function and _are_same(arguments, self.arguments) and _are_same((state,), (self.state,))
+
+    @property
+    def repeats(self) -> int | None:
+        """How many items are left in this pass of a cycle that is past its first one; None of all others.
+
+        A cycle that was made again may stand at the end of a pass where it stood at the beginning of the next.
+        """
+        if self.function is not itertools.cycle or not self.state or not self.state[1]:
+            return None
+        return operator.length_hint(self.arguments[0]) % max(1, len(self.state[0]))
 
     def made_again(self, stands: Stands) -> Any:
         others, parts = list(map(stands, self.arguments)), tuple(map(stands, self._parts))

@@ -97,6 +97,8 @@ class _Tokens:
 
     def _children(self, value: Any) -> list[tuple[str, Any]]:
         records = [self._capture.records.get(key) for key in (id(value), ~id(value))]
+        if isinstance(records[0], Iterated) and records[0].repeats is not None:
+            return [("", records[0].state[0])]
         found = [child for record in records if record is not None for child in record.children()]
         return found if found or kind_of(value) is not Kind.TUPLE else [("", item) for item in value]
 
@@ -142,5 +144,5 @@ def _text_of(record: Record) -> str:
     if isinstance(record, Bytes):
         return repr(record.content)
     if isinstance(record, Iterated):
-        return repr(record.state) if isinstance(record.state, int) else ""
+        return repr(record.state if isinstance(record.state, int) else record.repeats)
     return repr(probe(record.value)) if isinstance(record, Unknown) else ""

@@ -19,6 +19,7 @@ from lightning_replica.state.objects.wire import Decoder, Encoder
 
 LARGE_BYTES: Final = 4 * 2**20
 MANY: Final = 1000  # objects
+_SAVED_BYTES, _SAVED_MANY = 64 * 2**20, 200_000  # the same limits in checkpoints, which are seldom written
 LEFT_OUT: Final = ""  # no root is called so: its "attributes" are the names of what is too large
 
 
@@ -50,6 +51,7 @@ class Tracked:
         self._report, self._all_changed = report, all_changed
         self._recorder = Recorder(report, copied_bytes)
         self._first: Capture | None = None
+        self._unsaved: Capture | None = None
         self._last = Taken()
 
     def begin(self, roots: Sequence[Root], anchors: Anchors) -> None:
@@ -61,7 +63,7 @@ class Tracked:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""
         capture = self._recorder.take(roots, anchors, window, whole)
         if capture is not self._last.capture:
-            self._last = Taken(capture, anchors, dict(self._changed(capture)))
+            self._last = Taken(capture, anchors, dict(_changed(capture, self._first, self._all_changed)))
         return self._last
 
     def put_back(self, taken: Taken) -> None:
@@ -92,6 +94,16 @@ class Tracked:
                 decoder.put_attributes(by_name[name], name, attributes)
         self._recorder.forget()
 
+    def begin_to_save(self, taken: Taken) -> None:
+        """Leave out of `saved` what is now as in ``taken``: the same code will have run in a process that resumes."""
+        self._unsaved = taken.capture
+
+    def saved(self, taken: Taken) -> list[Any]:
+        """Return what has changed since `begin_to_save`, as plain data; without what is large."""
+        changed = dict(_changed(taken.capture, self._unsaved, all_changed=False))
+        sizes = _Sizes(taken.capture, _SAVED_BYTES, _SAVED_MANY)
+        return self._encoded(Taken(taken.capture, taken.anchors, changed), sizes, "it is too large for a checkpoint")
+
     def encoded(self, taken: Taken, limited: bool) -> list[Any]:
         """Return what has changed since the beginning, as plain data.
 
@@ -99,48 +111,47 @@ class Tracked:
             taken: What the objects held.
             limited: Whether what is large is left out, and reported.
         """
+        why = "it is too large to be mirrored in every step, so a replaced rank takes that of a peer"
+        return self._encoded(taken, _Sizes(taken.capture, LARGE_BYTES, MANY) if limited else None, why)
+
+    def _encoded(self, taken: Taken, sizes: "_Sizes | None", why: str) -> list[Any]:
         encoder = Encoder(taken.capture, taken.anchors, self._report, self._first)
-        sizes = _Sizes(taken.capture)
         sent, left = [], list[str]()
         for root in taken.capture.roots:
             names = taken.changed.get(root.name, frozenset())
             if not names:
                 continue
             record = taken.capture.attributes_of(root)
-            if limited:
+            if sizes is not None:
                 large = {name for name in names if sizes.is_large(record, name)}
                 for name in large:
-                    self._report(
-                        f"{root.name}.{name}",
-                        "it is too large to be mirrored in every step, so a replaced rank takes that of a peer",
-                        "replacement",
-                    )
+                    self._report(f"{root.name}.{name}", why, "replacement")
                 names -= large
                 left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
                 sent.append([root.name, encoder.attributes(record, names)])
         return [*sent, [LEFT_OUT, left]] if left else sent
 
-    def _changed(self, capture: Capture) -> Iterator[tuple[str, frozenset[str]]]:
-        """Yield the names of the attributes that have changed since the beginning, root by root."""
-        first = self._first
-        if first is None:
-            return
-        moved = {key for key, record in capture.records.items() if first.records.get(key) is not record}
-        before = {id(held.value): held_copy for held, held_copy in first.copies}
-        moved |= {id(held.value) for held, now in capture.copies if _has_changed(held.changes, now, before, held.value)}
-        if not moved and not self._all_changed:
-            return
-        for root in capture.roots:
-            record, known = capture.attributes_of(root), first.records.get(id(root.value))
-            was = dict(zip(known.names, known.values, strict=True)) if isinstance(known, Attributes) else {}
-            names = frozenset(
-                name
-                for name, value in zip(record.names, record.values, strict=True)
-                if self._all_changed or name not in was or _has_moved(value, was[name], moved, capture)
-            )
-            if names:
-                yield root.name, names
+
+def _changed(capture: Capture, first: Capture | None, all_changed: bool) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the names of the attributes that have changed since ``first``, root by root."""
+    if first is None:
+        return
+    moved = {key for key, record in capture.records.items() if first.records.get(key) is not record}
+    before = {id(held.value): held_copy for held, held_copy in first.copies}
+    moved |= {id(held.value) for held, now in capture.copies if _has_changed(held.changes, now, before, held.value)}
+    if not moved and not all_changed:
+        return
+    for root in capture.roots:
+        record, known = capture.attributes_of(root), first.records.get(id(root.value))
+        was = dict(zip(known.names, known.values, strict=True)) if isinstance(known, Attributes) else {}
+        names = frozenset(
+            name
+            for name, value in zip(record.names, record.values, strict=True)
+            if all_changed or name not in was or _has_moved(value, was[name], moved, capture)
+        )
+        if names:
+            yield root.name, names
 
 
 def _has_changed(changes: int, now: Any, before: Mapping[int, Any], value: Any) -> bool:
@@ -173,22 +184,24 @@ class _Sizes:
 
     Args:
         capture: The capture.
+        large_bytes: More than this is too large.
+        many: So many objects are too many.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, large_bytes: int, many: int) -> None:
+        self._capture, self._large_bytes, self._many = capture, large_bytes, many
         self._bytes = {id(held.value): held.nbytes for held, _ in capture.copies}
 
     def is_large(self, record: Attributes, name: str) -> bool:
-        """Return whether an attribute takes too much to be mirrored in every step."""
+        """Return whether an attribute takes too much."""
         value = record.values[record.names.index(name)]
         keys = list(_keys_under(value, self._capture))
-        if len(keys) > 2 * MANY:
+        if len(keys) > 2 * self._many:
             return True
         lengths = [_length(self._capture.records[key]) for key in keys if key in self._capture.records]
         size = sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
         size += sum(each.nbytes for key in keys if isinstance(each := self._content(key), Tensor))
-        return size > LARGE_BYTES or max(lengths, default=0) > MANY
+        return size > self._large_bytes or max(lengths, default=0) > self._many
 
     def _content(self, key: int) -> Any:
         return getattr(self._capture.records.get(key), "content", None)

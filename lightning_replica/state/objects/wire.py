@@ -10,6 +10,7 @@ What cannot be sent is left as the other process has built it, and is reported.
 """
 
 import array
+import ast
 import enum
 import io
 import random
@@ -118,7 +119,8 @@ class Encoder:
         beside = self._capture.records.get(~key)
         if kind is Kind.OBJECT or not isinstance(beside, Attributes):
             return sent
-        return ["with", number, sent, self._pairs([beside], name, depth)]  # a list or a tensor with attributes
+        # A list, a tensor or an array with attributes.
+        return ["with", number, _class_of(value), sent, self._pairs([beside], name, depth)]
 
     def _encode_new(self, value: Any, kind: Kind, number: int, name: str, depth: int) -> Any:
         key = id(value)
@@ -127,20 +129,31 @@ class Encoder:
         record = self._capture.records.get(key)
         if kind is Kind.ARRAY:
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
-            content = value if content is None else content
+            content = plain_of(value) if content is None else content
             if content.dtype.kind in "biufc":
                 return ["array", number, torch.from_numpy(np.array(content, order="C"))]
-        elif kind is Kind.OBJECT:
+            return self._encode_array(content, number, record, name, depth)
+        if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
             return self._encode_object(value, number, record, slots, name, depth)
-        elif record is not None:
+        if record is not None:
             return self._encode_record(record, number, name, depth)
-        elif kind is Kind.FUNCTION:  # it keeps nothing
+        if kind is Kind.FUNCTION:  # it keeps nothing
             return ["function", number, title_of(value), []]
-        elif kind is Kind.TUPLE:  # of atoms only
+        if kind is Kind.TUPLE:  # of atoms only
             items = [self._encode(item, name, depth + 1) for item in value]
             return ["tuple" if isinstance(value, tuple) else "frozenset", number, _class_of(value), items]
         return self._left_out(value)
+
+    def _encode_array(self, content: Any, number: int, record: Record | None, name: str, depth: int) -> Any:
+        """Return an array of times, texts, records or objects."""
+        shape = list(content.shape)
+        if content.dtype.hasobject:
+            items = [self._encode(item, f"{name}[{n}]", depth + 1) for n, item in enumerate(content.flat)]
+            if content.dtype != object:
+                return self._left_out(content)
+            return ["objects", number, shape, items]
+        return ["bits", number, repr(np.lib.format.dtype_to_descr(content.dtype)), shape, content.tobytes()]
 
     def _left_out(self, value: Any) -> list[Any]:
         """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""
@@ -158,6 +171,10 @@ class Encoder:
             return ["view", number, *self._place_of(value)]
         elif content is None:
             content = plain_of(value)
+        if content.layout is torch.sparse_coo:
+            parts = content.detach()
+            indices, values = parts._indices(), parts._values()
+            return ["sparse", number, indices, values, list(parts.shape), parts.is_coalesced()]
         if not is_content(content):
             why = f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement"
             self._report(name, why, "replacement")
@@ -294,11 +311,24 @@ class Decoder:
         return [None if each is _MISSING else each for each in found]
 
     def _array(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        array_ = content[0].numpy()
-        if isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array_.shape, array_.dtype):
-            current[...] = array_
-            return current
-        return array_
+        return _filled(current, content[0].numpy())
+
+    def _bits(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        described, shape, data = content
+        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(described))
+        return _filled(current, np.frombuffer(bytearray(data), dtype=dtype).reshape(shape))
+
+    def _objects(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        shape, sent = content
+        there = list(current.flat) if isinstance(current, np.ndarray) and current.size == len(sent) else []
+        made = np.empty(len(sent), dtype=object)
+        for place, item in enumerate(self._all(sent, there, name)):
+            made[place] = item
+        return _filled(current, made.reshape(shape))
+
+    def _sparse(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        indices, values, shape, coalesced = content
+        return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=True, is_coalesced=coalesced)
 
     def _tensor(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, values, leaf = content
@@ -316,8 +346,11 @@ class Decoder:
         return values.requires_grad_(leaf)
 
     def _with(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        sent, pairs = content
+        cls, sent, pairs = content
         made = self._decode(sent, current, name)
+        if isinstance(made, np.ndarray) and not _is_a(made, cls):
+            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            return made
         if made is not _MISSING and hasattr(made, "__dict__"):
             self._set_attributes(made, pairs, name)
         return made
@@ -463,6 +496,14 @@ class Decoder:
                 object.__setattr__(made, attribute, value)
 
 
+def _filled(current: Any, array_: Any) -> Any:
+    """Return the present array with the content of ``array_`` if it is like it, or else ``array_``."""
+    if isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array_.shape, array_.dtype):
+        plain_of(current)[...] = array_
+        return current
+    return array_
+
+
 def _encode_atom(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return ["size", list(value)]
@@ -586,6 +627,9 @@ def _generator(state: Any, current: Any) -> Any:
 
 _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]] = {
     "array": Decoder._array,
+    "bits": Decoder._bits,
+    "objects": Decoder._objects,
+    "sparse": Decoder._sparse,
     "bytes": Decoder._bytes,
     "cell": Decoder._cell,
     "deque": Decoder._list,

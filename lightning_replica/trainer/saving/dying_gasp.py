@@ -81,7 +81,7 @@ class DyingGasp:
 
     def _private(self, taken: Snapshot, rank: int) -> bytes:
         if rank == self._rank:
-            return taken.private_bytes()
+            return self._training.host.saved(taken).private_bytes()
         return self._mirrors.payload(Mirror(rank, taken.kind, taken.step))
 
     def _step(self, taken: Snapshot) -> int:

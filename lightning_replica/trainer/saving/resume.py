@@ -88,7 +88,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
             loaders, fetching = training_fetches(trainer).state_between_epochs(ahead)
             taken = replace(taken, loaders=loaders, fetching=fetching)
     buffer = io.BytesIO()
-    torch.save(_private(taken), buffer)
+    torch.save(_private(training.host.saved(taken)), buffer)
     groups = training.groups
     everyone = all_gather_bytes(buffer.getvalue(), groups.world, training.check)
     if groups.rank != 0:
@@ -156,6 +156,8 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "loss": taken.loss,
         "metric_states": taken.metric_states,
         "extras": taken.extras or None,  # pickle writes empty bytes as a call, which is not read again
+        "objects": taken.mirrored or None,
+        "attributes": taken.attributes or None,
     }
 
 
@@ -188,8 +190,10 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
             fetching=Fetching.of(private["fetching"]),
             validation=[LoaderState.of(state) for state in private["validation"]],
             metric_states=private["metric_states"],
-            extras=private.get("extras") or b"",  # an earlier version wrote none
+            extras=private.get("extras") or b"",  # an earlier version wrote none of these
+            attributes=private.get("attributes") or b"",
         )
+        read.take_over(private.get("objects") or b"")
         taken = _follow(trainer.lightning_module, read)
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
