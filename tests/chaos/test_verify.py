@@ -14,6 +14,7 @@ from lightning_replica.cli.main import main
 from lightning_replica.cli.verify import code_of, trials
 from tests.support.forked_python import scripts_are_forked
 
+ZOO = str(Path(__file__).with_name("zoo.py"))
 FORKED = [sys.executable, str(Path(__file__).with_name("chaos_script.py"))]
 
 
@@ -34,6 +35,15 @@ def test_a_script_that_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "Not compared, because two untouched runs differ in it as well:\n    module.began\n" in text
     assert "not exact" not in text
     assert text.splitlines()[-1] == "3 steps on 2 ranks, proven: every run has the bits of the untouched one"
+
+
+def test_a_script_with_state_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with scripts_are_forked():
+        assert main(["verify", "--out", str(tmp_path / "out"), "--", sys.executable, ZOO]) == 0, capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "not exact" not in text
+    assert "Not compared" not in text
+    assert text.splitlines()[-1] == "6 steps on 2 ranks, proven: every run has the bits of the untouched one"
 
 
 def test_a_script_that_depends_on_a_global(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

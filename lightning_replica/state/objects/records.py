@@ -316,6 +316,16 @@ class Iterated(Remade):
             return None
         return operator.length_hint(self.arguments[0]) % max(1, len(self.state[0]))
 
+    @property
+    def rest(self) -> list[Any] | None:
+        """What an iterator over a list, a dict or a set still yields; None of all others.
+
+        Those over a dict or a set are made again over a list of the rest.
+        """
+        if self.function is not iter or len(self.arguments) != 1 or not isinstance(self.arguments[0], list):
+            return None
+        return self.arguments[0][self.state or 0 :]
+
     def made_again(self, stands: Stands) -> Any:
         others, parts = list(map(stands, self.arguments)), tuple(map(stands, self._parts))
         if self.is_same() and all(map(operator.is_, (*others, *parts), (*self.arguments, *self._parts))):

@@ -91,14 +91,20 @@ class _Tokens:
                 yield f"# {self._met[key]}"
             else:
                 self._met[key] = len(self._met)
-                yield f"{describe(here)} {self._form(here)}"
+                yield f"{self._class_of(here)} {self._form(here)}"
                 yield from self._content(here)
                 ahead += [child for _, child in self._children(here)][::-1]
+
+    def _class_of(self, value: Any) -> str:
+        record = self._capture.records.get(id(value))
+        return "iterator" if isinstance(record, Iterated) and record.rest is not None else describe(value)
 
     def _children(self, value: Any) -> list[tuple[str, Any]]:
         records = [self._capture.records.get(key) for key in (id(value), ~id(value))]
         if isinstance(records[0], Iterated) and records[0].repeats is not None:
             return [("", records[0].state[0])]
+        if isinstance(records[0], Iterated) and records[0].rest is not None:
+            return [("", item) for item in records[0].rest]
         found = [child for record in records if record is not None for child in record.children()]
         return found if found or kind_of(value) is not Kind.TUPLE else [("", item) for item in value]
 
@@ -144,5 +150,7 @@ def _text_of(record: Record) -> str:
     if isinstance(record, Bytes):
         return repr(record.content)
     if isinstance(record, Iterated):
+        if record.rest is not None:
+            return ""
         return repr(record.state if isinstance(record.state, int) else record.repeats)
     return repr(probe(record.value)) if isinstance(record, Unknown) else ""
