@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_replica.errors import ConfigurationError
 
+_NAMED = 20  # objects in one line
 Batch = tuple[int, int, int]  # fit, epoch, number
 Step = tuple[int, int]  # fit, step
 _NAMES = {
@@ -162,8 +163,16 @@ def _objects(untouched: RankPrint, hurt: RankPrint, varying: Collection[str]) ->
         when = f"at the end{_of(fit)}" if at == "end" else f"after step {at}{_of(fit)}"
         for name in _unlike(objects, hurt.objects.get((fit, at), objects)):
             if name not in varying:
-                found.setdefault(name, f"{name} is different {when}")
-    return _few([*found.values()], "objects")
+                found.setdefault(name, when)
+    by_time: dict[str, list[str]] = {}
+    for name, when in found.items():
+        by_time.setdefault(when, []).append(name)
+    return _few([f"different {_listed(names)} {when}" for when, names in by_time.items()], "times")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more objects" if more > 0 else "")
 
 
 def _batches(untouched: RankPrint, hurt: RankPrint, cut_short: bool) -> list[str]:

@@ -17,6 +17,7 @@ from lightning_replica._compat.lightning_names import (
 )
 from lightning_replica._compat.torch import _BatchNorm
 from lightning_replica._compat.tree import Tree
+from lightning_replica.core.inexact import Inexact, Report
 from lightning_replica.state.own_states import States
 
 # Attributes beside the `state_dict` that decide what the callback does next.
@@ -38,11 +39,14 @@ class CallbackStates:
 
     The state of a user's callback is what its ``state_dict`` returns, as in a checkpoint. Its other attributes are left
     alone.
+
+    Args:
+        report: Called with a state that is not mirrored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report = Inexact().report) -> None:  # noqa: B008
         self._models: dict[str, tuple[str, dict[str, Tensor]]] = {}
-        self._states = States()
+        self._states = States("callback", report)
         self.packed: list[tuple[str, bytes]] = []
         """The states of the last `take` as they are mirrored, by ``state_key``; without those that are not mirrored."""
 

@@ -6,7 +6,7 @@ peer, with the rest of the replicated part. Then it replaces them with its prede
 
 These states are sent twice a step and seldom change. So the copy of a state and its packed form are kept until
 something in the state differs from the copy. A state that is large (`_LARGE_BYTES`), or that `plain.pack` cannot pack,
-is not mirrored: a replacement then has a peer's.
+is not mirrored: a replacement then has a peer's, and that is reported.
 """
 
 import copy
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Inexact, Report
 from lightning_replica.devices.host import HOST, on_host, same_bits
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 
@@ -48,9 +49,15 @@ class _Kept:
 
 
 class States:
-    """Takes states; copies and packs only those that have changed since they were last taken."""
+    """Takes states; copies and packs only those that have changed since they were last taken.
 
-    def __init__(self) -> None:
+    Args:
+        what: What the states belong to, for messages.
+        report: Called with a state that is not mirrored.
+    """
+
+    def __init__(self, what: str = "", report: Report = Inexact().report) -> None:  # noqa: B008
+        self._what, self._report = what, report
         self._kept: dict[str, _Kept] = {}
 
     def take(self, key: str, owner: object, state: Any) -> Any:
@@ -71,6 +78,9 @@ class States:
             module = type(owner).__module__
             own = not is_of_lightning(module) and module.partition(".")[0] != "torch"
             known = self._kept[key] = _Kept(copied, _packed(copied), {} if own else dict(_tensors_of(state)))
+            if not known.packed:
+                why = "it is large or no plain data, so a replaced rank takes that of a peer, which may be another"
+                self._report(f"the state of {self._what} {key}", why, "unknown")
         return known.copy
 
     def packed(self, key: str) -> bytes:

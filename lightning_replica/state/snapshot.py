@@ -224,8 +224,8 @@ class Copies:
     def __init__(self, trainer: pl.Trainer, report: Report) -> None:
         self.reachable = Reachable(trainer, report)
         self.buffers = BufferCopies(report)
-        self.callbacks = CallbackStates()
-        self.schedulers = States()
+        self.callbacks = CallbackStates(report)
+        self.schedulers = States("scheduler", report)
         self.structure: Structure | None = None
         self.tree: Tree | None = None
         self._logged, self._own = Logged(), Own()

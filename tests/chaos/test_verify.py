@@ -53,7 +53,7 @@ def test_a_script_that_depends_on_a_global(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"^  each batch done again +3 +different$", text, re.M), text
     assert re.search(r"^  rank 1 replaced +1 +different$", text, re.M), text
     assert re.search(r"^  stopped and resumed +1 +different$", text, re.M), text
-    assert "each batch done again: rank 0: module.seen is different after step 1" in text
+    assert "each batch done again: rank 0: different module.seen after step 1" in text
     assert re.search(
         r"The training itself has said what is not exact:\n    the loss of step 1 on rank \d: it was", text
     )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau
 
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.state import own_states
 from lightning_replica.state.callback_state import CallbackStates
 from lightning_replica.state.own_states import Logged, Own, States, put
@@ -90,9 +91,13 @@ NOT_MIRRORED = {
 def test_what_is_large_or_not_plain_is_not_mirrored(state: Any) -> None:
     counts = Counts()
     counts.state = state
-    states = CallbackStates()
+    inexact = Inexact()
+    states = CallbackStates(inexact.report)
     taken = states.take({counts.state_key: counts})
     assert states.packed == []
+    assert {name: finding.scope for name, finding in inexact.known.items()} == {
+        "the state of callback Counts": "unknown"
+    }
     assert list(taken["Counts"]["state"]) == list(state)  # but in the snapshot, whole
     assert states.take({counts.state_key: counts})["Counts"]["state"] is not state
 

@@ -197,8 +197,22 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
         taken = _follow(trainer.lightning_module, read)
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
+        names = _attributes_in(own["ranks"]) if own and session.rank == 0 else []
+        if names:
+            log.warning(
+                "The number of ranks, or how they divide the model, has changed since the checkpoint was written. What"
+                " each rank's objects held is not restored: %s.",
+                ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
+            )
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
     return taken
+
+
+def _attributes_in(ranks: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the attributes that ranks have saved."""
+    packed = [private["objects"] for private in ranks if private.get("objects")]
+    names = (f"{root}.{name}" for each in packed for root, pairs in plain.unpack(each) if root for name, _ in pairs)
+    return [*dict.fromkeys(names)]
 
 
 def _host_as_today(host: dict[str, Any]) -> dict[str, Any]:
