@@ -14,7 +14,7 @@ A tensor with a graph is restored without its graph. A graph that leads from one
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning_names import pl
@@ -127,6 +127,18 @@ class Reachable:
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""
         return self._tracked.encoded(taken, limited=True)
+
+
+def tensors_of(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors that the user's objects refer to and that have no other name, with their names."""
+    anchors = Anchors.of(_anchored(trainer))
+    capture = Recorder(Inexact().report, 0).take(list(_roots(trainer, Tree.of(trainer.lightning_module))), anchors)
+    met: set[int] = set()
+    for record in capture.records.values():
+        for name, child in record.children():
+            if isinstance(child, Tensor) and id(child) not in anchors.names and id(child) not in met:
+                met.add(id(child))
+                yield record.name + name, child
 
 
 def signature_of_all(trainer: pl.Trainer) -> Signature:

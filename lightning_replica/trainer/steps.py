@@ -34,6 +34,7 @@ from lightning_replica.sharding.engine import (
     Request,
     make_engine,
 )
+from lightning_replica.state.aliases import Aliases
 from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
@@ -114,9 +115,11 @@ class Training:
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
         self._inexact = inexact = Inexact()
+        self._aliases = Aliases(trainer, inexact.report)
         self.state = make_engine(
             grids, session.rank, parameters, optimizers, settings, self.device.fence, inexact.report
         )
+        self._aliases.follow()
         self.host = LightningHostState(trainer, self.state, self.device, inexact, shows_outputs(trainer, module))
         self._repeated = RepeatedStep(self.state, session.rank, inexact.report)
         self._recovered: Plan | None = None  # by which plan, until the next commit
@@ -424,6 +427,7 @@ class Training:
         if not self._released:
             self._released = True
             self.state.release()
+            self._aliases.follow()
 
     @property
     def asked_to_save(self) -> bool:

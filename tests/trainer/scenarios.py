@@ -939,6 +939,26 @@ def steps_by_an_own_counter() -> tuple[Net, dict[str, Any]]:
     return Counts(), {}
 
 
+@scenario
+def parts_of_weights() -> tuple[Net, dict[str, Any]]:
+    """Attributes that lie in the memory of weights see each update."""
+
+    class Parts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = self.body.weight.data[1]
+            self.by_name = {"all": self.head.weight.detach(), "turned": self.body.weight.data.t()}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen = self.row.abs().sum() + self.by_name["all"].mean() + self.by_name["turned"][0].sum()
+            return self.loss(batch) * (1 + 0.1 * seen)
+
+        def on_train_end(self) -> None:
+            self.head.bias.data += self.row.sum() + self.by_name["all"].sum()
+
+    return Parts(), {}
+
+
 def fit(
     name: str,
     strategy: Any,
