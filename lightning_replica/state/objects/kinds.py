@@ -83,6 +83,8 @@ _CLOSED: Final = (
     *(torch.distributed.Store, torch.jit.ScriptModule),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.local),
 )
+_IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
+_LARGE_BYTES: Final = 2**24
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.utils.data.dataloader", "torch.distributed.", "torch.optim.")
 # Part of something that runs: to put its attributes back would break it.
 _LIVE: Final = (
@@ -127,6 +129,8 @@ def kind_of_class(cls: type) -> Kind:
     module = cls.__module__ + "."
     if issubclass(cls, nn.Module | pl.Callback | pl.LightningDataModule):
         return Kind.OBJECT
+    if module.startswith(_IMMUTABLE_MODULES):
+        return Kind.ATOM
     if is_of_lightning(module) or module.startswith(_CLOSED_MODULES):
         return Kind.CLOSED
     has_state = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
@@ -214,9 +218,13 @@ def probe(value: Any) -> Any:
 
 
 def picture_of(value: Any) -> bytes | None:
-    """Return a digest of what an opaque value is pickled as; None if it cannot be pickled."""
+    """Return a digest of what an opaque value is pickled as; None if it is large, or cannot be pickled."""
     try:
-        return hashlib.sha256(pickle.dumps(value, protocol=4)).digest()
+        if getattr(value, "nbytes", 0) > _LARGE_BYTES:
+            return None
+        large: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=large.append)
+        return None if large else hashlib.sha256(pickled).digest()
     except Exception:  # any code may run
         return None
 

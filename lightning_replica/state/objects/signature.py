@@ -104,7 +104,7 @@ class _Tokens:
         if isinstance(records[0], Iterated) and records[0].repeats is not None:
             return [("", records[0].state[0])]
         if isinstance(records[0], Iterated) and records[0].rest is not None:
-            return [("", item) for item in records[0].rest]
+            return [("", item) for item in records[0].rest] if self._contents else []
         found = [child for record in records if record is not None for child in record.children()]
         return found if found or kind_of(value) is not Kind.TUPLE else [("", item) for item in value]
 
