@@ -15,7 +15,7 @@ class Cpu:
 
     kind = host.HOST.type
     backend = gloo.NAME
-    is_host = True
+    is_host, stops = True, False
     fence = nullcontext()
 
     def stop(self) -> None:

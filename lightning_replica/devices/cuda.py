@@ -50,7 +50,7 @@ class Cuda:
     """
 
     kind = "cuda"
-    is_host = False
+    is_host, stops = False, False
     fence = nullcontext()
 
     def __init__(self, index: int, backend: str = "cpu:gloo,cuda:nccl") -> None:

@@ -66,6 +66,7 @@ class Device(Protocol):
         backend: The backend argument for torch.distributed, which carries tensors of the host and of the device.
         is_host: Whether its tensors lie in the host's memory. If so, ranks of one machine may map them, the host waits
             for collectives on them, and the device runs nothing that must be stopped.
+        stops: Whether a recovery stops it, so that what it is computing is lost, whatever `Survived` says.
         fence: A context that the training thread holds while it writes what recovery relies on: the shard, and the
             copies to roll back to. The device is not stopped inside. Work begun inside is done when the thread leaves.
     """
@@ -78,6 +79,9 @@ class Device(Protocol):
 
     @property
     def is_host(self) -> bool: ...  # noqa: D102
+
+    @property
+    def stops(self) -> bool: ...  # noqa: D102
 
     @property
     def fence(self) -> AbstractContextManager[None]: ...  # noqa: D102

@@ -133,7 +133,7 @@ class Npu:
 
     kind = DEVICE_TYPE
     backend = f"{host.HOST.type}:{gloo.NAME},{DEVICE_TYPE}:{BACKEND}"
-    is_host = False
+    is_host, stops = False, True
 
     def __init__(self, index: int, torch_npu: Any = None) -> None:
         self._torch_npu = importlib.import_module("torch_npu") if torch_npu is None else torch_npu

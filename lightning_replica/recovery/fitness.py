@@ -29,6 +29,8 @@ def clean(device: Device, state: Recoverable, generations: Generations) -> tuple
             "A memory error may have happened before the newest update and may thus be in every rank's shard. Resume"
             " from the last checkpoint."
         )
+    if survived.level != "all" or device.stops:
+        state.lose_results()
     if survived.level == "rebuild":
         log.warning("memory errors have hit %s; a peer gives the shard back", ", ".join(survived.hit))
         state.lose()

@@ -41,6 +41,9 @@ class Recoverable(Protocol):
     def lose(self) -> None:
         """Mark the shard as lost until a peer's is taken, because memory of a tensor in `held` was hit."""
 
+    def lose_results(self) -> None:
+        """Mark what the step under way has computed as lost: a stopped device may hold anything in its place."""
+
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Make the committed update. Called only if ``entered`` is true.
 

@@ -241,6 +241,10 @@ class Engine(Recoverable, Protocol):
             flags: What this rank says.
         """
 
+    @property
+    def results_lost(self) -> bool:
+        """Whether what the attempt before has computed is lost: see `lose_results`; until `repeats_gradient`."""
+
     def repeats_gradient(self) -> bool:
         """Return whether the gradient has the bits that it had in the attempt at this step that a fault has ended.
 

@@ -83,6 +83,7 @@ class ShardedState:
         # Values of the shard before weights were taken into it, between two steps and in a step.
         self._before_window: list[Tensor] | None = None
         self._before_hooks: list[Tensor] | None = None
+        self.results_lost = False
         self._is_new = True  # has made no update, as a replacement
         self._attempt: tuple[int, list[int]] | None = None  # a step whose commit failed, and digests of its gradient
         self._memory_lost = False  # a fault hit memory of the device, which may hold anything now
@@ -187,7 +188,7 @@ class ShardedState:
 
     def repeats_gradient(self) -> bool:
         """Return whether the gradient has the bits that it had in the attempt at this step that a fault has ended."""
-        attempt, self._attempt = self._attempt, None
+        attempt, self._attempt, self.results_lost = self._attempt, None, False
         return attempt is None or attempt[0] != self.step or attempt[1] == self._gradient_digests()
 
     def _gradient_digests(self) -> list[int]:
@@ -320,6 +321,10 @@ class ShardedState:
         """Mark the shard as lost: memory in `held` was hit. A peer sends it again, a gather rebuilds parameters."""
         self.phase, self._backup, self._memory_lost = StepPhase.UPDATING, None, True
 
+    def lose_results(self) -> None:
+        """Mark what the step under way has computed as lost, so that no attempt that follows is compared with it."""
+        self.results_lost = True
+
     def roll_forward(self, vector: tuple[float, ...]) -> None:
         """Make the update whose commit another rank saw succeed."""
         if not self.entered:
@@ -333,7 +338,7 @@ class ShardedState:
         Args:
             kind: "tail" if hooks of the step before are called again. What they did to weights is then undone.
         """
-        if self.phase is StepPhase.ENTERED and not self.settings.manual:
+        if self.phase is StepPhase.ENTERED and not self.settings.manual and not self.results_lost:
             self._attempt = self.step, self._gradient_digests()
         self.gradients.reset()
         with self._fence:

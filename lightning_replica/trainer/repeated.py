@@ -46,7 +46,8 @@ class RepeatedStep:
     def compare(self) -> None:
         """Report what differs from the first attempt, if there was one. Called before the commit."""
         first, self._first = self._first, None
-        if first is None or first[0] != self._state.step:
+        lost, same_gradient = self._state.results_lost, self._state.repeats_gradient()
+        if first is None or first[0] != self._state.step or lost:
             return
         where = f"step {first[0] + 1} on rank {self._rank}"
         for before, now in zip(first[1], self._losses, strict=False):
@@ -57,7 +58,7 @@ class RepeatedStep:
                     "once",
                 )
                 return
-        if not self._state.repeats_gradient():
+        if not same_gradient:
             self._report(f"the gradient of {where}", f"it was another when the batch was done again: {_CAUSES}", "once")
 
 

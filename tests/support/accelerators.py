@@ -16,7 +16,7 @@ from tests.support.simulated_npu import SimulatedAccelerator
 class Apart(Cpu):
     """A CPU whose tensors count as those of a device: not to be mapped by others, nor waited for, nor sent directly."""
 
-    is_host = False
+    is_host, stops = False, False
 
 
 @overriding(new=("recovery_device",))

@@ -90,7 +90,8 @@ class _Tokens:
             elif key in self._met:
                 yield f"# {self._met[key]}"
             else:
-                self._met[key] = len(self._met)
+                if kind_of(here) not in (Kind.ATOM, Kind.TUPLE):  # of which it does not matter who shares them
+                    self._met[key] = len(self._met)
                 yield f"{self._class_of(here)} {self._form(here)}"
                 yield from self._content(here)
                 ahead += [child for _, child in self._children(here)][::-1]

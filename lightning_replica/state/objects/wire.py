@@ -1,10 +1,10 @@
 """Captured state as plain data for another process, which puts it into its own objects.
 
-Every object that others may refer to has a number. An object that is met again is a reference to that number, and an
-anchor is a reference to its name. So who refers to what is the same in the other process. There, the script has built
-the same roots, and what comes is put into the objects that stand in the same places, as far as they are of the same
-class. An object that is not there is made, without calling any code of its class; its class must be known already, as
-no module is imported and nothing is unpickled.
+Every object that others may refer to has a number, a negative one if it was made since training began. An object that
+is met again is a reference to that number, and an anchor is a reference to its name. So who refers to what is the same
+in the other process. There, the script has built the same roots, and what comes is put into the objects that stand in
+the same places, as far as they are of the same class. An object that is not there is made, without calling any code of
+its class; its class must be known already, as no module is imported and nothing is unpickled.
 
 What cannot be sent is left as the other process has built it, and is reported.
 """
@@ -86,6 +86,7 @@ class Encoder:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
+        self._there = set() if first is None else {*first.records, *(id(held.value) for held, _ in first.copies)}
 
     def attributes(self, record: Attributes, names: frozenset[str] | None = None) -> list[Any]:
         """Return the attributes of a root: pairs of a name and a value.
@@ -115,6 +116,7 @@ class Encoder:
             self._report(name, "it lies too deep to be sent to a replacement", "replacement")
             return self._left_out(value)
         number = self._numbers[key] = len(self._numbers)
+        number = number if key in self._there else -1 - number
         sent = self._encode_new(value, kind, number, name, depth)
         beside = self._capture.records.get(~key)
         if kind is Kind.OBJECT or not isinstance(beside, Attributes):
@@ -250,10 +252,12 @@ class Decoder:
     Attributes:
         anchored: The anchors by their names.
         report: Called with the name of what could not be put in place, and why.
+        elsewhere: The ``id`` of each object that attributes lead to which are not sent, because they have not changed.
     """
 
     anchored: Mapping[str, Any]
     report: Report
+    elsewhere: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._made: dict[int, Any] = {}
@@ -292,6 +296,10 @@ class Decoder:
         if kind in _ATOMS:
             return _ATOMS[kind](*rest)
         number, *content = rest
+        if number < 0:
+            number = -1 - number
+            if id(current) in self.elsewhere:
+                current = _MISSING  # what stood there is another object, which is still used and has not changed
         if current is not _MISSING and id(current) in self._used:
             current = _MISSING  # it stands for another object already
         made = _READERS[kind](self, number, content, current, name)
