@@ -167,6 +167,16 @@ def _of_work(name: str) -> Callable[..., Any]:
     return call
 
 
+def _property_of_work(name: str, settable: bool) -> property:
+    def get(self: Noted) -> Any:
+        return getattr(self._work, name)
+
+    def put(self: Noted, value: Any) -> None:
+        setattr(self._work, name, value)
+
+    return property(get, put if settable else None)
+
+
 def _setting(name: str) -> Callable[..., None]:
     def call(self: "Handle", *args: Any, **kwargs: Any) -> None:
         self.set(name, name, *args, **kwargs)
@@ -377,6 +387,8 @@ def _complete() -> None:
             and not name.startswith(_BY_PYBIND)
         ):
             setattr(Noted, name, _of_work(name))
+        elif isinstance(member, property) and name not in vars(Noted):
+            setattr(Noted, name, _property_of_work(name, settable=member.fset is not None))
     made: dict[str, Any] = {name: _operation(name) for name in (*_OPERATIONS, *_FILL_NOTHING)}
     made |= {name: _setting(name) for name in _SETTINGS}
     made |= {name: _refused(name) for name in _MAKE_GROUPS}

@@ -265,6 +265,7 @@ def test_every_method_of_torchs_groups_is_known() -> None:
 OF_WORK = {
     *("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result", "synchronize", "wait"),
     *("block_current_stream", "get_future", "get_future_result", "_get_op_type", "_get_duration", "boxed", "unbox"),
+    *("_get_sequence_number", "timeout"),
 }
 
 
