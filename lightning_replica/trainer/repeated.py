@@ -43,6 +43,10 @@ class RepeatedStep:
             self._first = step, self._losses
         self._losses = []
 
+    def forget(self) -> None:
+        """Compare nothing with the attempt that was interrupted."""
+        self._first = None
+
     def compare(self) -> None:
         """Report what differs from the first attempt, if there was one. Called before the commit."""
         first, self._first = self._first, None

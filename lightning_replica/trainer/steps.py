@@ -367,6 +367,7 @@ class Training:
     def _recover(self, raised: str, device_said: str = "", because: Detected = "device error") -> Snapshot | None:
         session = self._session
         self._repeated.interrupted()
+        generations, before = session.world.generations, session.world.generations.current
         try:
             outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said, because)
         except DeviceLostError as lost:
@@ -379,6 +380,8 @@ class Training:
             raise
         self.records.restored(outcome.plan.kind, outcome.plan.step)
         self._recovered = outcome.plan
+        if any(map(generations.has_corruption, range(before + 1, outcome.generation + 1))):
+            self._repeated.forget()  # it may have been computed from wrong bits
         if session.newborn:
             session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
