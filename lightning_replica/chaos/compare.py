@@ -167,7 +167,7 @@ def _objects(untouched: RankPrint, hurt: RankPrint, varying: Collection[str]) ->
     by_time: dict[str, list[str]] = {}
     for name, when in found.items():
         by_time.setdefault(when, []).append(name)
-    return _few([f"different {_listed(names)} {when}" for when, names in by_time.items()], "times")
+    return _few([f"different {_listed(names)} {when}" for when, names in by_time.items()], "steps")
 
 
 def _listed(names: list[str]) -> str:

@@ -40,6 +40,7 @@ class Experiment:
         max_steps: The steps after which each fit ends, if not before; 0 for no limit.
         saves_to: Where the ranks save when they are told to end; empty if that is left to the script.
         resumes_from: The checkpoint from which the script resumes; empty for none.
+        anew: Whether the script begins anew otherwise, also if it would resume from its newest checkpoint.
     """
 
     folder: str
@@ -52,6 +53,7 @@ class Experiment:
     max_steps: int = 0
     saves_to: str = ""
     resumes_from: str = ""
+    anew: bool = False
 
     @classmethod
     def current(cls) -> "Experiment | None":
@@ -106,10 +108,12 @@ def enter(trainer: pl.Trainer) -> None:
         limit_steps(trainer, experiment.max_steps)
 
 
-def resumes_from() -> str:
-    """Return the checkpoint that an experiment resumes from; empty for none."""
+def resume(chosen: str | None) -> str | None:
+    """Return from where an experiment resumes: see `trainer.extension.Extension`."""
     experiment = Experiment.current()
-    return "" if experiment is None else experiment.resumes_from
+    if experiment is None:
+        return chosen
+    return experiment.resumes_from or (None if experiment.anew else chosen)
 
 
 class _Incidents(pl.Callback):

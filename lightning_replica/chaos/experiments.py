@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning_replica.chaos import experiment as in_script
@@ -18,7 +19,6 @@ from lightning_replica.chaos.outside import OUTSIDE, Hit, Strike, Striker
 from lightning_replica.chaos.processes import Job, Role
 from lightning_replica.chaos.progress import Progress
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.core.digests import GuardMode
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.exit_codes import GASP_WRITTEN
 from lightning_replica.launch.watch import INSTEAD as STACKS
@@ -28,7 +28,6 @@ LOG, EXPERIMENT = "log.txt", "experiment.json"
 _RESTARTS_TO_SPARE = 3
 _LOOK_S = 0.02  # between checks whether a signal is due
 _END_S = 30.0  # in which all processes of a job must end after it; a DataLoader worker checks its parent every 5 s
-_HANG_S = 5.0, 120.0  # hang_min_s, hang_max_s: steps of the scripts that users try this with are short
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ class Laboratory:
         folder: The folder in which each run gets a folder.
         base: What all runs have in common.
         timeout_s: Seconds after which a run has failed.
-        guard: The ``guard`` of runs with faults; None leaves it to the script. Where ``guard`` is given, hangs are
-            found within seconds, too.
+        options: Options of recovery that runs with faults have in place of the script's own.
 
     Attributes:
         untouched: What the ranks of the untouched run have written.
@@ -95,10 +93,10 @@ class Laboratory:
         folder: Path,
         base: Experiment,
         timeout_s: float,
-        guard: GuardMode | None = "full",
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._command, self._folder = list(command), folder
-        self._base, self._timeout_s, self._guard = base, timeout_s, guard
+        self._base, self._timeout_s, self._options = base, timeout_s, options
         self.untouched: list[RankPrint] = []
         self.varying: set[str] = set()
         self.last: dict[str, int] = {}
@@ -206,9 +204,7 @@ class Laboratory:
         return Result(second, code, [replace(each, recovered=True) for each in struck], [], "", found)
 
     def _hurting(self, folder: Path, count: int, faults: list[str] | None = None, spaced: bool = True) -> Experiment:
-        options: dict[str, Any] = {"max_restarts": count + _RESTARTS_TO_SPARE}
-        if self._guard is not None:
-            options |= {"hang_min_s": _HANG_S[0], "hang_max_s": _HANG_S[1], "guard": self._guard}
+        options = {"max_restarts": count + _RESTARTS_TO_SPARE, **self._options}
         return replace(self._base, folder=str(folder), faults=faults or [], spaced=spaced, options=options, hurt=True)
 
     def _step_s(self) -> float:

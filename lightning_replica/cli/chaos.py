@@ -1,9 +1,6 @@
 """``lightning-replica chaos``: runs a user's script untouched and with faults, and compares the runs bit by bit."""
 
 import argparse
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any, cast
 
 from lightning_replica.chaos.experiment import Experiment
@@ -11,6 +8,7 @@ from lightning_replica.chaos.experiments import Laboratory, Result, Struck
 from lightning_replica.chaos.faults import KINDS, Dice, InjectedFault, parse_all
 from lightning_replica.chaos.outside import ROLES, SIGNALS, Hit, Strike, draw
 from lightning_replica.chaos.places import PLACES
+from lightning_replica.cli.script_runs import NOT_STRUCK, add_options, command_of, counted, folder_for
 from lightning_replica.core import checks
 from lightning_replica.core.output import table, write
 from lightning_replica.core.points import PHASES
@@ -18,6 +16,8 @@ from lightning_replica.errors import ConfigurationError
 
 _USUAL_SIGNALS, _USUAL_TARGETS = "kill,stop,segv", "rank,worker,standby"
 _USUAL_KINDS = "kill,exception,exit,memory,hang,corrupt"
+# In runs with faults. A flipped bit is found in its step; steps of the scripts that users try this with are short.
+_OPTIONS = {"guard": "full", "hang_min_s": 5.0, "hang_max_s": 120.0}
 _EPILOG = f"""\
 examples:
   lightning-replica chaos -- python train.py
@@ -47,7 +47,6 @@ points:  {", ".join(PLACES[:7])},
 Exit code: 0 if every fault has struck and every run ends with the bits of the untouched one, 1 if one differs, 2 if one
 fails, 3 if nothing differs and nothing fails, but a fault was not reached, or there was none: then little is proven.
 """
-NOT_STRUCK = 3
 
 
 def add_parser(commands: Any) -> None:
@@ -71,10 +70,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--points", help="points where they strike (all that the script reaches)")
     parser.add_argument("--signals", default=_USUAL_SIGNALS, help=f"signals that --outside sends ({_USUAL_SIGNALS})")
     parser.add_argument("--targets", default=_USUAL_TARGETS, help=f"processes that --outside hits ({_USUAL_TARGETS})")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep logs, fingerprints and incidents here")
     parser.add_argument("--every-n-steps", type=int, default=1, metavar="N", help="compare every N steps (1)")
-    parser.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="a run that takes longer fails")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="--, then the command that trains")
+    add_options(parser, timeout_s=3600.0)
     parser.set_defaults(run=run)
 
 
@@ -96,51 +93,22 @@ def run(options: argparse.Namespace) -> int:
     if options.outside is not None:
         checks.whole(1, outside=options.outside)
         _strikes(options, 0, 1)
-    folder = folder_for(options.out, "chaos")
     results: list[Result] = []
-    try:
+    with folder_for(options.out, "chaos", lambda: _all_identical(results)) as folder:
         base = Experiment("", every_n_steps=options.every_n_steps)
-        results = _series(Laboratory(command, folder, base, options.timeout_s), options, listed)
-    finally:
-        kept = options.out is not None or not results or any(each.verdict != "identical" for each in results)
-        if kept:
-            write(f"Logs and fingerprints are in {folder}.")
-        else:
-            shutil.rmtree(folder)
+        results = _series(Laboratory(command, folder, base, options.timeout_s, _OPTIONS), options, listed)
     verdicts = {each.verdict for each in results}
     if not verdicts & {"failed", "different"} and (any(each.missed for each in results) or not _any_struck(results)):
         return NOT_STRUCK
     return 2 if "failed" in verdicts else 1 if "different" in verdicts else 0
 
 
+def _all_identical(results: list[Result]) -> bool:
+    return bool(results) and all(each.verdict == "identical" for each in results)
+
+
 def _any_struck(results: list[Result]) -> bool:
     return any(each.struck for each in results)
-
-
-def command_of(given: list[str], name: str) -> list[str]:
-    """Return the command that trains.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
-    command = given[1:] if given[:1] == ["--"] else given
-    if not command:
-        raise ConfigurationError(f"There is nothing to run: write `lightning-replica {name} -- python train.py`.")
-    return command
-
-
-def folder_for(out: Path | None, name: str) -> Path:
-    """Return the folder of the runs: ``out``, or a new one.
-
-    Raises:
-        ConfigurationError: If ``out`` is not empty.
-    """
-    if out is None:
-        return Path(tempfile.mkdtemp(prefix=f"lightning-replica-{name}-"))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigurationError(f"--out {out} is not empty: give a new folder.")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def _dice(options: argparse.Namespace, number: int, points: tuple[Any, ...]) -> Dice:
@@ -162,12 +130,12 @@ def _series(
 ) -> list[Result]:
     write("untouched: running ...")
     laboratory.leave_alone()
-    write(f"untouched: {_count(laboratory.ranks, 'rank')}, {_count(laboratory.steps, 'step')}")
+    write(f"untouched: {counted(laboratory.ranks, 'rank')}, {counted(laboratory.steps, 'step')}")
     usual = tuple(place for place in PLACES if place in laboratory.last or place in PHASES)
     results = []
     for number in range(options.runs):
         result = _hurt(laboratory, options, number, listed, usual)
-        write(f"run {number + 1}: {_count(len(result.struck), 'fault')} struck, {result.verdict}")
+        write(f"run {number + 1}: {counted(len(result.struck), 'fault')} struck, {result.verdict}")
         results.append(result)
     write("\n" + _report(results))
     if any(result.verdict == "different" for result in results):
@@ -186,14 +154,14 @@ def _hurt(
     name = f"run-{number + 1}"
     if options.outside is not None:
         strikes = _strikes(options, number, laboratory.steps)
-        write(f"run {number + 1}: {_count(len(strikes), 'signal')} from outside, running ...")
+        write(f"run {number + 1}: {counted(len(strikes), 'signal')} from outside, running ...")
         return laboratory.strike(name, strikes, cast("Any", _words(options.targets)))
     if listed is None:
         count = None if options.mtbf_steps is not None else options.faults or 3
         faults = tuple(laboratory.draw(_dice(options, number, usual), count, options.mtbf_steps))
     else:
         faults = listed
-    write(f"run {number + 1}: {_count(len(faults), 'fault')}, running ...")
+    write(f"run {number + 1}: {counted(len(faults), 'fault')}, running ...")
     return laboratory.hurt(name, faults, spaced=listed is None)
 
 
@@ -242,12 +210,8 @@ def summary(results: list[Result]) -> str:
     """Return a summary of all results in one line."""
     struck = sum(len(result.struck) for result in results)
     missed = sum(len(result.missed) for result in results)
-    runs = f"{_count(struck, 'fault')} in {_count(len(results), 'run')}"
+    runs = f"{counted(struck, 'fault')} in {counted(len(results), 'run')}"
     counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in ("different", "failed")}
-    bad = ", ".join(f"{_count(number, 'run')} {verdict}" for verdict, number in counts.items() if number)
+    bad = ", ".join(f"{counted(number, 'run')} {verdict}" for verdict, number in counts.items() if number)
     rest = f" ({missed} more {'was' if missed == 1 else 'were'} not reached)" if missed else ""
     return f"{runs}, {bad or 'all bit-identical'}{rest}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,16 +1,14 @@
 """``lightning-replica verify``: proves on a user's own training that a recovery comes back to the same bits."""
 
 import argparse
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_replica.chaos.experiment import INCIDENTS, Experiment
 from lightning_replica.chaos.experiments import Laboratory, Result
 from lightning_replica.chaos.faults import InjectedFault
-from lightning_replica.cli.chaos import NOT_STRUCK, command_of, folder_for
+from lightning_replica.cli.script_runs import NOT_STRUCK, add_options, command_of, counted, folder_for
 from lightning_replica.core import checks
 from lightning_replica.core.output import table, write
 from lightning_replica.errors import ConfigurationError
@@ -23,10 +21,11 @@ examples:
   lightning-replica verify --steps 12 --out proof -- python train_cli.py fit -c train.yaml
 
 The script runs as it is, with its own settings, and each fit ends after some steps. It must train with
-`strategy="replica_zero"` on two ranks or more, and start from scratch each time. It runs twice untouched; then with
-each batch done again, with each end of a batch done again, with rank 0 and rank 1 replaced, and stopped by SIGTERM and
-resumed. After each step, these are compared with the untouched run: weights, every rank's shard of the optimizer state,
-random numbers, data, and all that modules, callbacks and the data module hold. (Of the last, a checkpoint holds less.)
+`strategy="replica_zero"` on two ranks or more, and start from scratch each time (`resume="auto"` has no effect here).
+It runs twice untouched; then with each batch done again, with each end of a batch done again, with rank 0 and rank 1
+replaced, and stopped by SIGTERM and resumed. After each step, these are compared with the untouched run: weights, every
+rank's shard of the optimizer state, random numbers, data, and all that modules, callbacks and the data module hold.
+After a resume, the data and the end of the fit are compared.
 
 Exit code: 0 if all runs have the bits of the untouched one: proven, for these steps; 1 if one differs; 2 if the script
 cannot be tested or a run fails; 3 if nothing differs, but something could not be tried.
@@ -59,9 +58,7 @@ def add_parser(commands: Any) -> None:
         usage="lightning-replica verify [options] -- python train.py ...",
     )
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"steps in each fit ({_STEPS})")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep logs, fingerprints and incidents here")
-    parser.add_argument("--timeout-s", type=float, default=1800.0, metavar="S", help="a run that takes longer fails")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="--, then the command that trains")
+    add_options(parser, timeout_s=1800.0)
     parser.set_defaults(run=run)
 
 
@@ -74,22 +71,16 @@ def run(options: argparse.Namespace) -> int:
     command = command_of(options.command, "verify")
     checks.whole(3, steps=options.steps)
     checks.seconds(timeout_s=options.timeout_s)
-    folder = folder_for(options.out, "verify")
-    base = Experiment("", objects=True, max_steps=options.steps)
-    laboratory = Laboratory(command, folder, base, options.timeout_s, guard=None)
     results: list[tuple[Trial, Result | None]] = []
     whole = False
-    try:
+    with folder_for(options.out, "verify", lambda: whole) as folder:
+        base = Experiment("", objects=True, max_steps=options.steps, anew=True)
+        laboratory = Laboratory(command, folder, base, options.timeout_s)
         _untouched(laboratory)
         for trial in trials(laboratory):
             write(f"{trial.name}: {'running ...' if trial.run else trial.why}")
             results.append((trial, trial.run() if trial.run else None))
         whole = all(result is None or result.verdict == "identical" for _, result in results)
-    finally:
-        if options.out is not None or not whole:
-            write(f"Logs and fingerprints are in {folder}.")
-        else:
-            shutil.rmtree(folder)
     write("\n" + report(laboratory, results))
     return code_of([result for _, result in results])
 
@@ -141,7 +132,7 @@ def trials(laboratory: Laboratory) -> list[Trial]:
 def report(laboratory: Laboratory, results: Sequence[tuple[Trial, Result | None]]) -> str:
     """Return a table of all results, and what differs."""
     rows = [
-        [trial.name, "-" if result is None else _count(result), "not tried" if result is None else _verdict(result)]
+        [trial.name, *(("-", "not tried") if result is None else (str(len(result.struck)), _verdict(result)))]
         for trial, result in results
     ]
     lines = [table(["tried", "faults", "result"], rows, left=True)]
@@ -163,7 +154,7 @@ def report(laboratory: Laboratory, results: Sequence[tuple[Trial, Result | None]
             " of a callback or of the data module is restored; a global, a class attribute or the memory of a C library"
             " is not. If it is none of these, please report it, with the folder above."
         )
-    steps = f"{laboratory.steps} steps on {laboratory.ranks} rank{'s' * (laboratory.ranks != 1)}"
+    steps = f"{counted(laboratory.steps, 'step')} on {counted(laboratory.ranks, 'rank')}"
     code = code_of([result for _, result in results])
     proven = {0: "proven: every run has the bits of the untouched one", NOT_STRUCK: "not all could be tried"}
     return "\n".join([*lines, f"{steps}, {proven.get(code, 'NOT proven')}"])
@@ -177,10 +168,6 @@ def code_of(results: Sequence[Result | None]) -> int:
     if "different" in verdicts:
         return 1
     return NOT_STRUCK if any(result is None or result.missed for result in results) else 0
-
-
-def _count(result: Result) -> str:
-    return str(len(result.struck))
 
 
 def _verdict(result: Result) -> str:

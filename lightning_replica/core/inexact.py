@@ -6,23 +6,24 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 log = logging.getLogger(__name__)
 
-Scope: TypeAlias = Literal["fault", "replacement", "once", "unknown"]
-"""Which faults a finding concerns: every one, those in which ranks are replaced, or only one that has happened.
+Scope: TypeAlias = Literal["fault", "replacement", "resume", "once", "unknown"]
+"""What a finding concerns.
 
-"unknown": it may concern every one, and nothing shows whether it does.
+"fault": every fault. "replacement": those in which ranks are replaced. "resume": runs that resume from a checkpoint.
+"once": only what has happened already. "unknown": maybe every fault, as nothing shows whether it does.
 """
-
 
 _SAID: Final[dict[Scope, str]] = {
     "fault": "Not exact after a fault",
     "replacement": "Not exact after a fault",
+    "resume": "Not exact after a resume",
     "once": "Not exact",
     "unknown": "May not be exact after a fault",
 }
 
 
 class Report(Protocol):
-    """Called with the name of something, with why it is not restored, and with the faults that this concerns."""
+    """Called with the name of something, with why it is not restored, and with what this concerns."""
 
     def __call__(self, name: str, why: str, scope: Scope = "fault") -> None:
         """Report it."""
@@ -33,38 +34,50 @@ class Finding:
     """Something that is not restored exactly.
 
     Attributes:
+        name: Its name.
         why: Why it is not restored.
-        scope: The faults that this concerns.
+        scope: What this concerns.
     """
 
+    name: str
     why: str
     scope: Scope
 
 
-class Inexact:
-    """Says once, by name, what is not restored exactly after a fault.
+def warn(name: str, why: str, scope: Scope = "fault") -> None:
+    """Log a finding that nobody keeps."""
+    log.warning("%s: %s: %s.", _SAID[scope], name, why)
 
-    Attributes:
-        known: What has been found, by name.
-    """
+
+class Inexact:
+    """Says what is not restored exactly after a fault, each finding once, and keeps it."""
 
     def __init__(self) -> None:
-        self.known: dict[str, Finding] = {}
-        self._told: set[str] = set()
+        self._findings: dict[Finding, None] = {}
+        self._told: set[Finding] = set()
+
+    @property
+    def known(self) -> dict[str, Finding]:
+        """What has been found, by name; the newest finding of each."""
+        return {finding.name: finding for finding in self._findings}
 
     def report(self, name: str, why: str, scope: Scope = "fault") -> None:
         """Say why something is not restored, unless that has been said."""
-        if name not in self.known:
-            self.known[name] = Finding(why, scope)
-            log.warning("%s: %s: %s.", _SAID[scope], name, why)
+        finding = Finding(name, why, scope)
+        if finding not in self._findings:
+            self._findings[finding] = None
+            warn(name, why, scope)
 
     def after(self, replaced: bool) -> dict[str, str]:
         """Return what is not exact after a fault that has just been recovered from: the reasons, by name.
+
+        What has happened once is in one result only.
 
         Args:
             replaced: Whether ranks were replaced.
         """
         concerns = {"fault", "replacement"} if replaced else {"fault"}
-        untold = {name for name, each in self.known.items() if each.scope == "once"} - self._told
+        untold = {finding for finding in self._findings if finding.scope == "once"} - self._told
         self._told |= untold
-        return {name: each.why for name, each in self.known.items() if each.scope in concerns or name in untold}
+        found = [finding for finding in self._findings if finding.scope in concerns or finding in untold]
+        return {finding.name: finding.why for finding in found}

@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from lightning_replica.control.faults import Detected, Fault, most_telling
 from lightning_replica.core.points import PHASES
 from lightning_replica.recovery.interface import Kind
 
+_NAMED = 5  # of what is not exact, in the line for the user
 SCHEMA = 1  # version of the line that `to_json` returns
 
 
@@ -224,8 +226,10 @@ def describe(incident: Incident) -> str:
         *moves,
         f"{incident.fault.detected}{more}: {incident.fault.text}",
         f"{phases} s",
-        *(f"NOT EXACT in {name}: {why}" for name, why in incident.inexact.items()),
+        *(f"NOT EXACT in {name}: {why}" for name, why in islice(incident.inexact.items(), _NAMED)),
     ]
+    if len(incident.inexact) > _NAMED:
+        parts.append(f"and {len(incident.inexact) - _NAMED} more that are not exact")
     return "; ".join(parts)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica.sharding.optimizer import ShardedOptimizer
-from lightning_replica.sharding.own_attributes import attributes_of, set_attributes
+from lightning_replica.sharding.own_attributes import OwnAttributes, attributes_of, set_attributes
 
 
 class Backup:
@@ -33,8 +33,14 @@ class Backup:
         self._gradients_are_kept = False
         self._values: list[list[Tensor]] = []
         self._states: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-        self._attributes: list[dict[str, bytes]] = []
+        self._attributes: list[OwnAttributes] = []
         self.whole = False
+
+    @property
+    def not_restored(self) -> list[str]:
+        """The names of the optimizers' own attributes that `restore` leaves as they are."""
+        numbered = enumerate(self._attributes)
+        return [f"optimizer {number}.{name}" for number, each in numbered for name in each.left]
 
     def keep_gradients(self) -> None:
         """Copy the gradients that the window began with, on the first call. Call before gradients change."""
@@ -55,14 +61,14 @@ class Backup:
             for optimizer in self._optimizers:
                 tensors, scalars = optimizer.state()
                 self._states.append(({name: tensor.clone() for name, tensor in tensors.items()}, dict(scalars)))
-                self._attributes.append(attributes_of(optimizer.optimizer)[0])
+                self._attributes.append(attributes_of(optimizer.optimizer))
         self.whole = True
 
     def restore(self) -> None:
         """Restore everything. Gradients that the window zeroed first have no copy: the window will zero them again."""
         if self.whole:
             for optimizer, attributes in zip(self._optimizers, self._attributes, strict=True):
-                set_attributes(optimizer.optimizer, attributes)
+                set_attributes(optimizer.optimizer, *attributes)
             for optimizer, values, (tensors, scalars) in zip(self._optimizers, self._values, self._states, strict=True):
                 for buffers, value in zip(optimizer.buffers, values, strict=True):
                     buffers.main.copy_(value)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
-from lightning_replica.core.inexact import Inexact, Report
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.interface import Recoverable
@@ -337,7 +337,7 @@ def make_engine(
     optimizers: Sequence[Optimizer],
     settings: EngineSettings,
     fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
-    report: Report = Inexact().report,  # noqa: B008
+    report: Report = warn,
 ) -> Engine:
     """Lay parameters out and shard optimizers. Needs no other rank.
 

@@ -26,7 +26,7 @@ def export_shard(
         Plain data, and flat tensors: for each optimizer, the values of each buffer, its state, and gradients, if asked.
     """
     manifest: dict[str, Any] = {"layouts": [], "tensors": [], "scalars": [], "gradients": []}
-    manifest["attributes"] = [attributes_of(optimizer.optimizer) for optimizer in optimizers]
+    manifest["attributes"] = [list(attributes_of(optimizer.optimizer)) for optimizer in optimizers]
     flat: list[Tensor] = []
     for optimizer in optimizers:
         tensors, scalars = optimizer.state()
@@ -49,8 +49,8 @@ def import_shard(
     optimizers: Sequence[ShardedOptimizer[Any]], manifest: dict[str, Any], receive: Callable[[Tensor], None]
 ) -> None:
     """Fill the shard with what ``receive`` brings; buffers must already be laid out as ``manifest`` says."""
-    for optimizer, (attributes, _) in zip(optimizers, manifest["attributes"], strict=True):
-        set_attributes(optimizer.optimizer, attributes)
+    for optimizer, attributes in zip(optimizers, manifest["attributes"], strict=True):
+        set_attributes(optimizer.optimizer, *attributes)
     gradients = iter(manifest["gradients"])
     for optimizer, described, scalars in zip(optimizers, manifest["tensors"], manifest["scalars"], strict=True):
         shapes = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in described.items()}

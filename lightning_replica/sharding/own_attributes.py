@@ -4,9 +4,10 @@ A counter that each update raises belongs to the shard: it follows the updates, 
 same. So it is sent with the shard, and goes back with it where a batch makes more than one update.
 """
 
-from collections.abc import Mapping
+import types
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,26 +15,50 @@ from torch.optim import SGD, Optimizer
 
 from lightning_replica.core import plain
 
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
-def attributes_of(optimizer: Optimizer) -> tuple[dict[str, bytes], list[str]]:
-    """Return what an optimizer's own attributes hold, packed, and the names of those that cannot be packed."""
-    packed: dict[str, bytes] = {}
-    left = []
+
+class OwnAttributes(NamedTuple):
+    """The attributes of one optimizer.
+
+    Attributes:
+        packed: What they hold, by name.
+        left: The names of those that cannot be packed.
+    """
+
+    packed: dict[str, bytes]
+    left: list[str]
+
+
+def attributes_of(optimizer: Optimizer) -> OwnAttributes:
+    """Return what an optimizer's own attributes hold; without functions, and lists of the parameters."""
+    found = OwnAttributes({}, [])
     for name, value in vars(optimizer).items():
-        if name in _of_torch() or callable(value) or _holds_parameters(value):
+        if name in _of_torch() or isinstance(value, _FUNCTIONS) or _are_parameters(value):
             continue
         try:
-            packed[name] = plain.pack(value)
+            if _refers_to_parameters(value):
+                raise plain.NotPlainError("parameters are those of this process")
+            found.packed[name] = plain.pack(value)
         except plain.NotPlainError:
-            left.append(name)
-    return packed, left
+            found.left.append(name)
+    return found
 
 
-def set_attributes(optimizer: Optimizer, packed: Mapping[str, bytes]) -> None:
-    """Give an optimizer the attributes that `attributes_of` has returned."""
+def set_attributes(optimizer: Optimizer, packed: Mapping[str, bytes], kept: Collection[str] | None = None) -> None:
+    """Give an optimizer the attributes that `attributes_of` has packed.
+
+    Args:
+        optimizer: The optimizer.
+        packed: What they held.
+        kept: The names of further attributes that there were; others are removed. None if others may stay.
+    """
+    now = attributes_of(optimizer).packed
     for name, data in packed.items():
-        if plain.pack(getattr(optimizer, name, None)) != data:
+        if now.get(name) != data:
             setattr(optimizer, name, plain.unpack(data, placed=True))
+    for name in now.keys() - packed.keys() - {*kept} if kept is not None else ():
+        delattr(optimizer, name)
 
 
 @cache
@@ -44,8 +69,16 @@ def _of_torch() -> frozenset[str]:
     return frozenset((*vars(optimizer), "zero_grad"))
 
 
-def _holds_parameters(value: Any) -> bool:
-    """Return whether a value refers to parameters, which the script has given to the optimizer."""
+def _are_parameters(value: Any) -> bool:
+    """Return whether a value is a parameter, or a list of parameters, which the script has given to the optimizer."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_are_parameters, value))
+    return isinstance(value, nn.Parameter)
+
+
+def _refers_to_parameters(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return any(map(_holds_parameters, (*value.keys(), *value.values())))
-    return isinstance(value, nn.Parameter) or (isinstance(value, (list, tuple)) and any(map(_holds_parameters, value)))
+        return any(map(_refers_to_parameters, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple)):
+        return any(map(_refers_to_parameters, value))
+    return isinstance(value, nn.Parameter)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
-from lightning_replica.core.inexact import Inexact, Report
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.points import reach
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Check, finish
@@ -66,7 +66,7 @@ class ShardedState:
         optimizers: Sequence[Optimizer],
         settings: EngineSettings,
         fence: AbstractContextManager[None] = nullcontext(),  # noqa: B008
-        report: Report = Inexact().report,  # noqa: B008
+        report: Report = warn,
     ) -> None:
         grid = grids[0]
         if grid.size == 1:
@@ -344,6 +344,9 @@ class ShardedState:
         with self._fence:
             if self._backup is not None:
                 self._backup.restore()
+                for name in self._backup.not_restored:
+                    why = "it is no plain data, and does not go back with a batch that is done again"
+                    self._report(name, why, "unknown")
             for values in (self._before_hooks, self._before_window if kind == "tail" else None):
                 for buffers, value in zip(self.buffers, values, strict=True) if values is not None else ():
                     buffers.main.copy_(value)
@@ -385,7 +388,8 @@ class ShardedState:
     def _tell_of_attributes(self, manifest: dict[str, Any]) -> None:
         for number, (_, left) in enumerate(manifest["attributes"]):
             for name in left:
-                self._report(f"optimizer {number}.{name}", "it is no plain data, and a replacement has its own", "once")
+                why = "it is no plain data, so a replacement has what its script gives it"
+                self._report(f"optimizer {number}.{name}", why, "unknown")
 
     def rebuild(self) -> None:
         """Gather all parameters, which also repairs what a half-done gather left. Collective."""
@@ -416,7 +420,7 @@ class ShardedState:
 
     def own_attributes(self) -> list[dict[str, bytes]]:
         """Return what the user's optimizers keep in attributes of their own, packed."""
-        return [attributes_of(optimizer.optimizer)[0] for optimizer in self.optimizers]
+        return [attributes_of(optimizer.optimizer).packed for optimizer in self.optimizers]
 
     def set_own_attributes(self, attributes: Sequence[Mapping[str, bytes]]) -> None:
         """Give the user's optimizers what `own_attributes` has returned."""

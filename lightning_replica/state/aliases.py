@@ -6,7 +6,7 @@ the parameter's. That is reported.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from lightning_replica._compat.torch import storage_of
 from lightning_replica.core.inexact import Report
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.reachable import tensors_of
+
+_CANNOT_FOLLOW: Final = "it shares memory with the parameter {}, in a way in which it cannot follow its updates"
 
 
 class _Span(NamedTuple):
@@ -32,10 +34,11 @@ class _Span(NamedTuple):
 class _Alias(NamedTuple):
     """A tensor in a parameter's memory, and how far behind the parameter's first element it begins."""
 
+    name: str
     tensor: Tensor
-    parameter: nn.Parameter
+    span: _Span
     behind: int
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # of the parameter
 
 
 class Aliases:
@@ -93,20 +96,22 @@ class Aliases:
             spans = self._spans_under(tensor)
             if not spans or tensor.grad_fn is not None:
                 continue
-            (span, *others), start = spans, int(tensor.storage_offset())
-            inside = span.start <= start and start + _extent(tensor) <= span.stop
-            if others or not inside or tensor.dtype != span.parameter.dtype:
-                why = f"it shares memory with the parameter {span.name}, in a way in which it cannot follow its updates"
-                self._report(name, why)
+            own = local_of(tensor)
+            (span, *others), start = spans, int(own.storage_offset())
+            inside = span.start <= start and start + _extent(own) <= span.stop
+            if others or not inside or own.dtype != span.parameter.dtype:
+                self._report(name, _CANNOT_FOLLOW.format(span.name))
                 continue
-            yield _Alias(tensor, span.parameter, start - span.start, local_of(span.parameter).stride())
+            yield _Alias(name, tensor, span, start - span.start, local_of(span.parameter).stride())
 
     def follow(self) -> None:
         """Move the tensors to where the parameters lie now."""
-        for tensor, parameter, behind, strides in self._found:
-            own = local_of(parameter).detach()
-            if own.stride() == strides and storage_of(own) != storage_of(tensor):
-                moved = torch.as_strided(own, tensor.shape, tensor.stride(), own.storage_offset() + behind)
+        for name, tensor, span, behind, strides in self._found:
+            own, present = local_of(span.parameter).detach(), local_of(tensor)
+            if own.stride() != strides:
+                self._report(name, _CANNOT_FOLLOW.format(span.name))
+            elif storage_of(own) != storage_of(present):
+                moved = torch.as_strided(own, present.shape, present.stride(), own.storage_offset() + behind)
                 set_local(tensor, moved)
 
 

@@ -17,7 +17,7 @@ from lightning_replica._compat.lightning_names import (
 )
 from lightning_replica._compat.torch import _BatchNorm
 from lightning_replica._compat.tree import Tree
-from lightning_replica.core.inexact import Inexact, Report
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.own_states import States
 
 # Attributes beside the `state_dict` that decide what the callback does next.
@@ -44,7 +44,7 @@ class CallbackStates:
         report: Called with a state that is not mirrored.
     """
 
-    def __init__(self, report: Report = Inexact().report) -> None:  # noqa: B008
+    def __init__(self, report: Report = warn) -> None:
         self._models: dict[str, tuple[str, dict[str, Tensor]]] = {}
         self._states = States("callback", report)
         self.packed: list[tuple[str, bytes]] = []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
-from lightning_replica.core.inexact import Inexact, Report
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.devices.host import HOST, on_host, same_bits
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 
@@ -56,7 +56,7 @@ class States:
         report: Called with a state that is not mirrored.
     """
 
-    def __init__(self, what: str = "", report: Report = Inexact().report) -> None:  # noqa: B008
+    def __init__(self, what: str = "", report: Report = warn) -> None:
         self._what, self._report = what, report
         self._kept: dict[str, _Kept] = {}
 

@@ -20,14 +20,15 @@ from torchmetrics import Metric
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
-from lightning_replica.core.inexact import Inexact, Report
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.points import PHASES
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
-from lightning_replica.state.objects.capture import Anchors, Recorder, Root, leads_of
+from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, leads_of
+from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
-from lightning_replica.state.objects.tracked import Taken, Tracked
+from lightning_replica.state.objects.tracked import MIRRORED, Taken, Tracked
 
 
 class _Bare(Metric):
@@ -114,7 +115,7 @@ class Reachable:
 
     def whole(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began, as plain data."""
-        return self._tracked.encoded(taken, limited=False)
+        return self._tracked.encoded(taken)
 
     def begin_to_save(self, taken: Taken) -> None:
         """Leave out of `saved` what is as in ``taken``: what hooks have set before the first batch."""
@@ -126,13 +127,12 @@ class Reachable:
 
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""
-        return self._tracked.encoded(taken, limited=True)
+        return self._tracked.encoded(taken, MIRRORED)
 
 
 def tensors_of(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors that the user's objects refer to and that have no other name, with their names."""
-    anchors = Anchors.of(_anchored(trainer))
-    capture = Recorder(Inexact().report, 0).take(list(_roots(trainer, Tree.of(trainer.lightning_module))), anchors)
+    capture, anchors = _all_of(trainer, copied_bytes=0)
     met: set[int] = set()
     for record in capture.records.values():
         for name, child in record.children():
@@ -143,9 +143,12 @@ def tensors_of(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
 
 def signature_of_all(trainer: pl.Trainer) -> Signature:
     """Return a signature of all that the user's objects hold now, with contents."""
-    anchors = Anchors.of(_anchored(trainer))
-    capture = Recorder(Inexact().report).take(list(_roots(trainer, Tree.of(trainer.lightning_module))), anchors)
-    return signature_of(capture, anchors, contents=True)
+    return signature_of(*_all_of(trainer), contents=True)
+
+
+def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES) -> tuple[Capture, Anchors]:
+    anchors, roots = Anchors.of(_anchored(trainer)), list(_roots(trainer, Tree.of(trainer.lightning_module)))
+    return Recorder(warn, copied_bytes).take(roots, anchors), anchors
 
 
 def _roots(trainer: pl.Trainer, tree: Tree) -> Iterator[Root]:

@@ -24,8 +24,12 @@ class Extension(Protocol):
     def enter(self, trainer: pl.Trainer) -> None:
         """Add what the tool needs to a trainer that is about to fit."""
 
-    def resumes_from(self) -> str:
-        """Return the checkpoint from which a fit that is given none resumes; empty for none."""
+    def resume(self, chosen: str | None) -> str | None:
+        """Return from where a fit resumes that is given no checkpoint: "auto", a checkpoint, or None to begin anew.
+
+        Args:
+            chosen: The script's own choice.
+        """
 
 
 class Nothing:
@@ -38,9 +42,9 @@ class Nothing:
     def enter(self, trainer: pl.Trainer) -> None:
         """Leave the trainer as it is."""
 
-    def resumes_from(self) -> str:
-        """Name no checkpoint."""
-        return ""
+    def resume(self, chosen: str | None) -> str | None:
+        """Return the script's own choice."""
+        return chosen
 
 
 def extension() -> Extension:

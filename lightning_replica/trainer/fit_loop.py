@@ -78,7 +78,8 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
         super().setup_data()
         if self._combined_loader is not before:
             take_out(before)
-            put_in(self._combined_loader)
+            strategy: Any = self.trainer.strategy
+            put_in(self._combined_loader, report=strategy.report_inexact)
 
     def set_up(self) -> None:
         """Make loaders during training."""
@@ -155,7 +156,8 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
             take_out(fetcher._combined_loader)
         joining = self._strategy.joining
-        put_in(self._combined_loader, True, None if joining is None else joining.inputs())
+        inputs = None if joining is None else joining.inputs()
+        put_in(self._combined_loader, True, inputs, self._strategy.report_inexact)
         if joining is None:
             check(lengths_of(self.trainer))
         else:

@@ -114,7 +114,7 @@ class Training:
         )
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
-        self._inexact = inexact = Inexact()
+        self.inexact = inexact = Inexact()
         self._aliases = Aliases(trainer, inexact.report)
         self.state = make_engine(
             grids, session.rank, parameters, optimizers, settings, self.device.fence, inexact.report
@@ -260,13 +260,13 @@ class Training:
         """
         self._recovered = None
         self._repeated.compare()
-        found = self._inexact.after(replaced=any(move.host for move in plan.moves))
+        found = self.inexact.after(replaced=any(move.host for move in plan.moves))
         self._incidents.inexact(found)
         if found and self._session.options.on_inexact == "raise":
             named = "; ".join(f"{name}: {why}" for name, why in found.items())
             final = RecoveryError(f'The recovery at step {plan.step} is not exact (`on_inexact="raise"`): {named}.')
             self._session.world.generations.forbid_saving()
-            self._end(final)
+            self._give_up(final)
             raise final
 
     def _after_commit(self, commit: Commit) -> None:
@@ -376,7 +376,7 @@ class Training:
             session.exits.as_orphan()
             raise
         except RecoveryError as final:
-            self._end(final)
+            self._give_up(final)
             raise
         self.records.restored(outcome.plan.kind, outcome.plan.step)
         self._recovered = outcome.plan
@@ -395,7 +395,7 @@ class Training:
         self._incidents.went_on(outcome)
         return self.host.resume
 
-    def _end(self, final: RecoveryError) -> None:
+    def _give_up(self, final: RecoveryError) -> None:
         """End the run, for all ranks."""
         session = self._session
         session.ending.leave_step(session.rank, self._trainer.global_step)  # `state.step` counts this run's steps

@@ -1,6 +1,5 @@
 """`ReplicaZeroStrategy`: the strategy that Lightning calls."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from lightning_replica._compat.packages import describe
 from lightning_replica.control.once import once
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import OnInexact, RecoveryOptions
 from lightning_replica.core.points import begin
@@ -48,8 +48,6 @@ from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheck
 from lightning_replica.trainer.session import Session, join
 from lightning_replica.trainer.steps import Training
 from lightning_replica.trainer.tensor_parallel import TensorParallel
-
-log = logging.getLogger(__name__)
 
 
 class ReplicaZeroStrategy(ModelParallel):
@@ -247,7 +245,7 @@ class ReplicaZeroStrategy(ModelParallel):
             self.num_nodes,
             extension().overridden(self._given_options),
             self.options_for,
-            WhichCheckpoint(self._resume, self._once, extension().resumes_from()).fill_in,
+            WhichCheckpoint(extension().resume(self._resume), self._once).fill_in,
             logger_runs.hand_over,
         )
 
@@ -403,12 +401,18 @@ class ReplicaZeroStrategy(ModelParallel):
         finally:
             self._step_done = None
         if not self._step_reached:
-            log.warning(
-                "`optimizer_step` of %s has made a step, and did not call the strategy when it was called again after a"
-                " fault, because something that it reads had changed by then: what it does after the step is left out.",
-                type(self.lightning_module).__name__,
+            self.report_inexact(
+                f"`optimizer_step` of {type(self.lightning_module).__name__}",
+                "it has made a step, and did not call the strategy when it was called again after a fault, because"
+                " something that it reads had changed by then: what it does after the step is left out",
+                "once",
             )
             self.training.return_to_commit(tail)
+
+    @property
+    def report_inexact(self) -> Report:
+        """Called with what is not restored exactly after a fault; see `core.inexact`."""
+        return warn if self._training is None else self._training.inexact.report
 
     def on_validation_end(self) -> None:
         """Note that hooks of a validation may have changed weights."""

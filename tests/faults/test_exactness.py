@@ -111,6 +111,18 @@ def test_the_run_ends_if_the_user_wants_that(tmp_path: Path) -> None:
     assert all(name.startswith("the loss of step 3 on rank") for name in found)
 
 
+def test_the_run_ends_if_one_rank_alone_finds_it(tmp_path: Path) -> None:
+    case = Hidden((Fault("kill", 2, "backward", 2),))
+    case.callback, case.on_inexact = RefersToAnother, "raise"
+    outcome = world.run(case, tmp_path, target=train)
+    assert outcome.code != 0
+    problem = "in this replacement it refers to something else than on the other ranks"
+    assert any(
+        'is not exact (`on_inexact="raise"`)' in text and problem in text for text in (outcome.logs, *outcome.said)
+    )
+    assert all(rank == {} for rank in outcome.ranks)
+
+
 def test_nothing_is_said_of_what_is_exact(tmp_path: Path) -> None:
     fault = Fault("exception", 1, "before_commit", 2)
     outcome = world.run(Hidden((fault,)), tmp_path / "fault", target=train)

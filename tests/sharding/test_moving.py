@@ -13,6 +13,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
+from lightning_replica.sharding.own_attributes import attributes_of
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
 from tests.support.sharded import digest, new_state
@@ -190,3 +191,40 @@ def test_own_attributes_of_an_optimizer_go_back_with_a_batch() -> None:
     update(state, 3)
     backup.restore()
     assert (optimizer.count, optimizer.seen, optimizer.mean.tolist()) == (1, [1], [1.0, 1.0])
+
+
+class Keeps(AdamW):
+    """Keeps what no plain data can hold, and what its first update makes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.by_parameter = {parameter: 0 for group in self.param_groups for parameter in group["params"]}
+        self.rule = Rule()
+
+    def step(self, closure: Any = None) -> Any:
+        self.made = getattr(self, "made", 0) + 1
+        return super().step(closure)
+
+
+class Rule:
+    """Can be called, and may keep something."""
+
+    def __call__(self) -> None: ...
+
+
+def test_own_attributes_that_refer_to_parameters_or_can_be_called_are_named() -> None:
+    found = attributes_of(Keeps([nn.Parameter(torch.ones(3))]))
+    assert (found.packed, found.left) == ({}, ["by_parameter", "rule"])
+
+
+def test_what_an_update_has_made_goes_again_with_a_batch_that_goes_back() -> None:
+    parameters = [nn.Parameter(torch.ones(30))]
+    optimizer = Keeps(parameters)
+    state = new_state(Grid.of(4, 2), 0, parameters, [optimizer], bucket_bytes=2000, manual=True)
+    backup = Backup(state.optimizers, nullcontext())
+    backup.keep_shard()
+    update(state, 1)
+    backup.restore()
+    assert not hasattr(optimizer, "made")
+    assert list(optimizer.by_parameter) == parameters
+    assert backup.not_restored == ["optimizer 0.by_parameter", "optimizer 0.rule"]

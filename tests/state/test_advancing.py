@@ -6,6 +6,7 @@ import itertools
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_replica.state.objects import records
 from tests.state.test_reachable import Copies, put_sent
 
 ITERATORS: dict[str, Callable[[], Any]] = {
@@ -271,3 +273,55 @@ def test_an_array_whose_class_the_replacement_does_not_have_there() -> None:
     module.it = np.ma.masked_array([1.0, 2.0], mask=[False, True])
     found = put_sent(fresh, copies.private(copies.take()))
     assert list(found.inexact.known) == ["module.it"]
+
+
+def test_a_queue_of_which_only_the_length_is_known() -> None:
+    module = module_with(queue.SimpleQueue())
+    copies = Copies(module)
+    taken = copies.take()
+    module.it.put(1)
+    copies.put(taken)
+    ((name, finding),) = copies.inexact.known.items()
+    assert (name, finding.scope) == ("module.it", "fault")
+
+
+def test_a_thread_that_waits_at_a_queue_goes_on() -> None:
+    """It waits because the queue is full, and the queue goes back to when it was empty."""
+    module = module_with(queue.Queue(maxsize=1))
+    copies = Copies(module)
+    taken = copies.take()
+    module.it.put(1)
+    puts = threading.Thread(target=module.it.put, args=(2,), daemon=True)
+    puts.start()
+    while not module.it.not_full._waiters:
+        time.sleep(0.001)
+    copies.put(taken)
+    puts.join(60)
+    assert not puts.is_alive()
+    assert list(module.it.queue) == [2]
+
+
+def test_records_with_objects_in_them_are_named() -> None:
+    module, fresh = (module_with(np.zeros(2, dtype=[("a", "i4"), ("b", "O")])) for _ in range(2))
+    copies = Copies(module)
+    taken = copies.take()
+    module.it["b"][0] = [1]
+    copies.put(taken)
+    assert copies.inexact.known["module.it"].scope == "fault"
+    assert put_sent(fresh, copies.whole()).inexact.known == {}
+
+
+def test_what_is_pickled_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled: list[Any] = []
+
+    def digest(value: Any) -> bytes:
+        pickled.append(value)
+        return b""
+
+    monkeypatch.setattr(records, "pickled_digest", digest)
+    module = module_with(Opaque())
+    copies = Copies(module)
+    for _ in range(200):
+        module.hidden = torch.zeros(1000)  # so much is replaced that the objects are walked over again
+        copies.take()
+    assert pickled == [module.it]

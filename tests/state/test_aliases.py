@@ -81,6 +81,15 @@ def test_what_cannot_follow_is_named() -> None:
     assert set(inexact.known) == {"module.buffer", "module.teacher", "module.alias"}
 
 
+def test_a_parameter_that_is_laid_out_otherwise() -> None:
+    module = Module()
+    module.alias = module.lin.weight.data[1]
+    found, inexact = aliases(module)
+    module.lin.weight.data = module.lin.weight.data.t().contiguous().t()
+    found.follow()
+    assert set(inexact.known) == {"module.alias"}
+
+
 def test_two_parameters_in_one_memory() -> None:
     module = Module()
     module.tied = nn.Parameter(module.lin.weight.data)

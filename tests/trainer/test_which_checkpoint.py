@@ -36,6 +36,14 @@ def fill_in(callbacks: list[Any], **given: str) -> dict[str, Any]:
     return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), given).arguments
 
 
+def test_a_checkpoint_that_is_given() -> None:
+    which = WhichCheckpoint("there", once=lambda choose: pytest.fail(choose()))
+    trainer = SimpleNamespace(callbacks=[])
+    assert which.fill_in(trainer, _fit_impl, ("model",), {}).arguments == {"model": "model", "ckpt_path": "there"}
+    asked = {"ckpt_path": "elsewhere"}
+    assert which.fill_in(trainer, _fit_impl, ("model",), asked).arguments == {"model": "model", **asked}
+
+
 def test_only_our_callbacks_say_where_checkpoints_are(tmp_path: Path) -> None:
     assert fill_in([Recorder(), DyingGaspCheckpoint(tmp_path)]) == {"model": "model"}
     with pytest.raises(ConfigurationError, match="no callback names a directory of checkpoints"):

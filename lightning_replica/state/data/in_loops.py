@@ -4,22 +4,26 @@ from typing import Any
 
 from lightning_replica._compat.lightning import iterate_instead
 from lightning_replica._compat.lightning_names import CombinedLoader, pl
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.fetches import Fetches, fetches_of, forget, note
 from lightning_replica.state.data.inputs import Inputs
 from lightning_replica.state.data.position import ExactLoader
 
 
-def put_in(combined: CombinedLoader | None, noted: bool = False, inputs: Inputs | None = None) -> None:
+def put_in(
+    combined: CombinedLoader | None, noted: bool = False, inputs: Inputs | None = None, report: Report = warn
+) -> None:
     """Make ``combined`` iterate exact loaders in place of its own, with all changes that were made to those.
 
     Args:
         combined: What a loop iterates, if it has anything to iterate.
         noted: Whether to note fetches, so that ``combined`` can be put back to the middle of an iteration.
         inputs: Which ranks have inputs, if they may have different numbers of batches; only if fetches are noted.
+        report: Called with what is not restored exactly.
     """
     if combined is not None:
-        exact = [_exact(loader) for loader in combined.flattened]
+        exact = [_exact(loader, report) for loader in combined.flattened]
         iterate_instead(combined, exact)
         if noted:
             note(combined, exact, inputs)
@@ -56,5 +60,5 @@ def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     return exact_loaders(trainer.fit_loop.epoch_loop.val_loop._combined_loader)
 
 
-def _exact(loader: Any) -> ExactLoader:
-    return loader if isinstance(loader, ExactLoader) else ExactLoader(loader, rng_state, set_rng_state)
+def _exact(loader: Any, report: Report) -> ExactLoader:
+    return loader if isinstance(loader, ExactLoader) else ExactLoader(loader, rng_state, set_rng_state, report)

@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_replica._compat.lightning_names import _set_sampler_epoch
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
@@ -80,16 +81,23 @@ class ExactLoader:
         loader: What the user's dataloader hook returned, with its distributed sampler.
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
+        report: Called with what is not restored exactly.
 
     Attributes:
         loader: The same dataloader.
     """
 
-    def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        rng_state: Callable[[], bytes],
+        set_rng_state: Callable[[bytes], None],
+        report: Report = warn,
+    ) -> None:
         self.loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._feed = Feed(loader, rng_state, set_rng_state)
-        self._sources = Sources(loader)
+        self._sources = Sources(loader, report)
         self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded

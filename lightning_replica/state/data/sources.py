@@ -12,11 +12,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core import plain
-from lightning_replica.core.inexact import Inexact
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.objects.capture import Anchors, Root
-from lightning_replica.state.objects.tracked import Tracked
+from lightning_replica.state.objects.tracked import MIRRORED, Tracked
 
 _INSIDE: Final = ("sampler", "batch_sampler", "_sampler", "dataset")  # names under which samplers keep what they wrap
+_LIMITS: Final = MIRRORED._replace(
+    why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
+    scope="fault",
+)
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
 
 
@@ -25,9 +29,10 @@ class Sources:
 
     Args:
         loader: The loader that Lightning iterates.
+        report: Called with what is not restored exactly.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, report: Report = warn) -> None:
         found = [each for each in sources_of(loader) if _has_state(each)]
         self._roots = [Root(each, f"{type(each).__name__} of the loader") for each in found]
         if len({root.name for root in self._roots}) < len(self._roots):
@@ -35,7 +40,7 @@ class Sources:
         self._anchored = [(root.name, root.value) for root in self._roots]
         self._anchored += [(f"source {place}", each) for place, each in enumerate(sources_of(loader))]
         self._anchors = Anchors.of(self._anchored)
-        self._tracked = Tracked(Inexact().report, copied_bytes=_COPIED_BYTES)
+        self._tracked = Tracked(report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
@@ -50,7 +55,7 @@ class Sources:
             return None
         taken = self._tracked.take(self._roots, self._anchors, begins)
         if self._packed[0] is not taken:
-            self._packed = taken, plain.pack(self._tracked.encoded(taken, limited=True))
+            self._packed = taken, plain.pack(self._tracked.encoded(taken, _LIMITS))
         return self._packed[1]
 
     def put(self, state: bytes | None) -> None:

@@ -43,6 +43,7 @@ from lightning_replica.state.objects.records import (
     Slots,
     Unknown,
     Wrapper,
+    wake_waiting,
 )
 
 MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
@@ -159,6 +160,8 @@ class Capture:
             record.put_back(stands)
             if isinstance(record, Unknown):
                 _tell_of(record, report)
+            elif isinstance(record, Attributes):
+                wake_waiting(record.values)
         for held, copy in self.copies:
             if copy is not None:
                 held.put_back(copy)
@@ -255,6 +258,8 @@ class Recorder:
         """Return the record of an earlier walk if the object is as it was then: it does not count as changed."""
         former = self._former.get(key)
         if former is None or former.value is not record.value or type(former) is not type(record):
+            if isinstance(record, Unknown):
+                record.look_closely()
             return record
         if former.is_same():
             return former
@@ -288,7 +293,8 @@ class Recorder:
             if slots_of(type(value)):
                 yield ~id(value), Slots(value, name)
         else:
-            record = OF_KIND.get(kind, Unknown)(value, name)
+            mixed = kind is Kind.ARRAY and value.dtype != object  # records with objects in them
+            record = (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
             if isinstance(record, Unknown) and record.advances:
                 self._tell_of_unknown(record)
             if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):

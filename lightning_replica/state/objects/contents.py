@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_replica._compat.dtensor import local_of, set_local
+from lightning_replica._compat.dtensor import is_divided, local_of, set_local
 from lightning_replica._compat.torch import data_version, is_wrapper, of_base_class
 from lightning_replica.core.inexact import Report
 from lightning_replica.core.plain import is_plain
@@ -51,6 +51,7 @@ class Held:
     def __init__(self, value: Any, name: str) -> None:
         self.value, self.name, self.follows = value, name, False
         self._counts = isinstance(value, Tensor) and not value.is_inference()
+        self._divided = is_divided(value)
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
@@ -59,7 +60,9 @@ class Held:
         self.writes = self._count()
 
     def _count(self) -> int:
-        return data_version(self.value) if self._counts else 0
+        if not self._counts:
+            return 0
+        return data_version(local_of(self.value) if self._divided else self.value)
 
     def take(self) -> None:
         """Copy the content."""

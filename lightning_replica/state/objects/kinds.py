@@ -17,7 +17,10 @@ import hashlib
 import io
 import itertools
 import logging
+import multiprocessing.connection
 import multiprocessing.process
+import multiprocessing.queues
+import multiprocessing.synchronize
 import pathlib
 import pickle
 import queue
@@ -82,6 +85,7 @@ _CLOSED: Final = (
     *(DataLoader, Sampler, Optimizer, LRScheduler, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
     *(torch.distributed.Store, torch.jit.ScriptModule),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.local),
+    multiprocessing.synchronize.SemLock,
 )
 _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
 _LARGE_BYTES: Final = 2**24
@@ -89,7 +93,8 @@ _CLOSED_MODULES: Final = ("lightning_replica.", "torch.utils.data.dataloader", "
 # Part of something that runs: to put its attributes back would break it.
 _LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
-    queue.SimpleQueue,
+    *(queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue),
+    multiprocessing.connection.Connection,
 )
 _STREAMS: Final = (io.BytesIO, io.StringIO)
 _ITERATORS: Final[tuple[type, ...]] = (
@@ -104,7 +109,7 @@ _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__"
 
 # They hold no state of the training, or none that a result depends on.
 HARMLESS: Final = (
-    *(*_LIVE, weakref.ReferenceType, weakref.ProxyType, contextvars.ContextVar, types.MappingProxyType),
+    *(weakref.ReferenceType, weakref.ProxyType, contextvars.ContextVar, types.MappingProxyType),
     *(type(functools.lru_cache(len)), types.TracebackType, types.FrameType, types.GetSetDescriptorType),
 )
 
@@ -211,13 +216,15 @@ def probe(value: Any) -> Any:
         return repr(value) if " at 0x" not in repr(value) else None
     if isinstance(value, Tensor):
         return write_count(value)
+    if isinstance(value, queue.SimpleQueue):
+        return value.qsize()
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
             return value.tell()
     return None
 
 
-def picture_of(value: Any) -> bytes | None:
+def pickled_digest(value: Any) -> bytes | None:
     """Return a digest of what an opaque value is pickled as; None if it is large, or cannot be pickled."""
     try:
         if getattr(value, "nbytes", 0) > _LARGE_BYTES:

@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import operator
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
     iterator_of,
-    picture_of,
+    pickled_digest,
     probe,
     random_state,
     reduced,
@@ -460,12 +461,17 @@ class Unknown(Record):
     What only its pickled form shows is looked at when a capture is put back, and not in each step.
     """
 
-    __slots__ = ("mark", "picture")
+    __slots__ = ("mark", "pickled")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.mark = probe(value)
-        self.picture = picture_of(value) if self.mark is None and not self.advances else None
+        self.pickled: bytes | None = None
+
+    def look_closely(self) -> None:
+        """Note what it is pickled as, if nothing else shows a change. Called once for each object."""
+        if self.mark is None and not self.advances:
+            self.pickled = pickled_digest(self.value)
 
     @property
     def advances(self) -> bool:
@@ -479,7 +485,7 @@ class Unknown(Record):
         """Return whether it has changed since it was recorded; None if nothing shows that."""
         if self.mark is not None:
             return not self.is_same()
-        return None if self.picture is None else picture_of(self.value) != self.picture
+        return None if self.pickled is None else pickled_digest(self.value) != self.pickled
 
     def put_back(self, stands: Stands) -> None:
         """Do nothing: it cannot be done. `Recorder` has reported it."""
@@ -510,6 +516,16 @@ def refer(function: Any, parts: Mapping[str, Any]) -> None:
     elif isinstance(function, functools.partial):
         state = *(parts[name] for name in (".func", ".args", ".keywords")), vars(function)
         function.__setstate__(state)  # type: ignore[attr-defined]
+
+
+def wake_waiting(values: Iterable[Any]) -> None:
+    """Wake the threads that wait at conditions, as those of a queue: what they wait for may be true now."""
+    for value in values:
+        if isinstance(value, threading.Condition) and value.acquire(blocking=False):
+            try:
+                value.notify_all()
+            finally:
+                value.release()
 
 
 def fill_stream(stream: Any, content: Any, place: int) -> None:

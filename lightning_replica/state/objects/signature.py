@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_replica.core import plain
-from lightning_replica.core.inexact import Inexact
+from lightning_replica.core.inexact import warn
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.capture import Anchors, Capture, Content, Recorder, Root
 from lightning_replica.state.objects.contents import plain_of
@@ -57,7 +57,7 @@ def digest_of(value: Any) -> str:
     """Return 16 hexadecimal digits of everything that a value leads to."""
     root = Root(SimpleNamespace(value=value), "it")
     anchors = Anchors({})
-    return signature_of(Recorder(Inexact().report).take([root], anchors), anchors, contents=True)["it.value"]
+    return signature_of(Recorder(warn).take([root], anchors), anchors, contents=True)["it.value"]
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -5,11 +5,11 @@ Both can be had as plain data for another process, which holds the same objects 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from lightning_replica.core.inexact import Report
+from lightning_replica.core.inexact import Report, Scope
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root
 from lightning_replica.state.objects.contents import COPIED_BYTES
@@ -17,9 +17,30 @@ from lightning_replica.state.objects.kinds import Kind, kind_of
 from lightning_replica.state.objects.records import Attributes, Slots
 from lightning_replica.state.objects.wire import Decoder, Encoder
 
-LARGE_BYTES: Final = 4 * 2**20
-MANY: Final = 1000  # objects
-_SAVED_BYTES, _SAVED_MANY = 64 * 2**20, 200_000  # the same limits in checkpoints, which are seldom written
+
+class Limits(NamedTuple):
+    """How much an attribute may take to be sent.
+
+    Attributes:
+        large_bytes: More than this is too large.
+        many: More objects than these, or more items in one container, are too many.
+        why: What it means that an attribute is left out.
+        scope: What that concerns.
+    """
+
+    large_bytes: int
+    many: int
+    why: str
+    scope: Scope
+
+
+MIRRORED: Final = Limits(
+    4 * 2**20,
+    1000,
+    "it is too large to be mirrored in every step, so a replaced rank takes that of a peer",
+    "replacement",
+)
+SAVED: Final = Limits(64 * 2**20, 200_000, "it is too large for a checkpoint", "resume")
 LEFT_OUT: Final = ""  # no root is called so: its "attributes" are the names of what is too large
 
 
@@ -111,20 +132,16 @@ class Tracked:
     def saved(self, taken: Taken) -> list[Any]:
         """Return what has changed since `begin_to_save`, as plain data; without what is large."""
         changed = dict(_changed(taken.capture, self._unsaved, all_changed=False))
-        sizes = _Sizes(taken.capture, _SAVED_BYTES, _SAVED_MANY)
-        return self._encoded(Taken(taken.capture, taken.anchors, changed), sizes, "it is too large for a checkpoint")
+        return self.encoded(Taken(taken.capture, taken.anchors, changed), SAVED)
 
-    def encoded(self, taken: Taken, limited: bool) -> list[Any]:
+    def encoded(self, taken: Taken, limits: Limits | None = None) -> list[Any]:
         """Return what has changed since the beginning, as plain data.
 
         Args:
             taken: What the objects held.
-            limited: Whether what is large is left out, and reported.
+            limits: What is larger is left out, and reported; None for no limits.
         """
-        why = "it is too large to be mirrored in every step, so a replaced rank takes that of a peer"
-        return self._encoded(taken, _Sizes(taken.capture, LARGE_BYTES, MANY) if limited else None, why)
-
-    def _encoded(self, taken: Taken, sizes: "_Sizes | None", why: str) -> list[Any]:
+        sizes = _Sizes(taken.capture, limits) if limits is not None else None
         encoder = Encoder(taken.capture, taken.anchors, self._report, self._first)
         sent, left = [], list[str]()
         for root in taken.capture.roots:
@@ -135,7 +152,7 @@ class Tracked:
             if sizes is not None:
                 large = {name for name in names if sizes.is_large(record, name)}
                 for name in large:
-                    self._report(f"{root.name}.{name}", why, "replacement")
+                    self._report(f"{root.name}.{name}", sizes.limits.why, sizes.limits.scope)
                 names -= large
                 left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
@@ -194,24 +211,23 @@ class _Sizes:
 
     Args:
         capture: The capture.
-        large_bytes: More than this is too large.
-        many: So many objects are too many.
+        limits: What is too large.
     """
 
-    def __init__(self, capture: Capture, large_bytes: int, many: int) -> None:
-        self._capture, self._large_bytes, self._many = capture, large_bytes, many
+    def __init__(self, capture: Capture, limits: Limits) -> None:
+        self._capture, self.limits = capture, limits
         self._bytes = {id(held.value): held.nbytes for held, _ in capture.copies}
 
     def is_large(self, record: Attributes, name: str) -> bool:
         """Return whether an attribute takes too much."""
         value = record.values[record.names.index(name)]
         keys = list(_keys_under(value, self._capture))
-        if len(keys) > 2 * self._many:
+        if len(keys) > 2 * self.limits.many:
             return True
         lengths = [_length(self._capture.records[key]) for key in keys if key in self._capture.records]
         size = sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
         size += sum(each.nbytes for key in keys if isinstance(each := self._content(key), Tensor))
-        return size > self._large_bytes or max(lengths, default=0) > self._many
+        return size > self.limits.large_bytes or max(lengths, default=0) > self.limits.many
 
     def _content(self, key: int) -> Any:
         return getattr(self._capture.records.get(key), "content", None)

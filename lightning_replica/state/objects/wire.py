@@ -67,8 +67,6 @@ from lightning_replica.state.objects.records import (
 _MISSING: Final = object()
 _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
-
-
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
 
@@ -134,7 +132,7 @@ class Encoder:
             content = plain_of(value) if content is None else content
             if content.dtype.kind in "biufc":
                 return ["array", number, torch.from_numpy(np.array(content, order="C"))]
-            return self._encode_array(content, number, record, name, depth)
+            return self._encode_array(content, number, name, depth)
         if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
             return self._encode_object(value, number, record, slots, name, depth)
@@ -147,14 +145,17 @@ class Encoder:
             return ["tuple" if isinstance(value, tuple) else "frozenset", number, _class_of(value), items]
         return self._left_out(value)
 
-    def _encode_array(self, content: Any, number: int, record: Record | None, name: str, depth: int) -> Any:
+    def _encode_array(self, content: Any, number: int, name: str, depth: int) -> Any:
         """Return an array of times, texts, records or objects."""
         shape = list(content.shape)
-        if content.dtype.hasobject:
+        if content.dtype == object:
             items = [self._encode(item, f"{name}[{n}]", depth + 1) for n, item in enumerate(content.flat)]
-            if content.dtype != object:
-                return self._left_out(content)
             return ["objects", number, shape, items]
+        if content.dtype.hasobject:
+            self._report(
+                name, "an array of records with objects in them cannot be sent to a replacement", "replacement"
+            )
+            return self._left_out(content)
         return ["bits", number, repr(np.lib.format.dtype_to_descr(content.dtype)), shape, content.tobytes()]
 
     def _left_out(self, value: Any) -> list[Any]:

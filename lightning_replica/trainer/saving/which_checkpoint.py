@@ -25,13 +25,13 @@ class WhichCheckpoint:
     """Fills in ``ckpt_path`` where the user leaves the choice to this package.
 
     Args:
-        resume: "auto" resumes a fit that is given no checkpoint from the newest one; None begins anew.
+        resume: Where a fit resumes that is given no checkpoint: "auto" is the newest one, a path is that one, and with
+            None it begins anew.
         once: Calls a function on one rank and gives its result to all ranks.
-        given: The checkpoint from which a fit that is given none resumes; empty if ``resume`` decides.
     """
 
-    def __init__(self, resume: Resume, once: Callable[[Callable[[], str]], str], given: str = "") -> None:
-        self._resume, self._once, self._given = resume, once, given
+    def __init__(self, resume: str | None, once: Callable[[Callable[[], str]], str]) -> None:
+        self._resume, self._once = resume, once
 
     def fill_in(
         self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -44,8 +44,8 @@ class WhichCheckpoint:
         """
         bound = inspect.signature(function).bind(*args, **kwargs)
         asked = bound.arguments.get("ckpt_path")
-        if self._given and asked is None and function.__name__ == "_fit_impl":
-            bound.arguments["ckpt_path"] = self._given
+        if self._resume not in (None, "auto") and asked is None and function.__name__ == "_fit_impl":
+            bound.arguments["ckpt_path"] = self._resume
             return bound
         if trainer is None or "ckpt_path" not in bound.signature.parameters or not self._is_ours(asked, function):
             return bound

@@ -1,6 +1,7 @@
 """Any position of any epoch, with the same batches and the same random numbers after it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.position import ExactLoader, LoaderState
 
@@ -121,3 +123,26 @@ def test_a_loader_that_is_no_dataloader() -> None:
     assert list(exact) == [30]
     assert list(exact) == [10, 20, 30]
     assert len(exact) == 3
+
+
+class Remembers(Sampler[int]):
+    """Keeps what it has yielded in a list that becomes too large to be kept with each position."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(30):
+            self.seen += [index] * 500
+            yield index
+
+
+def test_what_is_too_large_to_be_kept_with_a_position_is_named() -> None:
+    inexact = Inexact()
+    data = DataLoader(Noisy(), batch_size=3, sampler=Remembers())
+    exact = ExactLoader(data, rng_state, set_rng_state, inexact.report)
+    for _ in exact:
+        exact.state()
+    ((name, finding),) = inexact.known.items()
+    assert (name, finding.scope) == ("Remembers of the loader.seen", "fault")
+    assert "it is too large to be kept with the position of its loader" in finding.why
