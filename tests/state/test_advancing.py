@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -325,3 +326,107 @@ def test_what_is_pickled_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> Non
         module.hidden = torch.zeros(1000)  # so much is replaced that the objects are walked over again
         copies.take()
     assert pickled == [module.it]
+
+
+def scaled(values: Any, by: float = 1.0) -> Any:
+    return values * by
+
+
+def made_in_training(module: Any) -> None:
+    """Functions in objects that were not there when training began, some of which stand elsewhere, too."""
+    inner = types.SimpleNamespace(activation=scaled, scale=functools.partial(scaled, by=3.0))
+    inner.method, inner.builtin = module.other.__call__, torch.nn.functional.gelu
+    inner.pop = module.several.pop
+    module.it = inner
+
+
+def test_functions_of_objects_that_are_made_in_training() -> None:
+    """Functions are found by their names; partials and methods are made of them."""
+
+    def new() -> Any:
+        module = module_with(None)
+        module.function, module.normal = scaled, functools.partial(torch.nn.init.normal_, std=0.02)
+        module.one, module.other, module.several = Counter(), Counter(), [1, 2, 3]
+        return module
+
+    module, fresh = new(), new()
+    copies = Copies(module)
+    made_in_training(module)
+    module.it.normal = functools.partial(torch.nn.init.normal_, std=0.5)
+    sent = copies.whole(copies.take())
+    assert put_sent(fresh, sent).inexact.known == {}
+    assert (fresh.it.activation, fresh.it.builtin) == (scaled, torch.nn.functional.gelu)
+    assert (fresh.it.scale.func, fresh.it.scale(2.0)) == (scaled, 6.0)
+    assert (fresh.it.normal.keywords, fresh.normal.keywords) == ({"std": 0.5}, {"std": 0.02})
+    assert fresh.it.method.__self__ is fresh.other
+    assert fresh.it.pop() == 3
+    assert fresh.several == [1, 2]
+
+
+REFERRED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "object": (Counter, lambda value: value),
+    "list": (lambda: [1], lambda value: value),
+    "dict": (lambda: {"a": 1}, lambda value: value),
+    "set": (lambda: {1}, lambda value: value),
+    "tensor": (lambda: torch.zeros(2), lambda value: value),
+    "array": (lambda: np.zeros(2), lambda value: value),
+    "method": (Counter, lambda value: value.__call__),
+    "builtin method": (lambda: [1], lambda value: value.append),
+    "partial": (Counter, lambda value: functools.partial(value.__call__)),
+    "in a list": (Counter, lambda value: [value]),
+    "in an object": (Counter, lambda value: types.SimpleNamespace(inner=value)),
+}
+
+
+@pytest.mark.parametrize("name", REFERRED)
+def test_what_refers_to_another_object_than_before(name: str) -> None:
+    """Neither object changes; what is sent must not be written into the one that was referred to."""
+    make, refer = REFERRED[name]
+
+    def new() -> Any:
+        module = module_with(None)
+        module.first, module.second = make(), make()
+        module.reference = refer(module.first)
+        return module
+
+    module, fresh = new(), new()
+    copies = Copies(module)
+    was = fresh.first
+    module.reference = refer(module.second)
+    mark(module.second)
+    assert put_sent(fresh, copies.whole(copies.take())).inexact.known == {}
+    mark(module.second, 2)
+    mark_through(fresh.reference, 2)
+    assert fresh.first is was
+    assert repr(seen_of(fresh.first)) == repr(seen_of(make()))
+    assert repr(seen_of(fresh.second)) == repr(seen_of(module.second))
+
+
+def seen_of(value: Any) -> Any:
+    return value.n if isinstance(value, Counter) else value
+
+
+def mark(value: Any, by: int = 1) -> None:
+    """Change something, in place."""
+    if isinstance(value, Counter):
+        value.n += by
+    elif isinstance(value, list):
+        value.append(by)
+    elif isinstance(value, dict):
+        value["b"] = by
+    elif isinstance(value, set):
+        value.add(by)
+    else:
+        value += by
+
+
+def mark_through(reference: Any, by: int) -> None:
+    """Change what ``reference`` refers to."""
+    if callable(reference) and not isinstance(reference, Counter):
+        mark(getattr(reference, "func", reference).__self__, by)
+    elif isinstance(reference, types.SimpleNamespace):
+        mark(reference.inner, by)
+    elif isinstance(reference, list) and isinstance(reference[0], Counter):
+        mark(reference[0], by)
+    else:
+        mark(reference, by)

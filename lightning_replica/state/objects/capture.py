@@ -140,6 +140,16 @@ class Capture:
             raise TypeError(f"{root.name} is no root of this capture.")
         return record
 
+    def by_name(self) -> dict[str, Any]:
+        """Return the objects by their names; not those that share a name, as the members of a set do."""
+        found: dict[str, Any] = {}
+        shared = set[str]()
+        known: list[Record | Held] = [*self.records.values(), *(held for held, _ in self.copies)]
+        for held in known:
+            if found.setdefault(held.name, held.value) is not held.value:
+                shared.add(held.name)
+        return {name: value for name, value in found.items() if name not in shared}
+
     def put_back(self, report: Report) -> None:
         """Restore all of it, in place.
 

@@ -110,20 +110,12 @@ class Tracked:
         for name, value in anchored:
             values.setdefault(name, value)
         sent, by_name = list(sent), {root.name: root.value for root in roots}
-        decoder = Decoder(values, self._report, frozenset(self._elsewhere(sent)))
+        first = Capture() if self._first is None else self._first
+        decoder = Decoder(values, self._report, first.by_name(), frozenset(_elsewhere(first, sent)))
         for name, attributes in sent:
             if name in by_name:
                 decoder.put_attributes(by_name[name], name, attributes)
         self._recorder.forget()
-
-    def _elsewhere(self, sent: Sequence[Any]) -> Iterator[int]:
-        """Yield the ``id`` of each object that the attributes lead to which are not in ``sent``."""
-        first = Capture() if self._first is None else self._first
-        names = {root: {attribute for attribute, _ in pairs} for root, pairs in sent if root != LEFT_OUT}
-        for root in first.roots:
-            for name, value in vars(root.value).items():
-                if name not in names.get(root.name, ()) and name not in root.own:
-                    yield from _keys_under(value, first)
 
     def begin_to_save(self, taken: Taken) -> None:
         """Leave out of `saved` what is now as in ``taken``: the same code will have run in a process that resumes."""
@@ -158,6 +150,15 @@ class Tracked:
             if names:
                 sent.append([root.name, encoder.attributes(record, names)])
         return [*sent, [LEFT_OUT, left]] if left else sent
+
+
+def _elsewhere(first: Capture, sent: Sequence[Any]) -> Iterator[int]:
+    """Yield the ``id`` of each object that the attributes lead to which are not in ``sent``."""
+    names = {root: {attribute for attribute, _ in pairs} for root, pairs in sent if root != LEFT_OUT}
+    for root in first.roots:
+        for name, value in vars(root.value).items():
+            if name not in names.get(root.name, ()) and name not in root.own:
+                yield from _keys_under(value, first)
 
 
 def _changed(capture: Capture, first: Capture | None, all_changed: bool) -> Iterator[tuple[str, frozenset[str]]]:

@@ -1,10 +1,11 @@
 """Captured state as plain data for another process, which puts it into its own objects.
 
-Every object that others may refer to has a number, a negative one if it was made since training began. An object that
-is met again is a reference to that number, and an anchor is a reference to its name. So who refers to what is the same
-in the other process. There, the script has built the same roots, and what comes is put into the objects that stand in
-the same places, as far as they are of the same class. An object that is not there is made, without calling any code of
-its class; its class must be known already, as no module is imported and nothing is unpickled.
+Every object that others may refer to has a number. An object that is met again is a reference to that number, and an
+anchor is a reference to its name. So who refers to what is the same in the other process. There, the script has built
+the same roots. What comes is put into the object that had the same name when training began, whatever refers to it now;
+an object that has been made since is put into the object that stands in its place, if nothing else refers to that. Both
+must be of the same class. An object that is not there is made, without calling any code of its class; its class must be
+known already, as no module is imported and nothing is unpickled.
 
 What cannot be sent is left as the other process has built it, and is reported.
 """
@@ -12,12 +13,14 @@ What cannot be sent is left as the other process has built it, and is reported.
 import array
 import ast
 import enum
+import functools
 import io
 import random
 import sys
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final
 
@@ -67,6 +70,9 @@ from lightning_replica.state.objects.records import (
 _MISSING: Final = object()
 _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
+_MADE_IN_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_BOUND_TO: Final = ".__self__"
+_PARTIAL: Final = describe(functools.partial(print))
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
 
@@ -84,7 +90,7 @@ class Encoder:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
-        self._there = set() if first is None else {*first.records, *(id(held.value) for held, _ in first.copies)}
+        self._names = {id(value): name for name, value in (first or Capture()).by_name().items()}
 
     def attributes(self, record: Attributes, names: frozenset[str] | None = None) -> list[Any]:
         """Return the attributes of a root: pairs of a name and a value.
@@ -113,50 +119,56 @@ class Encoder:
         if depth > _DEEP:
             self._report(name, "it lies too deep to be sent to a replacement", "replacement")
             return self._left_out(value)
-        number = self._numbers[key] = len(self._numbers)
-        number = number if key in self._there else -1 - number
-        sent = self._encode_new(value, kind, number, name, depth)
+        self._numbers[key] = len(self._numbers)
+        identity = self._identity(value, kind)
+        sent = self._encode_new(value, kind, identity, name, depth)
         beside = self._capture.records.get(~key)
         if kind is Kind.OBJECT or not isinstance(beside, Attributes):
             return sent
         # A list, a tensor or an array with attributes.
-        return ["with", number, _class_of(value), sent, self._pairs([beside], name, depth)]
+        return ["with", identity, _class_of(value), sent, self._pairs([beside], name, depth)]
 
-    def _encode_new(self, value: Any, kind: Kind, number: int, name: str, depth: int) -> Any:
+    def _identity(self, value: Any, kind: Kind) -> list[Any]:
+        """Return the number of an object, and its name when training began: None if it is new, "" if unknown."""
+        key = id(value)
+        has_record = kind is not Kind.FUNCTION or key in self._capture.records
+        return [self._numbers[key], self._names.get(key, None if has_record else "")]
+
+    def _encode_new(self, value: Any, kind: Kind, identity: list[Any], name: str, depth: int) -> Any:
         key = id(value)
         if kind is Kind.TENSOR:
-            return self._encode_tensor(value, number, name)
+            return self._encode_tensor(value, identity, name)
         record = self._capture.records.get(key)
         if kind is Kind.ARRAY:
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
             content = plain_of(value) if content is None else content
             if content.dtype.kind in "biufc":
-                return ["array", number, torch.from_numpy(np.array(content, order="C"))]
-            return self._encode_array(content, number, name, depth)
+                return ["array", identity, torch.from_numpy(np.array(content, order="C"))]
+            return self._encode_array(content, identity, name, depth)
         if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
-            return self._encode_object(value, number, record, slots, name, depth)
+            return self._encode_object(value, identity, record, slots, name, depth)
         if record is not None:
-            return self._encode_record(record, number, name, depth)
+            return self._encode_record(record, identity, name, depth)
         if kind is Kind.FUNCTION:  # it keeps nothing
-            return ["function", number, title_of(value), []]
+            return ["function", identity, title_of(value), _source_of(value), []]
         if kind is Kind.TUPLE:  # of atoms only
             items = [self._encode(item, name, depth + 1) for item in value]
-            return ["tuple" if isinstance(value, tuple) else "frozenset", number, _class_of(value), items]
+            return ["tuple" if isinstance(value, tuple) else "frozenset", identity, _class_of(value), items]
         return self._left_out(value)
 
-    def _encode_array(self, content: Any, number: int, name: str, depth: int) -> Any:
+    def _encode_array(self, content: Any, identity: list[Any], name: str, depth: int) -> Any:
         """Return an array of times, texts, records or objects."""
         shape = list(content.shape)
         if content.dtype == object:
             items = [self._encode(item, f"{name}[{n}]", depth + 1) for n, item in enumerate(content.flat)]
-            return ["objects", number, shape, items]
+            return ["objects", identity, shape, items]
         if content.dtype.hasobject:
             self._report(
                 name, "an array of records with objects in them cannot be sent to a replacement", "replacement"
             )
             return self._left_out(content)
-        return ["bits", number, repr(np.lib.format.dtype_to_descr(content.dtype)), shape, content.tobytes()]
+        return ["bits", identity, repr(np.lib.format.dtype_to_descr(content.dtype)), shape, content.tobytes()]
 
     def _left_out(self, value: Any) -> list[Any]:
         """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""
@@ -164,26 +176,26 @@ class Encoder:
         is_new = recorded and self._first is not None and id(value) not in self._first.records
         return ["!" if is_new else "?", describe(value)]
 
-    def _encode_tensor(self, value: Tensor, number: int, name: str) -> Any:
+    def _encode_tensor(self, value: Tensor, identity: list[Any], name: str) -> Any:
         record, content = self._capture.records.get(id(value)), self._copies.get(id(value))
         if isinstance(record, Graphed):
             content = record.content
         elif isinstance(record, Content):
             content = record.copy
         elif self._anchors.has_memory_of(value):
-            return ["view", number, *self._place_of(value)]
+            return ["view", identity, *self._place_of(value)]
         elif content is None:
             content = plain_of(value)
         if content.layout is torch.sparse_coo:
             parts = content.detach()
             indices, values = parts._indices(), parts._values()
-            return ["sparse", number, indices, values, list(parts.shape), parts.is_coalesced()]
+            return ["sparse", identity, indices, values, list(parts.shape), parts.is_coalesced()]
         if not is_content(content):
             why = f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement"
             self._report(name, why, "replacement")
             return self._left_out(value)
         leaf = value.requires_grad and value.is_leaf
-        return ["tensor", number, _class_of(value), content.contiguous(), leaf]
+        return ["tensor", identity, _class_of(value), content.contiguous(), leaf]
 
     def _place_of(self, value: Tensor) -> list[Any]:
         own = plain_of(value)
@@ -196,53 +208,55 @@ class Encoder:
         ]
 
     def _encode_object(
-        self, value: Any, number: int, record: Record | None, slots: Record | None, name: str, depth: int
+        self, value: Any, identity: list[Any], record: Record | None, slots: Record | None, name: str, depth: int
     ) -> Any:
         if not isinstance(record, Attributes) and not isinstance(slots, Slots):
             return self._left_out(value)
-        return ["object", number, _class_of(value), self._pairs([record, slots], name, depth)]
+        return ["object", identity, _class_of(value), self._pairs([record, slots], name, depth)]
 
     def _pairs(self, records: Iterable[Record | None], name: str, depth: int) -> list[Any]:
-        children = [child for record in records if record is not None for child in record.children()]
-        return [[attribute[1:], self._encode(value, name + attribute, depth + 1)] for attribute, value in children]
+        pairs = [pair for record in records if record is not None for pair in self._named(record, name, depth)]
+        return [[attribute[1:], sent] for attribute, sent in pairs]
 
-    def _encode_record(self, record: Record, number: int, name: str, depth: int) -> Any:
+    def _named(self, record: Record, name: str, depth: int) -> list[Any]:
+        return [[child, self._encode(value, name + child, depth + 1)] for child, value in record.children()]
+
+    def _encode_record(self, record: Record, identity: list[Any], name: str, depth: int) -> Any:
         def all_of(values: Any) -> list[Any]:
             return [self._encode(each, f"{name}[{place}]", depth + 1) for place, each in enumerate(values)]
 
         value = record.value
         if isinstance(record, Entries):
             keys = [self._encode(key, name, depth + 1) for key in record.keys]
-            return ["dict", number, _class_of(value), keys, all_of(record.items)]
+            return ["dict", identity, _class_of(value), keys, all_of(record.items)]
         if isinstance(record, Fixed):
             kind = "tuple" if isinstance(value, tuple) else "frozenset"
-            return [kind, number, _class_of(value), all_of(record.items)]
+            return [kind, identity, _class_of(value), all_of(record.items)]
         if isinstance(record, Items):
             maxlen = value.maxlen if isinstance(value, deque) else None
             return [
                 "deque" if isinstance(value, deque) else "list",
-                number,
+                identity,
                 _class_of(value),
                 all_of(record.items),
                 maxlen,
             ]
         if isinstance(record, Members):
-            return ["set", number, _class_of(value), all_of(record.members)]
+            return ["set", identity, _class_of(value), all_of(record.members)]
         if isinstance(record, Randomness):
-            return ["random", number, _state_to_plain(record.state)]
+            return ["random", identity, _state_to_plain(record.state)]
         if isinstance(record, Bytes):
             code = value.typecode if isinstance(value, array.array) else ""
-            return ["bytes", number, code, bytes(record.content)]
+            return ["bytes", identity, code, bytes(record.content)]
         if isinstance(record, Stream) and record.content is not None:
-            return ["stream", number, *record.content]
+            return ["stream", identity, *record.content]
         if isinstance(record, Closure):
-            parts = [part for _, part in record.children()]
-            return ["function", number, title_of(value), all_of(parts)]
+            return ["function", identity, title_of(value), _source_of(value), self._named(record, name, depth)]
         if isinstance(record, Iterated):
             state = self._encode(record.state, name, depth + 1)
-            return ["iterator", number, record.function.__name__, all_of(record.arguments), state]
+            return ["iterator", identity, record.function.__name__, all_of(record.arguments), state]
         if isinstance(record, Variable):
-            return ["cell", number, *all_of([value for _, value in record.children()])]
+            return ["cell", identity, *all_of([value for _, value in record.children()])]
         return self._left_out(value)
 
 
@@ -253,11 +267,13 @@ class Decoder:
     Attributes:
         anchored: The anchors by their names.
         report: Called with the name of what could not be put in place, and why.
+        there: The objects of this process by the names that they had when training began.
         elsewhere: The ``id`` of each object that attributes lead to which are not sent, because they have not changed.
     """
 
     anchored: Mapping[str, Any]
     report: Report
+    there: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -296,11 +312,12 @@ class Decoder:
             return current
         if kind in _ATOMS:
             return _ATOMS[kind](*rest)
-        number, *content = rest
-        if number < 0:
-            number = -1 - number
+        (number, first_name), *content = rest
+        if first_name is None:
             if id(current) in self.elsewhere:
                 current = _MISSING  # what stood there is another object, which is still used and has not changed
+        else:
+            current = self.there.get(first_name, current)
         if current is not _MISSING and id(current) in self._used:
             current = _MISSING  # it stands for another object already
         made = _READERS[kind](self, number, content, current, name)
@@ -365,15 +382,28 @@ class Decoder:
         return made
 
     def _function(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        title, sent = content
-        if current is _MISSING or title_of(current) != title:
+        title, source, sent = content
+        made = current if current is not _MISSING and title_of(current) == title else _function_named(source)
+        if title == _PARTIAL and made is None:
+            made = functools.partial(_nothing)
+        if made is None and [part for part, _ in sent] == [_BOUND_TO]:  # a method written in C, as that of a list
+            made = getattr(self._decode(sent[0][1], _MISSING, name + _BOUND_TO), title.rpartition(".")[2], None)
+            return made if isinstance(made, types.BuiltinFunctionType) else current
+        if made is None:
             self.report(name, f"the function {title} cannot be sent to a replacement", "once")
             return current
-        self._keep(number, current)
-        names, parts = zip(*closure_of(current), strict=True) if sent else ((), ())
-        if len(parts) == len(sent):
-            refer(current, dict(zip(names, self._all(sent, list(parts), name), strict=True)))
-        return current
+        self._keep(number, made)
+        now = dict(closure_of(made))
+        parts = {part: self._decode(each, now.get(part, _MISSING), f"{name}{part}") for part, each in sent}
+        owner = parts.pop(_BOUND_TO, _MISSING)
+        function = getattr(made, "__func__", made)
+        if parts.keys() == now.keys() - {_BOUND_TO}:
+            refer(function, {part: now[part] if each is _MISSING else each for part, each in parts.items()})
+        if owner is _MISSING or owner is now.get(_BOUND_TO):
+            return made
+        if isinstance(made, types.BuiltinFunctionType):
+            return getattr(owner, made.__name__)
+        return types.MethodType(function, owner)
 
     def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         function, sent, state = content
@@ -558,13 +588,37 @@ def _class_of(value: Any) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def _source_of(function: Any) -> str:
+    """Return the name by which other processes find a function, or that of a method; "" if they cannot."""
+    function = getattr(function, "__func__", function)
+    owner = getattr(function, "__self__", None)  # of a builtin function: its module
+    module = getattr(function, "__module__", None) or getattr(owner, "__name__", None)
+    name = f"{module}:{getattr(function, '__qualname__', '')}"
+    return name if _function_named(name) is function else ""
+
+
+def _function_named(name: str) -> Any:
+    """Return a function that this process has imported already; None if there is none of that name."""
+    found = _named(name)
+    return found if isinstance(found, (types.FunctionType, types.BuiltinFunctionType)) else None
+
+
 def _class_named(name: str) -> Any:
     """Return a class that this process has imported already; None if there is none of that name."""
+    found = _named(name)
+    return found if isinstance(found, type) else None
+
+
+def _named(name: str) -> Any:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
+    return found
+
+
+def _nothing() -> None:
+    """What a partial refers to until its function has been decoded."""
 
 
 def _is_a(value: Any, cls: str) -> bool:
@@ -578,9 +632,10 @@ def _new(cls: str, empty: Any) -> Any:
     found = _class_named(cls)
     if found is None or (empty is None and kind_of_class(found) is not Kind.OBJECT):
         return None
-    base: Any = object if empty is None else type(empty)
-    if empty is not None and not issubclass(found, base):
+    if empty is not None and not issubclass(found, type(empty)):
         return None
+    # The class that decides over the memory: `object`, or one in C as `types.SimpleNamespace`.
+    base: Any = next(each for each in found.__mro__ if not each.__flags__ & _MADE_IN_PYTHON)
     try:
         return base.__new__(found)
     except TypeError:
