@@ -1,10 +1,13 @@
 """A thread in every rank that notices a new generation while the rank is busy or blocked."""
 
+import logging
 import threading
 from collections.abc import Callable
 
 from lightning_replica.control.generation import Generations
 from lightning_replica.errors import Interrupted
+
+log = logging.getLogger(__name__)
 
 _ALIVE_S = 1.0  # a caller that waits for the thread checks this often that it is alive
 
@@ -91,6 +94,12 @@ class Monitor:
         self.check()
         self._asked.set()
 
+    def _wake_rank(self) -> None:
+        try:
+            self._wake()
+        except Exception:  # the thread must go on; what still works is found out by `Device.clean`
+            log.exception("This rank could not be woken.")
+
     def _run(self) -> None:
         while True:
             self._asked.wait(self._interval_s)
@@ -107,7 +116,7 @@ class Monitor:
             with self._lock:
                 if begun and watched == self._generation:  # else the rank has moved to a new generation itself
                     self._woken = watched
-                    self._wake()
+                    self._wake_rank()
             if wanted:
                 self._wanted = False
                 self._done.set()

@@ -1,6 +1,6 @@
 """The CPU as a device: its tensors lie in the host's memory, and it runs nothing that must be stopped."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -32,6 +32,10 @@ class Cpu:
         """Abort ``groups`` with `gloo.abort_group`."""
         for group in groups:
             gloo.abort_group(group)
+
+    def connect(self, group: ProcessGroup) -> Callable[[], bool]:
+        """Do nothing: gloo has connected when a group is made."""
+        return lambda: True
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
         """Return False: an abort closes the connections for good."""

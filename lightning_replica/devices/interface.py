@@ -1,6 +1,6 @@
 """What recovery needs of a device: to stop, to report what survived, to restart, and to recognize its own errors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
@@ -100,6 +100,13 @@ class Device(Protocol):
 
     def abort_groups(self, groups: Sequence[ProcessGroup]) -> None:
         """Make every collective of ``groups`` fail, on this rank and on the others. Called from any thread."""
+
+    def connect(self, group: ProcessGroup) -> Callable[[], bool]:
+        """Begin to connect the members of ``group`` for tensors of the device, without waiting for them.
+
+        Returns:
+            Whether they are connected, to be called until they are. It raises a RuntimeError if they cannot be.
+        """
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
         """Resume the device's connections of ``groups``; the groups themselves are not used again.

@@ -34,7 +34,7 @@ import importlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -225,6 +225,10 @@ class Npu:
     def _is_connected(self, group: ProcessGroup) -> bool:
         # The parameter is called "rankid", but only serves to warn if a rank uses a device with another number.
         return bool(self._hccl_of(group).get_hccl_comm_name(self._index, init_comm=False))
+
+    def connect(self, group: ProcessGroup) -> Callable[[], bool]:
+        """Do nothing: HCCL connects in the first collective."""
+        return lambda: True
 
     def resume_groups(self, groups: Sequence[ProcessGroup]) -> bool:
         """Keep the connections that exist; the other groups connect anew, as if they had never begun to."""

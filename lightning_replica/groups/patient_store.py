@@ -13,6 +13,7 @@ from lightning_replica.core.polling import poll
 
 # How long a member that is about to open a group may take to publish its address. After that it may have died.
 _PRESENT_S = 1.0
+_NCCL_FAILED = "exception_dump"  # torch's ProcessGroupNCCL.cpp, kStoreDumpKey
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
 
 
@@ -57,6 +58,18 @@ class PatientStore(dist.Store):
 
         self._gathering.meet(keys.opening(name), rank, members, wait)
 
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready()`` returns true.
+
+        Args:
+            ready: Returns whether the wait is over.
+            what: What is waited for, for the message of the time-out.
+
+        Raises:
+            Interrupted: If the world moves on.
+        """
+        self._wait(ready, lambda: what, 0.0)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are there."""
         self._wait(lambda: self._store.check(keys), lambda: f"{keys} in the store", _PRESENT_S)
@@ -84,8 +97,12 @@ class PatientStore(dist.Store):
         return self._store.get(key)
 
     def set(self, key: str, value: Any) -> None:
-        """Call ``set`` of the underlying store."""
-        self._store.set(key, value)
+        """Call ``set`` of the underlying store, but for what NCCL's watchdog says of an error.
+
+        torch's heartbeat monitor ends each process that finds this in the store, and a replacement would find it.
+        """
+        if not key.endswith(_NCCL_FAILED):
+            self._store.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
         """Call ``add`` of the underlying store."""

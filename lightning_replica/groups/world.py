@@ -297,6 +297,7 @@ class ProcessGroups:
         name = f"{self._generation}/{name}"
         self._store.meet(name, self._rank, wanted.ranks)
         group = open_group(wanted, f"lightning_replica/{name}", dist.PrefixStore(keys.group(name), self._store))
+        self._store.wait_until(self.device.connect(group), f"connections of the device in group {name}")
         if wanted.timeout != timeout:
             set_group_timeout(group, timeout)
         return group

@@ -5,7 +5,9 @@ Messages are put together as torch does it: c10/cuda/CUDAException.cpp and CUDAM
 NVIDIA/nccl issue 2076 (remote error), pytorch/pytorch 113128 (ECC), huggingface/accelerate 1192 (ECC).
 """
 
+import functools
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -261,19 +263,49 @@ def test_groups_of_nccl_are_aborted_and_opened_again() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
-    outcome = world.run(Case(devices=2, accelerator="one gpu"), tmp_path_factory.mktemp("untouched"))
-    assert outcome.code == 0, outcome.logs
-    return outcome
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], world.Outcome]:
+    """Runs without a fault, one for each name of an accelerator."""
+
+    @functools.cache
+    def run(name: str) -> world.Outcome:
+        outcome = world.run(Case(accelerator=name), tmp_path_factory.mktemp("untouched"))
+        assert outcome.code == 0, outcome.logs
+        return outcome
+
+    return run
+
+
+ON_ONE_GPU = pytest.mark.parametrize("name", ["one gpu", pytest.param("one gpu, nccl", marks=nccl_too)])
 
 
 @gpu
+@ON_ONE_GPU
 @pytest.mark.parametrize("kind", ["kill", "exception"])
-@pytest.mark.parametrize("point", ["backward", "reduction", "after_commit", "gather"])
-def test_two_ranks_on_one_gpu_lose_one(kind: str, point: str, alone: world.Outcome, tmp_path: Path) -> None:
-    outcome = world.run(Case((Fault(kind, 1, point, 2),), devices=2, accelerator="one gpu"), tmp_path)
-    outcome.assert_same(alone)
+@pytest.mark.parametrize(
+    "point", ["forward", "backward", "reduction", "before_commit", "after_commit", "update", "gather"]
+)
+def test_four_ranks_on_one_gpu_lose_one(
+    point: str, kind: str, name: str, untouched: Callable[[str], world.Outcome], tmp_path: Path
+) -> None:
+    outcome = world.run(Case((Fault(kind, 1, point, 2),), accelerator=name), tmp_path)
+    outcome.assert_same(untouched(name))
     assert "recovered at step" in outcome.logs
+
+
+@gpu
+@ON_ONE_GPU
+@pytest.mark.parametrize("point", ["backward", "gather"])
+def test_a_rank_that_hangs(point: str, name: str, untouched: Callable[[str], world.Outcome], tmp_path: Path) -> None:
+    outcome = world.run(Case((Fault("sleep", 1, point, 2),), accelerator=name, hang=(8.0, 40.0)), tmp_path)
+    outcome.assert_same(untouched(name))
+
+
+@gpu
+@ON_ONE_GPU
+def test_one_is_killed_after_the_other(name: str, untouched: Callable[[str], world.Outcome], tmp_path: Path) -> None:
+    faults = (Fault("kill", 1, "backward", 1), Fault("kill", 0, "gather", 2), Fault("exception", 3, "update", 4))
+    outcome = world.run(Case(faults, accelerator=name), tmp_path)
+    outcome.assert_same(untouched(name))
 
 
 @gpu

@@ -1,5 +1,6 @@
 """Accelerators that bring a device of their own."""
 
+import os
 from typing import Any
 
 import torch
@@ -43,11 +44,24 @@ class OneGpu(CUDAAccelerator):
         return Cuda(0, backend="gloo")
 
 
+@overriding()
+class OneGpuNccl(OneGpu):
+    """All ranks share a GPU, and NCCL takes each of them for a machine of its own."""
+
+    def recovery_device(self, root_device: torch.device) -> Device:
+        for switched_off in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+            os.environ[switched_off] = "1"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_HOSTID"] = f"rank{os.environ['LOCAL_RANK']}"
+        return Cuda(0)
+
+
 def accelerator(name: str) -> str | Accelerator:
     """What ``Trainer(accelerator=...)`` is given for a name."""
     own: dict[str, type[Accelerator]] = {
         "apart": ApartAccelerator,
         "one gpu": OneGpu,
+        "one gpu, nccl": OneGpuNccl,
         "simulated npu": SimulatedAccelerator,
     }
     return own[name]() if name in own else name
