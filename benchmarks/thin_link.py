@@ -72,7 +72,7 @@ def report(setting: Setting, mbit: int, turns: dict[str, Turn]) -> None:
         ratios = [ours / theirs for ours, theirs in zip(turn.seconds, ddp, strict=False)]
         sent = statistics.median(turn.bytes) / (4 * parameters)
         rows.append([name, spread([1e3 * s for s in turn.seconds]), spread(ratios), f"{sent:.3f}"])
-    bucket_mib = EngineSettings(bucket_bytes=setting.bucket_bytes).bucket_bytes_on(setting.nodes) / 2**20
+    bucket_mib = EngineSettings(bucket_bytes=setting.bucket_bytes).bucket_bytes_on(setting.nodes, on_host=True) / 2**20
     notes = f"""
 {parameters / 1e6:.1f} M parameters, fp32, fused AdamW, gloo, {MACHINES} machines of {setting.local} ranks, R=2, 1 thread a rank, batch
 {BATCH} x {LENGTH}. The link carries {mbit} Mbit/s in each direction. replica_zero has buckets of {bucket_mib:g} MiB, DDP its

@@ -49,6 +49,7 @@ _VARIABLES = {
 }
 _ABORT_S = 30.0
 _CLEAN_S = 30.0
+_POLL_S = 0.0005
 
 # The first pattern that the message contains decides. None: a mistake in a call, which leaves the device usable.
 _TEXTS: tuple[tuple[str, Level | None], ...] = (
@@ -114,17 +115,26 @@ class Cuda:
 
     def connect(self, group: ProcessGroup) -> Callable[[], bool]:
         """Connect NCCL now: in the first collective, nothing could call this rank away."""
-        own = self._nccl_of(group)
-        if own is None:
+        if self._nccl_of(group) is None:
             return lambda: True
-        connecting = _Call(partial(own.eager_connect_single_device, self._device))
+        connecting = _Call(partial(self._connect, group))
 
         def is_connected() -> bool:
             if connecting.failure is not None:
                 raise connecting.failure
-            return connecting.has_ended and bool(own._is_initialized())
+            return connecting.has_ended
 
         return is_connected
+
+    def _connect(self, group: ProcessGroup) -> None:
+        """Connect all ranks with each other: NCCL does that when the first collective of a kind asks for it."""
+        own = self._nccl_of(group)
+        own.eager_connect_single_device(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            sent = torch.zeros(group.size(), dtype=torch.uint8, device=self._device)
+            work = group.alltoall_base(torch.empty_like(sent), sent, [], [])
+            while not work.is_completed():
+                time.sleep(_POLL_S)
 
     def _nccl_of(self, group: ProcessGroup) -> Any:
         """Return what carries the device's tensors in ``group``; None if gloo does, or nothing."""

@@ -10,7 +10,7 @@ from lightning_replica.core.digests import GuardMode
 from lightning_replica.sharding.layout import Partition
 
 ReduceDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
-_BUCKET_BYTES, _BUCKET_BYTES_OF_SEVERAL = 16 * 2**20, 4 * 2**20
+_BUCKET_BYTES, _BUCKET_BYTES_OF_SEVERAL, _BUCKET_BYTES_APART = 16 * 2**20, 4 * 2**20, 64 * 2**20
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 
 
@@ -56,15 +56,22 @@ class EngineSettings:
         checks.choice("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
         checks.choice("guard", self.guard, ("sampled", "full", "off"))
 
-    def bucket_bytes_on(self, nodes: int) -> int:
-        """Return the size of a bucket on a number of nodes, in bytes.
+    def bucket_bytes_on(self, nodes: int, on_host: bool) -> int:
+        """Return the size of a bucket, in bytes.
 
         Between nodes the link is often the bottleneck: smaller buckets reach it sooner, and the last one leaves it
-        sooner. On one node the cores are, and each bucket costs operations; docs/decisions.md has the figures. The size
-        follows from the grid and not from a measurement, because the last bits of a clipped gradient's norm follow it.
+        sooner. On one node the cores are, and each bucket costs operations. For a GPU they are calls of the host, on
+        any number of nodes. docs/decisions.md has the figures. The size follows from the grid and not from a
+        measurement, because the last bits of a clipped gradient's norm follow it.
+
+        Args:
+            nodes: Number of nodes.
+            on_host: Whether parameters lie in the host's memory.
         """
         if self.bucket_bytes is not None:
             return self.bucket_bytes
+        if not on_host:
+            return _BUCKET_BYTES_APART
         return _BUCKET_BYTES if nodes == 1 else _BUCKET_BYTES_OF_SEVERAL
 
     @property

@@ -302,6 +302,36 @@ def test_a_rank_that_hangs(point: str, name: str, untouched: Callable[[str], wor
 
 @gpu
 @ON_ONE_GPU
+@pytest.mark.parametrize("point", ["forward", "reduction"])
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_a_rank_is_lost_in_the_first_step(
+    kind: str, point: str, name: str, untouched: Callable[[str], world.Outcome], tmp_path: Path
+) -> None:
+    outcome = world.run(Case((Fault(kind, 1, point, 0),), accelerator=name), tmp_path)
+    outcome.assert_same(untouched(name))
+
+
+@gpu
+@nccl_too
+@pytest.mark.parametrize("opened", [5, 6])
+def test_a_rank_dies_while_communicators_connect(
+    opened: int,
+    untouched: Callable[[str], world.Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the recovery from an exception, when it has connected some of its groups."""
+    marker = tmp_path / "torn"
+    marker.write_text(str(opened))
+    monkeypatch.setenv("TORN_CONNECTION", str(marker))
+    case = Case((Fault("exception", 1, "backward", 2),), accelerator="one gpu, torn connection")
+    outcome = world.run(case, tmp_path)
+    outcome.assert_same(untouched("one gpu, nccl"))
+    assert marker.read_text() == "0"
+
+
+@gpu
+@ON_ONE_GPU
 def test_one_is_killed_after_the_other(name: str, untouched: Callable[[str], world.Outcome], tmp_path: Path) -> None:
     faults = (Fault("kill", 1, "backward", 1), Fault("kill", 0, "gather", 2), Fault("exception", 3, "update", 4))
     outcome = world.run(Case(faults, accelerator=name), tmp_path)

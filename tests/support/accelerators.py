@@ -1,10 +1,14 @@
 """Accelerators that bring a device of their own."""
 
 import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from torch.distributed import ProcessGroup
 
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.devices.cuda import Cuda
@@ -56,12 +60,37 @@ class OneGpuNccl(OneGpu):
         return Cuda(0)
 
 
+@overriding(new=("opened",))
+class DiesConnecting(Cuda):
+    """Rank 2 is killed once while communicators connect, when a recovery connects them again."""
+
+    opened = 0
+
+    def connect(self, group: ProcessGroup) -> Callable[[], bool]:
+        self.opened += 1
+        marker = Path(os.environ["TORN_CONNECTION"])
+        if os.environ["LOCAL_RANK"] == "2" and self.opened > int(marker.read_text()) > 0:
+            marker.write_text("0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().connect(group)
+
+
+@overriding(new=("recovery_device",))
+class OneGpuThatDiesConnecting(OneGpuNccl):
+    """As its base, but one rank dies while its communicators connect."""
+
+    def recovery_device(self, root_device: torch.device) -> Device:
+        super().recovery_device(root_device)
+        return DiesConnecting(0)
+
+
 def accelerator(name: str) -> str | Accelerator:
     """What ``Trainer(accelerator=...)`` is given for a name."""
     own: dict[str, type[Accelerator]] = {
         "apart": ApartAccelerator,
         "one gpu": OneGpu,
         "one gpu, nccl": OneGpuNccl,
+        "one gpu, torn connection": OneGpuThatDiesConnecting,
         "simulated npu": SimulatedAccelerator,
     }
     return own[name]() if name in own else name
