@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_replica.control.generation import Generations
+from lightning_replica.core import points, works
 from lightning_replica.errors import Interrupted
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,10 @@ class Monitor:
             log.exception("This rank could not be woken.")
 
     def _run(self) -> None:
+        looks = works.Looks()
         while True:
-            self._asked.wait(self._interval_s)
+            if not self._asked.wait(self._interval_s):
+                points.device_waits(looks.device_waits())
             self._asked.clear()
             if self._stopped:
                 return

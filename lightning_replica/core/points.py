@@ -59,6 +59,9 @@ class Watcher(Protocol):
     def waits(self) -> None:
         """Note that this rank waits for others and is alive. Called every few milliseconds while it waits."""
 
+    def device_waits(self, waits: bool) -> None:
+        """Note whether the device is in a collective that has not ended for a while; called by another thread."""
+
     def goes_on(self) -> None:
         """Note that the wait is over, and that this rank continues at the same place."""
 
@@ -93,6 +96,12 @@ def waits() -> None:
     """Tell the watcher that this rank waits for others; call this repeatedly during the wait."""
     if _watcher is not None:
         _watcher.waits()
+
+
+def device_waits(waits: bool) -> None:
+    """Tell the watcher whether the device is in a collective that has not ended for a while."""
+    if _watcher is not None:
+        _watcher.device_waits(waits)
 
 
 def goes_on() -> None:

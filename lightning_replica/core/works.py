@@ -52,10 +52,21 @@ class Ordered:
         Raises:
             CollectiveError: If the collective is known to have failed.
         """
+        points.waits()  # gloo's blocks the host here, and a device blocks it when its queue is full
         try:
             self._work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).splitlines()[0]) from error
+        finally:
+            points.goes_on()
+
+    def await_end(self, check: Check) -> None:
+        """Wait on the host until the collective has ended, and call ``check`` once per slice.
+
+        What is queued behind a collective that never ends fills the queue of the device, and then blocks the host in
+        the next kernel's launch, where nothing shows that the rank only waits for others.
+        """
+        _await_end(self._work, check)
 
 
 def track(work: "dist.Work | None") -> Work:
@@ -122,6 +133,22 @@ def finish(check: Check) -> None:
         if error is not None:
             raise CollectiveError(str(error).splitlines()[0]) from error
     check()  # an aborted collective looks like one that ended
+
+
+class Looks:
+    """Looks at the collectives on the device from time to time, from another thread than the one that waits for them.
+
+    A host that hands work to a device is blocked when the queue is full. If the device is in a collective, which waits
+    for another rank, the host's stack does not show that.
+    """
+
+    def __init__(self) -> None:
+        self._first: dist.Work | None = None
+
+    def device_waits(self) -> bool:
+        """Return whether the collective that was under way at the last look has not ended yet."""
+        before, self._first = self._first, next(iter(_ordered), None)
+        return before is not None and before is self._first and not before.is_completed()
 
 
 def _await_end(work: "dist.Work", check: Check) -> None:

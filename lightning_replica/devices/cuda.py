@@ -45,6 +45,10 @@ _VARIABLES = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # NCCL 2.28 crashes when it is aborted while it connects to a rank that has died: it must do so before training.
+    "NCCL_RUNTIME_CONNECT": "0",
+    # It holds the GIL while the device's queue is full, which may be so for as long as a peer is gone.
+    "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
     "NCCL_NVLS_ENABLE": "0",  # no abort ends the kernels of NVLink SHARP; this package has no use for it
 }
 _ABORT_S = 30.0
@@ -127,7 +131,7 @@ class Cuda:
         return is_connected
 
     def _connect(self, group: ProcessGroup) -> None:
-        """Connect all ranks with each other: NCCL does that when the first collective of a kind asks for it."""
+        """Connect all ranks with each other, which NCCL does only when a first message asks for it."""
         own = self._nccl_of(group)
         own.eager_connect_single_device(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):

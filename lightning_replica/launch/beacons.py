@@ -71,6 +71,8 @@ class Slot:
         stacks: The process's file descriptor that stacks are written to.
         thread: Identity of the process's main thread.
         step: Number of applied updates; -1 before the first batch.
+        device_waits: Whether the rank's device is in a collective that has not ended for a while. The rank may then
+            be blocked wherever it hands work to the device.
     """
 
     count: int = 0
@@ -83,9 +85,12 @@ class Slot:
     stacks: int = -1
     thread: int = 0
     step: int = -1
+    device_waits: bool = False
 
 
-_COUNT, _PLACE, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREAD, _STEP = range(len(fields(Slot)))
+_COUNT, _PLACE, _WAITING, _SINCE, _WRITTEN, _DEADLINE, _PROCESS, _STACKS, _THREAD, _STEP, _DEVICE = range(
+    len(fields(Slot))
+)
 
 
 class Beacons:
@@ -112,6 +117,7 @@ class Beacons:
             int(c[_STACKS]),
             int(c[_THREAD]),
             int(c[_STEP]),
+            bool(c[_DEVICE]),
         )
 
     def reset(self, rank: int, now: float, deadline: float) -> None:
@@ -232,6 +238,10 @@ class Beacon:
         self._cells[_DEADLINE] = now + self._least_s
         self._cells[_WRITTEN] = now
         self._cells[_WAITING] = 1
+
+    def device_waits(self, waits: bool) -> None:
+        """Write whether the device is in a collective that has not ended for a while. Called by another thread."""
+        self._cells[_DEVICE] = waits
 
     def goes_on(self) -> None:
         """Write that this rank has stopped waiting."""

@@ -220,7 +220,7 @@ class Watch:
         new = {rank: slot for rank, slot in slots.items() if self._findings.get(rank, (None,))[0] != slot.written}
         for rank, stack in (self._ask(new, processes) if new else {}).items():
             self._findings[rank] = (new[rank].written, stack.finding)
-        return {rank: self._findings[rank][1] for rank in slots}
+        return {rank: _what_it_does(slot, self._findings[rank][1]) for rank, slot in slots.items()}
 
     def _ask(self, slots: Mapping[int, Slot], processes: Mapping[int, Watched]) -> dict[int, Stack]:
         return stacks.collect(slots, lambda rank: processes[rank].send_signal(stacks.SIGNAL))
@@ -283,3 +283,8 @@ def _line(rank: int, on_node: str, slot: Slot, now: float, how: str | None = Non
 def _title(rank: int, slot: Slot, now: float) -> str:
     what = ", waits for others" if slot.waiting else ""
     return f"rank {rank}, process {slot.process}: {_where(slot)} for {now - slot.since:.1f} s{what}"
+
+
+def _what_it_does(slot: Slot, finding: Finding) -> Finding:
+    """Return what a rank is doing, from its stack and what its device does."""
+    return "collective" if finding == "busy" and slot.device_waits else finding

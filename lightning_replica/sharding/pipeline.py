@@ -79,9 +79,9 @@ class Pipeline:
         return all(self._is_due(number) if isinstance(work, Ordered) else _is_done(work) for work in works)
 
     def _is_due(self, number: int) -> bool:
-        """Return whether a device should wait for the first bucket of a stage.
+        """Return whether the first bucket of a stage on a device should be waited for.
 
-        It does the rest of backward only afterwards. So a bucket stays until the next one needs its room: by then, most
+        The rest of backward comes only afterwards. So a bucket stays until the next one needs its room: by then, most
         of its collective has run beside backward. When all buckets have been sent, there is nothing left to wait for.
 
         Time decides nothing here, so collectives of different groups begin in the same order on all ranks. Otherwise,
@@ -99,7 +99,10 @@ class Pipeline:
 
     def _end(self, number: int) -> None:
         job = self.jobs[self._ended[number]]
+        backward_follows = not self._finishes and self._begun[0] < len(self.jobs)
         for work in job.works:
+            if isinstance(work, Ordered) and backward_follows:
+                work.await_end(self._check)
             wait(work, self._check)
         self._stages[number].end(job)
         self._ended[number] += 1

@@ -128,3 +128,29 @@ def test_a_wait_that_fails_is_over() -> None:
     finally:
         points.watch(None)
     assert [call[0] for call in watcher.method_calls] == ["waits", "goes_on"]
+
+
+class Fixed:
+    """A collective that has ended, or has not."""
+
+    def __init__(self, ended: bool) -> None:
+        self.ended = ended
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def test_a_device_waits_if_the_same_collective_is_under_way_at_two_looks() -> None:
+    looks, running, ended, later = works.Looks(), Fixed(False), Fixed(True), Fixed(False)
+    try:
+        assert not looks.device_waits()
+        for each in (running, ended, later):
+            Ordered(each)  # type: ignore[arg-type]
+        assert [looks.device_waits() for _ in range(3)] == [False, True, True]
+        del works._ordered[0]
+        assert [looks.device_waits() for _ in range(2)] == [False, False]
+        del works._ordered[0]
+        assert [looks.device_waits() for _ in range(2)] == [False, True]
+    finally:
+        works._ordered.clear()
+    assert not looks.device_waits()

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from lightning_replica.core import works
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
 from tests.support.job import Case, Fault
@@ -137,6 +139,17 @@ def waits_by_itself(rank: int, first: bool) -> None:
     work.wait()
 
 
+def fills_the_queue_of_its_device(rank: int, first: bool) -> None:
+    """As a launch on a device that does not get on: it blocks the host, in any code."""
+    if rank == 2 and first:
+        time.sleep(1e6)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    works.Ordered(work)
+    while not work.is_completed():
+        time.sleep(0.01)
+
+
 def leaves_a_barrier_out(rank: int, first: bool) -> None:
     if rank != 2 or not first:
         dist.barrier()
@@ -154,14 +167,23 @@ def _wait(case: Case, out: Path) -> None:
     at(4, waits_by_itself, case, out)
 
 
+def _fill(case: Case, out: Path) -> None:
+    at(4, fills_the_queue_of_its_device, case, out)
+
+
 def _leave(case: Case, out: Path) -> None:
     at(4, leaves_a_barrier_out, case, out)
 
 
 @pytest.mark.parametrize(
     ("run", "function"),
-    [(_lock, locks_itself_out), (_sleep, sleeps_before_a_barrier), (_wait, waits_by_itself)],
-    ids=["lock", "barrier", "wait"],
+    [
+        (_lock, locks_itself_out),
+        (_sleep, sleeps_before_a_barrier),
+        (_wait, waits_by_itself),
+        (_fill, fills_the_queue_of_its_device),
+    ],
+    ids=["lock", "barrier", "wait", "queue"],
 )
 def test_the_one_that_others_wait_for(run: Any, function: Any, untouched: world.Outcome, tmp_path: Path) -> None:
     """In the barrier the others are past their time-outs too: their stacks tell that it is not their fault."""

@@ -27,6 +27,20 @@ class Done:
         self.done = True
 
 
+class OnDevice:
+    """A collective of a device, which ends while the host waits for it."""
+
+    def __init__(self) -> None:
+        self.looks = self.ordered = 0
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def wait(self, *_: Any) -> None:
+        self.ordered += 1
+
+
 class Traced:
     """A stage that writes down what it is asked."""
 
@@ -59,7 +73,7 @@ def fill(running: Pipeline, count: int) -> None:
 
 
 def ordered() -> Ordered:
-    return Ordered(cast("Any", Done()))
+    return Ordered(cast("Any", OnDevice()))
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +91,22 @@ def test_a_device_does_not_wait_for_a_collective_until_a_stage_is_full() -> None
     assert [step for step in trace if step.endswith("-")] == ["a0-", "a1-"]
     running.finish()
     assert trace[-1] == f"b{BUCKETS - 1}-"
+
+
+def test_the_host_waits_for_a_device_while_backward_follows_and_only_then() -> None:
+    """Else what backward queues behind a collective would fill the device's queue, which blocks the host."""
+    first: list[OnDevice] = []
+
+    def begun() -> Ordered:
+        first.append(OnDevice())
+        return Ordered(cast("Any", first[-1]))
+
+    running = pipeline([], begun, ordered)
+    fill(running, IN_FLIGHT + 2)
+    assert [work.looks for work in first] == [3, 3, 0, 0, 0, 0]
+    running.finish()
+    assert [work.looks for work in first] == [3, 3, *[0] * (BUCKETS - 2)]
+    assert [work.ordered for work in first] == [1] * BUCKETS
 
 
 def test_a_device_begins_collectives_in_an_order_that_time_does_not_change() -> None:
