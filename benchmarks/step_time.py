@@ -2,7 +2,7 @@
 
     python benchmarks/step_time.py --ranks 4 --steps 40
     python benchmarks/step_time.py --ranks 4 --steps 40 --sockets    # replica_zero without shared memory
-    python benchmarks/step_time.py --ranks 1 --accelerator cuda      # has not run on a GPU yet
+    python benchmarks/step_time.py --ranks 1 --accelerator cuda
 
 The contenders make their steps in turns; see `alternating`. Bytes are those that the loopback interface counts, divided
 by the number of ranks.

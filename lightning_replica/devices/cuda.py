@@ -51,6 +51,8 @@ _VARIABLES = {
     "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
     "NCCL_NVLS_ENABLE": "0",  # no abort ends the kernels of NVLink SHARP; this package has no use for it
 }
+# With these, a survivor's kernel may write to memory that a dead peer has freed, and torch wraps all groups.
+_HARMFUL = {"NCCL_CUMEM_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_NCCL_DESYNC_DEBUG": "1"}
 _ABORT_S = 30.0
 _CLEAN_S = 30.0
 _POLL_S = 0.0005
@@ -85,6 +87,9 @@ class Cuda:
             given = os.environ.setdefault(name, needed)
             if given != needed:
                 log.warning("%s=%s may end a rank that could recover. Leave it unset, or set %s.", name, given, needed)
+        for name, harmful in _HARMFUL.items():
+            if os.environ.get(name) == harmful:
+                log.warning("%s=%s may end a rank that could recover. Leave it unset.", name, harmful)
 
     def stop(self) -> None:
         """Do nothing: aborting NCCL ends its kernels, and all other kernels end without other ranks."""
@@ -132,13 +137,8 @@ class Cuda:
 
     def _connect(self, group: ProcessGroup) -> None:
         """Connect all ranks with each other, which NCCL does only when a first message asks for it."""
-        own = self._nccl_of(group)
-        own.eager_connect_single_device(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            sent = torch.zeros(group.size(), dtype=torch.uint8, device=self._device)
-            work = group.alltoall_base(torch.empty_like(sent), sent, [], [])
-            while not work.is_completed():
-                time.sleep(_POLL_S)
+        self._nccl_of(group).eager_connect_single_device(self._device)
+        _exchange(group, self._device)
 
     def _nccl_of(self, group: ProcessGroup) -> Any:
         """Return what carries the device's tensors in ``group``; None if gloo does, or nothing."""
@@ -170,6 +170,15 @@ class Cuda:
         own = host.added_to(state)
         if own:
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), self._device)
+
+
+def _exchange(group: ProcessGroup, device: torch.device) -> None:
+    """Send a byte from each rank of the group to each other."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        sent = torch.zeros(group.size(), dtype=torch.uint8, device=device)
+        work = group.alltoall_base(torch.empty_like(sent), sent, [], [])
+        while not work.is_completed():
+            time.sleep(_POLL_S)
 
 
 def _abort(communicator: Any) -> None:

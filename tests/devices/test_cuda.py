@@ -7,10 +7,12 @@ NVIDIA/nccl issue 2076 (remote error), pytorch/pytorch 113128 (ECC), huggingface
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,10 +21,13 @@ import torch.distributed as dist
 from lightning_replica._compat.torch import backend_of
 from lightning_replica.core import works
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.polling import poll
+from lightning_replica.devices import cuda as cuda_module
 from lightning_replica.devices import device_for
 from lightning_replica.devices.cuda import Cuda
 from lightning_replica.devices.host import HOST, rng_state
 from lightning_replica.errors import CollectiveError
+from lightning_replica.exit_codes import DEVICE_LOST
 from lightning_replica.groups.membership import make_groups
 from lightning_replica.groups.world import ProcessGroups
 from tests.support import world
@@ -30,6 +35,7 @@ from tests.support.job import Case, Fault
 from tests.support.ranks import run_ranks
 from tests.support.typed import world_group
 
+cuda_variables, harmful_variables = cuda_module._VARIABLES, cuda_module._HARMFUL
 SUFFIX = """
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
@@ -95,7 +101,7 @@ OWN = [
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"):
+    for name in (*cuda_variables, *harmful_variables):
         monkeypatch.setenv(name, "")  # so that what comes of it is taken back
         monkeypatch.delenv(name)
     return Cuda(0)
@@ -159,6 +165,102 @@ def test_torch_is_told_to_leave_the_process_alone(device: Cuda, caplog: pytest.L
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     assert isinstance(device_for(torch.device("cuda", 1), None), Cuda)
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 may end a rank" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "value"), harmful_variables.items())
+def test_settings_that_break_recovery_are_named(
+    device: Cuda, name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, "something else")
+    Cuda(0)
+    assert not caplog.records
+    monkeypatch.setenv(name, value)
+    Cuda(0)
+    assert f"{name}={value} may end a rank" in caplog.text
+
+
+class Communicator:
+    """NCCL's part of a group; its abort returns when the others' aborts have begun, too."""
+
+    def __init__(self, begun: threading.Barrier | None, error: str = "") -> None:
+        self.begun, self.error, self.aborted = begun, error, False
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        if self.begun is None:
+            threading.Event().wait()
+        else:
+            self.begun.wait(20)
+        if self.error:
+            raise RuntimeError(self.error)
+        self.aborted = True
+
+
+def abort(device: Cuda, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = [SimpleNamespace(size=lambda: 0, own=own) for own in communicators]
+    monkeypatch.setattr(cuda_module, "backend_of", lambda group, _: group.own)
+    device.abort_groups(groups)
+
+
+def test_all_communicators_are_aborted_at_once(
+    device: Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One after the other never ends: each abort waits for kernels behind those of the next."""
+    begun = threading.Barrier(3)
+    communicators = [Communicator(begun), Communicator(begun, "unhandled cuda error"), Communicator(begun)]
+    abort(device, communicators, monkeypatch)
+    assert [own.aborted for own in communicators] == [True, False, True]
+    assert "unhandled cuda error" in caplog.text
+
+
+def test_an_abort_that_does_not_return_ends_the_process(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "_ABORT_S", 0.1)
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    abort(device, [Communicator(None)], monkeypatch)
+    assert ends == [DEVICE_LOST]
+
+
+def test_a_kernel_that_does_not_end_counts_as_a_lost_device(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "_CLEAN_S", 0.1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: threading.Event().wait())
+    assert device.clean({}).level == "nothing"
+
+
+class Connects(Communicator):
+    def __init__(self, error: str = "") -> None:
+        super().__init__(threading.Barrier(1), error)
+        self.may_connect = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+        self.may_connect.wait(20)
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("error", ["", "remote process exited"])
+def test_a_rank_can_do_something_else_while_it_connects(
+    error: str, device: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Connects(error)
+    monkeypatch.setattr(cuda_module, "backend_of", lambda *_: own)
+    monkeypatch.setattr(cuda_module, "_exchange", lambda *_: None)
+    is_connected = device.connect(cast("Any", None))
+    assert not is_connected()
+    own.may_connect.set()
+    if not error:
+        poll(is_connected)
+        return
+    with pytest.raises(RuntimeError, match=error):
+        poll(is_connected)
+
+
+def test_a_group_of_gloo_alone_is_connected(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "backend_of", lambda *_: SimpleNamespace(name=lambda: "gloo"))
+    assert device.connect(cast("Any", None))()
 
 
 def abort_without_nccl(rank: int, store: Any) -> Any:
