@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_gradient, local_of, set_local
 from lightning_replica.core.grid import Grid
-from lightning_replica.devices.host import same_bits
+from lightning_replica.devices.host import HOST, same_bits
 from lightning_replica.errors import ProtocolError
 from lightning_replica.sharding.layout import Layout, ParameterPiece, Range, plan_layout
 from lightning_replica.sharding.settings import EngineSettings
@@ -54,11 +54,10 @@ class Values:
         settings: EngineSettings,
     ) -> None:
         dtype, device = parameters[0].dtype, parameters[0].device
+        on_host = device == HOST
         main_dtype, grad_dtype = MAIN_DTYPES.get(dtype, dtype), self._gradient_dtype(dtype, settings)
-        bucket_numel = max(
-            1, settings.bucket_bytes_on(grid.nodes, device.type == "cpu") // (grad_dtype or dtype).itemsize
-        )
-        align = max(1, (_ALIGN_BYTES if device.type == "cpu" else _ALIGN_BYTES_APART) // dtype.itemsize)
+        bucket_numel = max(1, settings.bucket_bytes_on(grid.nodes, on_host) // (grad_dtype or dtype).itemsize)
+        align = max(1, (_ALIGN_BYTES if on_host else _ALIGN_BYTES_APART) // dtype.itemsize)
         numels = [local_of(parameter).numel() for parameter in parameters]
         self.layout: Layout = plan_layout(grid, numels, bucket_numel, settings.partition, align)
         self._place, self.partition = grid.place_of(rank), settings.partition
