@@ -80,7 +80,14 @@ def is_wrapper(tensor: Tensor) -> bool:
 def of_base_class(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory, without its graph and its own class."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
+        return Tensor.detach(tensor)
+
+
+def of_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
+    """Return a tensor of a subclass in the same memory, without calling any code of the subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor = Tensor.as_subclass(tensor, cls)
+        return found
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

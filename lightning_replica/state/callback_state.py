@@ -18,6 +18,7 @@ from lightning_replica._compat.lightning_names import (
 from lightning_replica._compat.torch import _BatchNorm
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, warn
+from lightning_replica.state.objects.contents import copy_of
 from lightning_replica.state.own_states import States
 
 # Attributes beside the `state_dict` that decide what the callback does next.
@@ -62,7 +63,7 @@ class CallbackStates:
             known = self._models.get(key)
             if known is None or known[0] != repr(extras):
                 tensors = callback._average_model.state_dict()
-                known = (repr(extras), {name: tensor.detach().clone() for name, tensor in tensors.items()})
+                known = (repr(extras), {name: copy_of(tensor) for name, tensor in tensors.items()})
                 self._models[key] = known
             return {**taken, "model": known[1]}  # too large to be mirrored
         if packed := self._states.packed(key):

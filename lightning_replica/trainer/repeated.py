@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_replica.core.inexact import Report
 from lightning_replica.sharding.engine import Engine
-from lightning_replica.state.objects.contents import same_content
+from lightning_replica.state.objects.contents import plain_of, same_content
 
 _CAUSES = "something that is not restored affects it, or a kernel that is not deterministic"
 
@@ -34,7 +34,7 @@ class RepeatedStep:
 
     def add(self, loss: Tensor) -> None:
         """Note a loss that is propagated back."""
-        self._losses.append(loss.detach())
+        self._losses.append(plain_of(loss))
 
     def interrupted(self) -> None:
         """Keep what the attempt has computed, because a fault has ended it. A step's first attempt counts."""

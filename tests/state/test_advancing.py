@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import LightningModule
 
+from lightning_replica._compat.tree import Tree
+from lightning_replica.state import metrics
 from lightning_replica.state.objects import records
 from tests.state.test_reachable import Copies, put_sent
 
@@ -430,3 +433,52 @@ def mark_through(reference: Any, by: int) -> None:
         mark(reference[0], by)
     else:
         mark(reference, by)
+
+
+class Labelled(torch.Tensor):
+    """A tensor that cannot be copied by its own methods where its labels are missing, as `pina`'s LabelTensor."""
+
+    labels: Any
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        raise AttributeError("no labels")
+
+    def detach(self) -> Any:
+        raise AttributeError("no labels")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AttributeError("no labels")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensors_whose_own_methods_fail(grad: bool) -> None:
+    weight = torch.ones(2, requires_grad=grad)
+    labelled: Any = (weight * 2).as_subclass(Labelled)
+    labelled.labels = ["x", "y"]
+    module = module_with(labelled)
+    copies = Copies(module)
+    taken = copies.take()
+    sent = copies.whole(taken)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.add_(labelled, 1)
+    labelled.labels.append("z")
+    module.other = 1
+    copies.put(taken)
+    assert type(module.it) is Labelled
+    assert (module.it.tolist(), module.it.labels) == ([2.0, 2.0], ["x", "y"])
+    assert not module.it.requires_grad
+    fresh = module_with(None)
+    put_sent(fresh, sent)
+    assert copies.inexact.known == {}
+
+
+def test_a_metric_state_keeps_its_class() -> None:
+    metric = torchmetrics.MeanMetric()
+    labelled: Any = torch.ones(()).as_subclass(Labelled)
+    labelled.labels = ["x"]
+    metric.mean_value = labelled
+    taken = metrics.copy_states(Tree.of(metric))
+    metric.mean_value = torch.zeros(())
+    metrics.put_states([metric], taken)
+    assert type(metric.mean_value) is Labelled
+    assert (metric.mean_value.item(), metric.mean_value.labels) == (1.0, ["x"])

@@ -16,7 +16,6 @@ from tests.wild.kill import Kill
 from tests.wild.outcome import Outcome
 
 HERE = Path(__file__).parent
-_LIMIT_S = 200
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,9 @@ class Script:
         packages: Directories, named by environment variables, with packages that only this script sees.
         forked: Whether it is forked from a process that has imported Lightning; not if it uses `pytorch_lightning`.
         ddp: Pattern of what need not be as under DDP.
+        prefix: What stands before the command.
+        limit_s: It is ended after this time.
+        checkpoints: Whether its checkpoints can be read in this process.
         varies: Pattern of what differs from run to run even under DDP: times.
     """
 
@@ -42,6 +44,9 @@ class Script:
     forked: bool = True
     ddp: str = ""
     varies: str = ""
+    checkpoints: bool = True
+    prefix: tuple[str, ...] = ()
+    limit_s: float = 200
 
     def run(self, strategy: str, out: Path, kill: Kill | None = None) -> Outcome:
         """Runs the script to its end, in a working directory of its own.
@@ -54,10 +59,15 @@ class Script:
         work = out / "work"
         work.mkdir(parents=True)
         self.prepare(work)
-        line = [sys.executable, str(HERE / self.path), *(a.format(strategy=strategy) for a in self.arguments)]
+        line = [
+            *self.prefix,
+            sys.executable,
+            str(HERE / self.path),
+            *(a.format(strategy=strategy) for a in self.arguments),
+        ]
         with Output(out / "output", self.terminal) as output:
             process = self._start(line, work, self._environment(strategy, out), output.name)
-            late = threading.Timer(_LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+            late = threading.Timer(self.limit_s, os.killpg, (process.pid, signal.SIGKILL))
             late.start()
             try:
                 killed = kill is None or kill.carry_out(out, lambda: process.poll() is not None)
@@ -70,7 +80,7 @@ class Script:
         text = (out / "output").read_text(errors="replace")
         assert killed, f"the run ended before {kill}\n{text}"
         assert process.returncode is not None
-        return Outcome.read(process.returncode, out, work, text)
+        return Outcome.read(process.returncode, out, work, text, checkpoints=self.checkpoints)
 
     def _start(
         self, line: list[str], work: Path, environment: dict[str, str], output: str

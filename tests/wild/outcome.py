@@ -56,14 +56,23 @@ class Outcome:
     progress: list[list[Progress]] = field(repr=False)
 
     @classmethod
-    def read(cls, code: int, out: Path, work: Path, output: str, ranks: int = 2) -> "Outcome":
-        """Reads what the run of ``work`` has left, and what its watcher has written to ``out``."""
+    def read(cls, code: int, out: Path, work: Path, output: str, ranks: int = 2, checkpoints: bool = True) -> "Outcome":
+        """Reads what the run of ``work`` has left, and what its watcher has written to ``out``.
+
+        Args:
+            code: Its exit code.
+            out: What the watcher writes to.
+            work: Its working directory.
+            output: Standard output and error.
+            ranks: Number of ranks.
+            checkpoints: Whether to read checkpoints, which may hold objects of packages that are not installed here.
+        """
         files = _names(sorted(path for path in work.rglob("*") if path.is_file()), work)
         return cls(
             code,
             [_evidence(out / f"evidence{rank}.jsonl") for rank in range(ranks)],
             dict(_rows(files)),
-            {name: _checkpoint(path, work) for path, name in files.items() if path.suffix == ".ckpt"},
+            {name: _checkpoint(path, work) for path, name in files.items() if checkpoints and path.suffix == ".ckpt"},
             sorted(set(files.values())),
             output,
             [progress(out / f"progress{rank}") for rank in range(ranks)],

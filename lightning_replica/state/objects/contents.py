@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import is_divided, local_of, set_local
-from lightning_replica._compat.torch import data_version, is_wrapper, of_base_class
+from lightning_replica._compat.torch import data_version, is_wrapper, of_base_class, of_class
 from lightning_replica.core.inexact import Report
 from lightning_replica.core.plain import is_plain
 from lightning_replica.devices.host import on_host, same_bits
@@ -242,6 +242,15 @@ def copy_of(value: Any) -> Any:
     """Return a copy of what a tensor or an array holds."""
     content = plain_of(value)
     return content.clone() if isinstance(content, Tensor) else content.copy()
+
+
+def remade(content: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with the memory of ``content``, and the class and the attributes of ``like``."""
+    if type(like) in _BASE_CLASSES:
+        return content
+    made = of_class(content, type(like))
+    vars(made).update(vars(like))
+    return made
 
 
 def is_like(a: Any, b: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_replica.state.objects.contents import copy_of, remade
 from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
@@ -399,17 +400,20 @@ class Closure(Record):
 class Graphed(Remade):
     """A tensor with a graph. A copy without the graph takes its place, because no graph can be gone through twice."""
 
-    __slots__ = ("content",)
+    __slots__ = ("_attributes", "content")
 
     def __init__(self, value: Tensor, name: str) -> None:
         super().__init__(value, name)
-        self.content = value.detach().clone()
+        self.content = copy_of(value)
+        self._attributes = dict(vars(value))
 
     def is_same(self) -> bool:
         return True  # such a tensor is made anew in each step
 
     def made_again(self, stands: Stands) -> Any:
-        return self.content.clone()
+        made = remade(self.content.clone(), self.value)
+        vars(made).update({name: stands(value) for name, value in self._attributes.items()})
+        return made
 
 
 class Wrapper(Record):

@@ -1,0 +1,107 @@
+"""Projects of others on Lightning: what they need, and a small training as their own pages show it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.wild.harness import Script
+
+HERE = Path(__file__).parent
+_CACHE = Path(os.environ.get("DOWNSTREAM_CACHE", Path.home() / ".cache" / "lightning_replica_downstream"))
+_TABLES = ("narwhals==2.29.0", "pandas==3.1.1", "python-dateutil==4.0.0")
+_LEARN = ("cloudpickle==3.1.3", "joblib==1.6.0", "scikit-learn==1.9.1", "scipy==1.17.1", "threadpoolctl==3.8.0")
+_PYDANTIC = ("annotated_types==0.8.0", "pydantic==2.14.4", "pydantic_core==2.50.5", "typing_inspection==0.4.5")
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project and a training with it.
+
+    Attributes:
+        name: Of the project.
+        requirements: Everything that it imports besides torch and Lightning, with versions.
+        script: In the folder ``scripts``.
+        arguments: Of the script.
+        ddp: Pattern of what need not be as under DDP.
+        inexact: What of it is said not to be exact after a fault; "" for nothing.
+    """
+
+    name: str
+    requirements: tuple[str, ...]
+    script: str
+    arguments: tuple[str, ...] = ()
+    ddp: str = ""
+    inexact: str = ""
+
+    def installed(self) -> Path:
+        """Returns the folder with the packages; installs them if it is not there."""
+        folder = _CACHE / f"{self.name}-{sys.version_info.major}.{sys.version_info.minor}"
+        if not (folder / "complete").exists():
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+            subprocess.run([*command, *self.requirements], check=True)
+            (folder / "complete").touch()
+        return folder
+
+    def training(self, *prefix: str, limit_s: float = 200) -> Script:
+        """Returns the training.
+
+        Args:
+            prefix: What stands before the command.
+            limit_s: It is ended after this time.
+        """
+        variable = f"WITH_{self.name.upper().replace('-', '_')}"
+        os.environ[variable] = os.pathsep.join(map(str, (self.installed(), HERE / "stubs")))
+        return Script(
+            str(HERE / "scripts" / self.script),
+            self.arguments,
+            packages=(variable,),
+            forked=False,
+            ddp=self.ddp,
+            checkpoints=False,
+            prefix=prefix,
+            limit_s=limit_s,
+        )
+
+
+_FORECASTING = ("pytorch-forecasting==1.8.0", "scikit-base==1.2.0", *_LEARN, *_TABLES)
+_CLIPPED = "."  # the last bits of a clipped gradient's norm follow the shards
+_OWN_STATISTICS = r"ranks/1/.*running_"  # under DDP, those of other ranks are their own until the next forward pass
+PROJECTS = {
+    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",)),
+    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",)),
+    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED),
+    "moco": Project(
+        "lightly",
+        ("lightly==1.6.0", "lightly_utils==0.0.2", "aenum==3.1.17", "python-dateutil==4.0.0", *_PYDANTIC)
+        + ("requests==2.34.2", "urllib3==2.8.0"),
+        "contrastive.py",
+        ddp=_OWN_STATISTICS,
+    ),
+    "gluonts": Project(
+        "gluonts",
+        ("gluonts==0.17.0", "pandas==2.3.3", "python-dateutil==2.9.0.post0", "pytz==2026.6", "tzdata==2026.6")
+        + ("scipy==1.17.1", "six==1.17.0", "toolz==1.2.0", *_PYDANTIC),
+        "probabilistic.py",
+        inexact="IterableSlice",
+    ),
+    "chemprop": Project(
+        "chemprop",
+        ("chemprop==2.3.1", "astartes==1.3.3", "configargparse==1.9.0", "dill==0.4.1", "multiprocess==0.70.19")
+        + ("rdkit==2026.9.1", "tabulate", *_LEARN, *_TABLES),
+        "molecules.py",
+        ddp=_OWN_STATISTICS,
+    ),
+    "pina": Project(
+        "pina-mathlab",
+        ("pina-mathlab==0.3.2.post2610", "torch_geometric==2.8.1", "xxhash==4.1.0"),
+        "physics.py",
+    ),
+    "uncertainty": Project(
+        "torch-uncertainty",
+        ("torch-uncertainty==0.13.0", "einops==0.8.2", "seaborn==0.13.2", "timm==1.0.31", *_LEARN, *_TABLES),
+        "uncertainty.py",
+        ddp=_OWN_STATISTICS,
+    ),
+}
