@@ -8,7 +8,6 @@ mostly the same on every rank. They are in both parts, and a replacement uses it
 """
 
 import copy
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +17,7 @@ from lightning_replica._compat.lightning import load_loops, save_loops
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
-from lightning_replica.core.inexact import Report
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.interface import Kind
@@ -42,8 +41,6 @@ from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.own_states import Logged, Own, States
 from lightning_replica.state.reachable import Reachable
 from lightning_replica.state.structure import Structure
-
-log = logging.getLogger(__name__)
 
 Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoch_end"]
 """Where in the loops a fit begins that resumes from a checkpoint; see trainer/saving/resume.py."""
@@ -181,8 +178,7 @@ _warned: set[str] = set()
 def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a torchmetrics object's state that can be mirrored.
 
-    The rest is mostly what `compute` returned. A warning names it once. A replacement leaves it as the script has built
-    it; a survivor has its own.
+    A warning names the rest once. A replacement leaves it as the script has built it; a survivor has its own.
     """
     kept = {}
     for name, value in state.items():
@@ -190,14 +186,10 @@ def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
             plain.pack(value)
             kept[name] = value
         except plain.NotPlainError as error:
-            if name not in _warned:
+            if name not in (*_warned, "_computed"):  # what `compute` returned is computed again
                 _warned.add(name)
-                log.warning(
-                    "The metric state %r is not mirrored to the peers (%s): a replaced rank would start it anew."
-                    " Keep tensors, numbers, strings and containers of these in it.",
-                    name,
-                    error,
-                )
+                why = "a replacement starts it anew. Keep tensors, numbers, strings and containers of these in it"
+                warn(f"the metric state {name!r}", f"{error}; {why}", "replacement")
     return kept
 
 
