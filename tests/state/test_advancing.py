@@ -1,15 +1,23 @@
 """Objects that advance by being used: iterators, streams, queues, functions that keep something. Put back, and sent."""
 
+import collections
+import datetime
+import decimal
+import fractions
 import functools
 import io
 import itertools
 import queue
+import re
 import sys
 import threading
 import time
 import types
+import uuid
+import zoneinfo
 from collections import deque
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -482,3 +490,85 @@ def test_a_metric_state_keeps_its_class() -> None:
     metrics.put_states([metric], taken)
     assert type(metric.mean_value) is Labelled
     assert (metric.mean_value.item(), metric.mean_value.labels) == (1.0, ["x"])
+
+
+CONSTANTS: dict[str, Any] = {
+    "class": Counter,
+    "class of torch": torch.nn.GELU,
+    "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    "datetime with an offset": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    "date": datetime.date(2026, 1, 2),
+    "time": datetime.time(1, 2, 3, 4),
+    "duration": datetime.timedelta(1, 2, 3),
+    "decimal": decimal.Decimal("1.10"),
+    "fraction": fractions.Fraction(1, 3),
+    "uuid": uuid.UUID(int=7),
+    "pattern": re.compile("a+", re.IGNORECASE),
+    "bytes pattern": re.compile(b"a+"),
+    "slice": slice(1, None, 2),
+    "complex": 1 + 2j,
+    "size": torch.Size([2, 3]),
+    "datetime of numpy": np.datetime64("2026-01-02"),
+    "text of numpy": np.str_("abc"),
+    "bool of numpy": np.bool_(True),
+    "path": PurePosixPath("a/b"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_cannot_change_is_sent(name: str) -> None:
+    module, fresh = module_with(None), module_with(None)
+    copies = Copies(module)
+    module.it = CONSTANTS[name]
+    assert put_sent(fresh, copies.whole(copies.take())).inexact.known == {}
+    assert type(fresh.it) is type(module.it)
+    assert repr(fresh.it) == repr(module.it)
+    assert fresh.it == module.it
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin"])
+def test_a_time_of_a_zone_is_named(zone: str) -> None:
+    module, fresh = module_with(None), module_with(None)
+    copies = Copies(module)
+    module.it = datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo(zone))
+    assert [*put_sent(fresh, copies.whole(copies.take())).inexact.known] == ["module.it"]
+
+
+class Mixed:
+    """What projects add to a tuple with names."""
+
+    def total(self) -> int:
+        return sum(self)  # type: ignore[call-overload]
+
+
+def test_classes_that_a_script_has_made() -> None:
+    """As `pytorch-forecasting` does in the first forward pass: a subclass of a tuple with the names of the outputs."""
+    module, fresh = module_with(None), module_with(None)
+    copies = Copies(module)
+    output: Any = collections.namedtuple("output", ["prediction", "x"])
+
+    class Output(Mixed, output):
+        pass
+
+    module.it, module.plain, module.made = Output, output, Output(1, 2)
+    assert put_sent(fresh, copies.whole(copies.take())).inexact.known == {}
+    found = fresh.it(prediction=1, x=2)
+    assert (found.total(), found.prediction, repr(found)) == (3, 1, repr(module.made))
+    assert fresh.it.__mro__[1:] == (Mixed, fresh.it.__mro__[2], tuple, object)
+    assert fresh.plain._fields == ("prediction", "x")
+
+
+def test_classes_whose_making_would_run_code_are_named() -> None:
+    module, fresh = module_with(None), module_with(None)
+    copies = Copies(module)
+    module.body = type("Body", (), {"n": 1})
+    module.it = type.__new__(type, "Made", (Quiet,), {"__module__": "made"})
+    assert {*put_sent(fresh, copies.whole(copies.take())).inexact.known} == {"module.it", "module.body"}
+
+
+class Quiet:
+    made = 0
+
+    def __init_subclass__(cls) -> None:
+        Quiet.made += 1
+        assert Quiet.made == 1, "code of the user's class has run again"

@@ -12,12 +12,18 @@ What cannot be sent is left as the other process has built it, and is reported.
 
 import array
 import ast
+import collections
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import io
 import random
+import re
 import sys
 import types
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of, set_local
+from lightning_replica._compat.torch import of_class
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
 from lightning_replica.devices.host import HOST
@@ -71,6 +78,17 @@ _MISSING: Final = object()
 _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
 _MADE_IN_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_EMPTY_BODY: Final = frozenset(
+    ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__")
+)
+_AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]] = {
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    decimal.Decimal: (str, decimal.Decimal),
+    fractions.Fraction: (str, fractions.Fraction),
+    uuid.UUID: (str, uuid.UUID),
+}
 _BOUND_TO: Final = ".__self__"
 _PARTIAL: Final = describe(functools.partial(print))
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
@@ -310,6 +328,8 @@ class Decoder:
             if current is _MISSING or [describe(current), repr(current)] != rest:
                 self.report(name, f"{rest[1]} cannot be sent to a replacement", "once")
             return current
+        if kind == "class":
+            return self._class(*rest, current=current, name=name)
         if kind in _ATOMS:
             return _ATOMS[kind](*rest)
         (number, first_name), *content = rest
@@ -323,6 +343,16 @@ class Decoder:
         made = _READERS[kind](self, number, content, current, name)
         self._keep(number, made)
         return made
+
+    def _class(self, title: str, parts: Any, *, current: Any, name: str) -> Any:
+        """Return a class: one that is known by this name, or one that is made of its bases."""
+        if isinstance(current, type) and _name_of(current) == title:
+            return current
+        found = _class_named(title) or _class_of_parts(title, parts)
+        if found is None:
+            self.report(name, f"the class {title} cannot be sent to a replacement", "once")
+            return current
+        return found
 
     def _keep(self, number: int, made: Any) -> None:
         self._made[number] = made
@@ -368,8 +398,8 @@ class Decoder:
         if made is nn.Parameter:
             return nn.Parameter(values, requires_grad=leaf)
         if made is not Tensor and isinstance(made, type) and issubclass(made, Tensor):
-            values = values.as_subclass(made)
-        return values.requires_grad_(leaf)
+            values = of_class(values, made)
+        return Tensor.requires_grad_(values, leaf)
 
     def _with(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent, pairs = content
@@ -554,14 +584,33 @@ def _encode_atom(value: Any) -> Any:
         return ["device", str(value)]
     if isinstance(value, range):
         return ["range", value.start, value.stop, value.step]
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcmMSU":
         return ["number", value.dtype.str, value.tobytes()]
     if isinstance(value, enum.Enum) and value.name is not None:
         return ["enum", _class_of(value), value.name]
     if type(value).__name__ in _PATHS:
         return ["path", type(value).__name__, str(value)]
-    # A class, a time, a pattern ...: the other process can tell whether it has the same.
+    if isinstance(value, type):
+        return ["class", _name_of(value), _parts_of_class(value)]
+    if type(value) in _AS_TEXT and not _has_zone(value):
+        return ["text", type(value).__name__, _AS_TEXT[type(value)][0](value)]
+    if isinstance(value, datetime.timedelta):
+        return ["duration", value.days, value.seconds, value.microseconds]
+    if isinstance(value, slice):
+        ends = [value.start, value.stop, value.step]
+        if all(type(end) in ATOMS for end in ends):
+            return ["slice", *ends]
+    if isinstance(value, re.Pattern):
+        return ["pattern", value.pattern, value.flags]
+    # The other process can tell whether it has the same.
     return ["~", describe(value), repr(value)]
+
+
+def _has_zone(value: Any) -> bool:
+    """Return whether a time depends on a table of time zones, which its text does not name."""
+    return not isinstance(getattr(value, "tzinfo", None), (datetime.timezone, type(None))) or bool(
+        getattr(value, "fold", 0)
+    )
 
 
 def _dtype_named(name: str) -> torch.dtype:
@@ -584,8 +633,46 @@ def title_of(function: Any) -> str:
 
 
 def _class_of(value: Any) -> str:
-    cls = type(value)
+    return _name_of(type(value))
+
+
+def _name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _parts_of_class(cls: type) -> Any:
+    """Return what a class consists of that was made while the script ran; None if it has a body.
+
+    Its fields for one of `collections.namedtuple`; its bases, with their parts, for a subclass without a body.
+    """
+    if _class_named(_name_of(cls)) is cls:
+        return None
+    fields = getattr(cls, "_fields", None)
+    if cls.__bases__ == (tuple,) and isinstance(fields, tuple) and not getattr(cls, "_field_defaults", None):
+        return ["fields", list(fields)]
+    if type(cls) is not type or not _EMPTY_BODY.issuperset(vars(cls)):
+        return None
+    return ["bases", [[_name_of(base), _parts_of_class(base)] for base in cls.__bases__]]
+
+
+def _class_of_parts(title: str, parts: Any) -> type | None:
+    """Make a class of what `_parts_of_class` has returned; None if a base is not known, or would run code for that."""
+    module, _, path = title.partition(":")
+    named = path.rpartition(".")[2]
+    if parts is None:
+        return None
+    if parts[0] == "fields":
+        made: type = collections.namedtuple(named, parts[1], module=module)  # type: ignore[misc]
+        made.__qualname__ = path
+        return made
+    bases = [_class_named(name) or _class_of_parts(name, inner) for name, inner in parts[1]]
+    if any(base is None or type(base) is not type or _customizes_subclasses(base) for base in bases):
+        return None
+    return type(named, tuple(bases), {"__module__": module, "__qualname__": path})  # type: ignore[arg-type]
+
+
+def _customizes_subclasses(base: type) -> bool:
+    return any("__init_subclass__" in vars(each) for each in base.__mro__[:-1])
 
 
 def _source_of(function: Any) -> str:
@@ -726,4 +813,8 @@ _ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
     "number": lambda dtype, data: np.frombuffer(data, dtype=np.dtype(dtype))[0],
     "enum": _member_named,
     "path": lambda name, text: _PATHS[name](text),
+    "text": lambda name, text: {each.__name__: of for each, (_, of) in _AS_TEXT.items()}[name](text),
+    "duration": datetime.timedelta,
+    "pattern": re.compile,
+    "slice": slice,
 }
