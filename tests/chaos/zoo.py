@@ -20,7 +20,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_replica import ReplicaZeroStrategy
 
@@ -167,6 +167,20 @@ class Samples(Dataset[Tensor]):
         return self.x[index] + 0.001 * self.served + float(self.dice.normal()) * 0.01
 
 
+class Order(Sampler[int]):
+    """Shuffles what it shuffled in the last epoch, as that of `chemprop`. Lightning divides it among ranks."""
+
+    def __init__(self, count: int) -> None:
+        self.order, self.dice = np.arange(count), np.random.default_rng(7)
+
+    def __iter__(self) -> Iterator[int]:
+        self.dice.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
 class Collate:
     n = 0
 
@@ -181,7 +195,8 @@ class Module(L.LightningDataModule):
         self.seen, self.numbers = 0, list[int]()
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Samples(), 4, shuffle=True, collate_fn=Collate())
+        samples = Samples()
+        return DataLoader(samples, 4, sampler=Order(len(samples)), collate_fn=Collate())
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.seen += 1

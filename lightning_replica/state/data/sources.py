@@ -16,7 +16,6 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.objects.capture import Anchors, Root
 from lightning_replica.state.objects.tracked import MIRRORED, Tracked
 
-_INSIDE: Final = ("sampler", "batch_sampler", "_sampler", "dataset")  # names under which samplers keep what they wrap
 _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
     scope="fault",
@@ -78,14 +77,20 @@ def sources_of(loader: Any) -> Iterator[Any]:
             continue
         seen.add(id(source))
         yield source
-        if isinstance(source, Sampler) or hasattr(source, "__iter__"):
-            ahead += [each for name in _INSIDE if _may_sample(each := getattr(source, "__dict__", {}).get(name))]
+        if _may_sample(source) or hasattr(source, "__iter__"):
+            ahead += [each for value in getattr(source, "__dict__", {}).values() for each in _samplers_in(value)]
 
 
 def _has_state(source: Any) -> bool:
     module = type(source).__module__
     known = is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
     return hasattr(source, "__dict__") and not known
+
+
+def _samplers_in(value: Any) -> list[Any]:
+    """Return what may be samplers of what a sampler keeps under some name."""
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    return [each for each in inside if _may_sample(each)]
 
 
 def _may_sample(value: Any) -> bool:
