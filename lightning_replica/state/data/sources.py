@@ -1,13 +1,16 @@
 """What a loader draws from, as far as it is the user's: samplers, datasets, collate functions, iterable objects.
 
-torch's own samplers keep only an epoch, which Lightning sets. Others shuffle a list in place, or draw from a generator
-of their own, each time they are iterated; a dataset without workers counts what it was asked for; a stream goes on
-where its last epoch ended. Such state is part of a loader's position, just as the random state of its process is.
+torch's own samplers keep an epoch, which Lightning sets, and a generator, which may be the user's. Others shuffle a list
+in place, or draw from a generator of their own, each time they are iterated; a dataset without workers counts what it
+was asked for; a stream goes on where its last epoch ended. Such state is part of a loader's position, just as the
+random state of its process is.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
@@ -32,8 +35,11 @@ class Sources:
     """
 
     def __init__(self, loader: Any, report: Report = warn) -> None:
-        found = [each for each in sources_of(loader) if _has_state(each)]
-        self._roots = [Root(each, f"{type(each).__name__} of the loader") for each in found]
+        self._roots = [
+            Root(state, f"{type(each).__name__} of the loader")
+            for each in sources_of(loader)
+            if (state := _state_of(each)) is not None
+        ]
         if len({root.name for root in self._roots}) < len(self._roots):
             self._roots = [Root(root.value, f"{root.name}, {place}") for place, root in enumerate(self._roots)]
         self._anchored = [(root.name, root.value) for root in self._roots]
@@ -81,10 +87,14 @@ def sources_of(loader: Any) -> Iterator[Any]:
             ahead += [each for value in getattr(source, "__dict__", {}).values() for each in _samplers_in(value)]
 
 
-def _has_state(source: Any) -> bool:
+def _state_of(source: Any) -> Any:
+    """Return an object whose attributes are the state of a source; None if it has none, or if others restore it."""
     module = type(source).__module__
     known = is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
-    return hasattr(source, "__dict__") and not known
+    if not known:
+        return source if hasattr(source, "__dict__") else None
+    generator = getattr(source, "generator", None)  # of torch's samplers, which have no other state
+    return SimpleNamespace(generator=generator) if isinstance(generator, torch.Generator) else None
 
 
 def _samplers_in(value: Any) -> list[Any]:

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_replica.state.data.sources import Sources
 
@@ -41,6 +48,10 @@ class Of(Sampler[int]):
         return 16
 
 
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
 def wrapped(sampler: Any) -> Any:
     """As Lightning divides a sampler among ranks."""
     return DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False)
@@ -52,6 +63,12 @@ MADE: dict[str, Callable[[], Any]] = {
     "of one": lambda: {"sampler": Of(Order()), "batch_size": 2},
     "of some": lambda: {"sampler": wrapped(Of([Order(), Order()])), "batch_size": 2},
     "of a dictionary": lambda: {"sampler": Of({"a": Order()}), "batch_size": 2},
+    "generator": lambda: {"sampler": RandomSampler(range(16), generator=seeded()), "batch_size": 2},
+    "weights": lambda: {
+        "sampler": wrapped(WeightedRandomSampler([1.0] * 16, 16, generator=seeded())),
+        "batch_size": 2,
+    },
+    "subset": lambda: {"batch_sampler": BatchSampler(SubsetRandomSampler(range(16), seeded()), 2, drop_last=False)},
     "in batches": lambda: {"batch_sampler": BatchSampler(wrapped(Order()), 2, drop_last=False)},
     "divided in batches": lambda: {"batch_sampler": BatchSampler(wrapped(Of(Of(Order()))), 2, drop_last=False)},
 }
