@@ -1,8 +1,8 @@
 """What a loader draws from, as far as it is the user's: samplers, datasets, collate functions, iterable objects.
 
-torch's own samplers keep an epoch, which Lightning sets, and a generator, which may be the user's. Others shuffle a list
-in place, or draw from a generator of their own, each time they are iterated; a dataset without workers counts what it
-was asked for; a stream goes on where its last epoch ended. Such state is part of a loader's position, just as the
+torch's own samplers keep an epoch, which Lightning sets, and a generator, which may be the user's. Others shuffle a
+list in place, or draw from a generator of their own, each time they are iterated; a dataset without workers counts what
+it was asked for; a stream goes on where its last epoch ended. Such state is part of a loader's position, just as the
 random state of its process is.
 """
 
