@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.points import Point, listen
@@ -44,13 +45,15 @@ class PlaceCallback(pl.Callback):
         def reach(place: Place, *_: Any) -> None:
             self.reach(trainer, place)
 
-        def forward(*_: Any) -> None:
-            if trainer.training:
+        layers = {layer for layer in pl_module.modules() if layer is not pl_module and not any(layer.children())}
+
+        def forward(layer: nn.Module, *_: Any) -> None:
+            if trainer.training and layer in layers:
                 reach("forward")
 
         self._undo.append(listen(reach))
-        layers = [layer for layer in pl_module.modules() if layer is not pl_module and not any(layer.children())]
-        self._undo += [layer.register_forward_hook(forward).remove for layer in layers]
+        # For all modules, and not one for each layer: a checkpoint may pickle layers, as those among hyperparameters.
+        self._undo.append(register_module_forward_hook(forward).remove)
         for parameter in filter(_is_trained, pl_module.parameters()):
             handle = parameter.register_post_accumulate_grad_hook(functools.partial(reach, "backward"))
             self._undo.append(handle.remove)
@@ -126,6 +129,10 @@ class _Hooked:
         for call in tuple(self.calls):
             call()
         return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Leave copies of the owner, and pickled ones, without the hook."""
+        return getattr, (self._owner, self._name)
 
     def leave_if_idle(self) -> None:
         """Restore the object's own method, unless calls remain or something else has replaced this hook."""

@@ -1,7 +1,9 @@
 """FaultInjector and Fingerprint: bad input in this process, faults in forked ranks under a real supervisor."""
 
+import copy
 import functools
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.nn.modules.module import _global_forward_hooks
 
 from lightning_replica import ConfigurationError
 from lightning_replica.callbacks import FaultInjector, Fingerprint, Injected, InjectedFault
@@ -21,7 +24,7 @@ from lightning_replica.chaos import compare
 from lightning_replica.chaos.fault_injector import EXIT_CODE, _Ledger
 from lightning_replica.chaos.faults import Dice, parse_all
 from lightning_replica.chaos.fingerprint import digest
-from lightning_replica.chaos.places import PLACES
+from lightning_replica.chaos.places import PLACES, PlaceCallback
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.keys import PHASE
 from lightning_replica.core import points
@@ -173,12 +176,13 @@ def test_it_changes_nothing_but_what_it_breaks(tmp_path: Path) -> None:
     for injectors in ((injector, other), (other, injector)):
         injector.on_fit_start(trainer, module)
         other.on_fit_start(trainer, module)
-        assert module.layer._forward_hooks
+        assert _global_forward_hooks
+        assert not module.layer._forward_hooks  # a checkpoint may pickle a layer
         assert "lr_scheduler_step" in vars(module)
         assert "log_metrics" in vars(logger)
         for each in injectors:  # in the order in which they came, and in the other
             each.teardown(trainer, module, "fit")
-        assert not module.layer._forward_hooks
+        assert not _global_forward_hooks
         assert "lr_scheduler_step" not in vars(module)
         assert "log_metrics" not in vars(logger)
         assert points._listeners == ()
@@ -287,3 +291,38 @@ def test_digests() -> None:
     assert digest(object()) == digest(object())
     assert issubclass(Injected, RuntimeError)
     assert 0 < EXIT_CODE < 126
+
+
+class Layered(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+
+
+def test_modules_and_layers_can_be_pickled_and_copied() -> None:
+    """A checkpoint may hold layers among the hyperparameters, and a callback may copy the module."""
+    places: list[str] = []
+
+    class Seen(PlaceCallback):
+        def reach(self, trainer: Any, place: Any) -> None:
+            places.append(place)
+
+    module: Any = Layered()
+    seen = Seen()
+    trainer: Any = SimpleNamespace(training=True, loggers=[])
+    seen.on_fit_start(trainer, module)
+    try:
+        copies = [pickle.loads(pickle.dumps(module)), copy.deepcopy(module)]
+        module.net(torch.ones(2))
+        assert places == ["forward", "forward"]
+        for each in copies:
+            each.net(torch.ones(2))
+            with pytest.raises(AttributeError, match="step"):
+                each.lr_scheduler_step(None, None)
+        assert places == ["forward", "forward"]
+        module.net[0].weight.sum().backward()
+        assert places[2:] == ["backward"]
+    finally:
+        seen.teardown(trainer, module, "fit")
+    module.net(torch.ones(2))
+    assert places[3:] == []
