@@ -17,6 +17,7 @@ from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core import checks
 from lightning_replica.core.lines import append
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.signature import digest_of
 from lightning_replica.state.reachable import signature_of_all
 from lightning_replica.trainer.strategy import ReplicaZeroStrategy
@@ -35,7 +36,7 @@ def digest(*values: Any) -> str:
 
 def _feed(sha: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        value = value.detach()
+        value = plain_of(value) if is_content(value) else value.detach()  # not by a method of its class
         sha.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
         dense = value.to_dense() if value.layout != torch.strided else value
         sha.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -283,6 +283,16 @@ def test_draws() -> None:
     assert len(dice.spread(20, 100)) == 20
 
 
+class Stubborn(torch.Tensor):
+    def detach(self) -> Any:
+        raise AssertionError("code of the user's class has run")
+
+
+def test_digests_call_no_code_of_the_user() -> None:
+    values = torch.ones(2)
+    assert digest(values.as_subclass(Stubborn)) == digest(values)
+
+
 def test_digests() -> None:
     zero, minus = torch.zeros(()), -torch.zeros(())
     different = [zero, minus, zero.double(), zero[None], [zero], 0, 0.0, False, None, "0", b"0", np.zeros(1), {"a": 1}]
