@@ -26,6 +26,7 @@ class Project:
         arguments: Of the script.
         ddp: Pattern of what need not be as under DDP.
         inexact: What of it is said not to be exact after a fault; "" for nothing.
+        unsaved: What of it no last checkpoint can hold; "" for nothing.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Project:
     arguments: tuple[str, ...] = ()
     ddp: str = ""
     inexact: str = ""
+    unsaved: str = ""
 
     def installed(self) -> Path:
         """Returns the folder with the packages; installs them if it is not there."""
@@ -66,12 +68,13 @@ class Project:
 
 
 _FORECASTING = ("pytorch-forecasting==1.8.0", "scikit-base==1.2.0", *_LEARN, *_TABLES)
+_HPARAMS = "checkpoint['hyper_parameters']"  # objects of the project, which only its own code can read
 _CLIPPED = "."  # the last bits of a clipped gradient's norm follow the shards
 _OWN_STATISTICS = r"ranks/1/.*running_"  # under DDP, those of other ranks are their own until the next forward pass
 PROJECTS = {
-    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",)),
-    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",)),
-    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED),
+    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",), unsaved=_HPARAMS),
+    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",), unsaved=_HPARAMS),
+    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED, unsaved=_HPARAMS),
     "moco": Project(
         "lightly",
         ("lightly==1.6.0", "lightly_utils==0.0.2", "aenum==3.1.17", "python-dateutil==4.0.0", *_PYDANTIC)
