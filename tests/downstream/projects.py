@@ -95,6 +95,7 @@ PROJECTS = {
         + ("rdkit==2026.9.1", "tabulate", *_LEARN, *_TABLES),
         "molecules.py",
         ddp=_OWN_STATISTICS,
+        unsaved=_HPARAMS,
     ),
     "pina": Project(
         "pina-mathlab",

@@ -113,7 +113,8 @@ class _Tokens:
         if isinstance(value, Tensor):
             if self._anchors.has_memory_of(value):
                 return f"in {self._anchors.name_of_memory(value)} {value.storage_offset()} {value.stride()}"
-            return f"{value.dtype} {tuple(value.shape)} {value.requires_grad}"
+            # A tensor with a graph goes back without it. If that matters, a later loss or weight shows it.
+            return f"{value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}"
         if isinstance(value, np.ndarray):
             return f"{value.dtype} {value.shape}"
         record = self._capture.records.get(id(value))
