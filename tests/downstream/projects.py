@@ -26,7 +26,7 @@ class Project:
         arguments: Of the script.
         ddp: Pattern of what need not be as under DDP.
         inexact: What of it is said not to be exact after a fault; "" for nothing.
-        unsaved: What of it no last checkpoint can hold; "" for nothing.
+        stopped: What `verify` says of the run that is stopped and resumed; "" if it is identical.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Project:
     arguments: tuple[str, ...] = ()
     ddp: str = ""
     inexact: str = ""
-    unsaved: str = ""
+    stopped: str = ""
 
     def installed(self) -> Path:
         """Returns the folder with the packages; installs them if it is not there."""
@@ -72,9 +72,9 @@ _HPARAMS = "checkpoint['hyper_parameters']"  # objects of the project, which onl
 _CLIPPED = "."  # the last bits of a clipped gradient's norm follow the shards
 _OWN_STATISTICS = r"ranks/1/.*running_"  # under DDP, those of other ranks are their own until the next forward pass
 PROJECTS = {
-    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",), unsaved=_HPARAMS),
-    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",), unsaved=_HPARAMS),
-    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED, unsaved=_HPARAMS),
+    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",), stopped=_HPARAMS),
+    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",), stopped=_HPARAMS),
+    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED, stopped=_HPARAMS),
     "moco": Project(
         "lightly",
         ("lightly==1.6.0", "lightly_utils==0.0.2", "aenum==3.1.17", "python-dateutil==4.0.0", *_PYDANTIC)
@@ -95,7 +95,7 @@ PROJECTS = {
         + ("rdkit==2026.9.1", "tabulate", *_LEARN, *_TABLES),
         "molecules.py",
         ddp=_OWN_STATISTICS,
-        unsaved=_HPARAMS,
+        stopped=_HPARAMS,
     ),
     "pina": Project(
         "pina-mathlab",
@@ -107,5 +107,6 @@ PROJECTS = {
         ("torch-uncertainty==0.13.0", "einops==0.8.2", "seaborn==0.13.2", "timm==1.0.31", *_LEARN, *_TABLES),
         "uncertainty.py",
         ddp=_OWN_STATISTICS,
+        stopped="different weights",  # of two fits in one script, the second takes the checkpoint of the first
     ),
 }
