@@ -1,5 +1,6 @@
 """Where a fault can strike: the named points of the package, and places in the user's own code."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -131,8 +132,8 @@ class _Hooked:
         return self._method(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Leave copies of the owner, and pickled ones, without the hook."""
-        return getattr, (self._owner, self._name)
+        """Leave copies of the owner, and pickled ones, without the hook; a method of the object's own stays."""
+        return (copy.copy, (self._method,)) if self._own else (getattr, (self._owner, self._name))
 
     def leave_if_idle(self) -> None:
         """Restore the object's own method, unless calls remain or something else has replaced this hook."""

@@ -102,10 +102,10 @@ class Monitor:
             log.exception("This rank could not be woken.")
 
     def _run(self) -> None:
-        looks = works.Looks()
+        detector = works.StallDetector()
         while True:
             if not self._asked.wait(self._interval_s):
-                points.device_waits(looks.device_waits())
+                points.device_waits(detector.is_stalled())
             self._asked.clear()
             if self._stopped:
                 return

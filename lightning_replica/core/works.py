@@ -52,13 +52,10 @@ class Ordered:
         Raises:
             CollectiveError: If the collective is known to have failed.
         """
-        points.waits()  # gloo's blocks the host here, and a device blocks it when its queue is full
         try:
             self._work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).splitlines()[0]) from error
-        finally:
-            points.goes_on()
 
     def await_end(self, check: Check) -> None:
         """Wait on the host until the collective has ended, and call ``check`` once per slice.
@@ -135,8 +132,8 @@ def finish(check: Check) -> None:
     check()  # an aborted collective looks like one that ended
 
 
-class Looks:
-    """Looks at the collectives on the device from time to time, from another thread than the one that waits for them.
+class StallDetector:
+    """Finds out whether the device stays in one collective; asked at intervals, by another thread than waits for it.
 
     A host that hands work to a device is blocked when the queue is full. If the device is in a collective, which waits
     for another rank, the host's stack does not show that.
@@ -145,8 +142,8 @@ class Looks:
     def __init__(self) -> None:
         self._first: dist.Work | None = None
 
-    def device_waits(self) -> bool:
-        """Return whether the collective that was under way at the last look has not ended yet."""
+    def is_stalled(self) -> bool:
+        """Return whether the collective that was under way at the last call has not ended yet."""
         before, self._first = self._first, next(iter(_ordered), None)
         return before is not None and before is self._first and not before.is_completed()
 

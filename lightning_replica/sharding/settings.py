@@ -10,7 +10,7 @@ from lightning_replica.core.digests import GuardMode
 from lightning_replica.sharding.layout import Partition
 
 ReduceDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
-_BUCKET_BYTES, _BUCKET_BYTES_OF_SEVERAL, _BUCKET_BYTES_APART = 16 * 2**20, 4 * 2**20, 64 * 2**20
+_BUCKET_BYTES, _BUCKET_BYTES_OF_SEVERAL, _BUCKET_BYTES_ON_DEVICE = 16 * 2**20, 4 * 2**20, 64 * 2**20
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 
 
@@ -71,7 +71,7 @@ class EngineSettings:
         if self.bucket_bytes is not None:
             return self.bucket_bytes
         if not on_host:
-            return _BUCKET_BYTES_APART
+            return _BUCKET_BYTES_ON_DEVICE
         return _BUCKET_BYTES if nodes == 1 else _BUCKET_BYTES_OF_SEVERAL
 
     @property

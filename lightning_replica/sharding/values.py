@@ -15,7 +15,7 @@ from lightning_replica.sharding.shared import Block
 
 MAIN_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _ALIGN_BYTES = 64  # the alignment that torch gives a tensor on CPU; see [Note: alignment] in layout.py
-_ALIGN_BYTES_APART = 256  # on a GPU: kernels choose by the alignment, and with it the last bits
+_ALIGN_BYTES_ON_DEVICE = 256  # on a GPU: kernels choose by the alignment, and with it the last bits
 
 
 class Values:
@@ -57,7 +57,7 @@ class Values:
         on_host = device == HOST
         main_dtype, grad_dtype = MAIN_DTYPES.get(dtype, dtype), self._gradient_dtype(dtype, settings)
         bucket_numel = max(1, settings.bucket_bytes_on(grid.nodes, on_host) // (grad_dtype or dtype).itemsize)
-        align = max(1, (_ALIGN_BYTES if on_host else _ALIGN_BYTES_APART) // dtype.itemsize)
+        align = max(1, (_ALIGN_BYTES if on_host else _ALIGN_BYTES_ON_DEVICE) // dtype.itemsize)
         numels = [local_of(parameter).numel() for parameter in parameters]
         self.layout: Layout = plan_layout(grid, numels, bucket_numel, settings.partition, align)
         self._place, self.partition = grid.place_of(rank), settings.partition

@@ -9,7 +9,7 @@ from torchmetrics import Metric
 
 from lightning_replica._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync, pl
 from lightning_replica._compat.tree import Tree
-from lightning_replica.state.objects.contents import plain_of, remade
+from lightning_replica.state.objects.contents import plain_of, with_class_of
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 _TENSORS_OF_OBJECTS = ("_forward_cache", "_computed")
@@ -55,7 +55,7 @@ def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]])
 
 def _clone(value: Any, device: torch.device | None = None) -> Any:
     if isinstance(value, Tensor):
-        return remade(plain_of(value).to(device or value.device, copy=True), value)
+        return with_class_of(plain_of(value).to(device or value.device, copy=True), value)
     return [_clone(item, device) for item in value] if isinstance(value, list) else value
 
 

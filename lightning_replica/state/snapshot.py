@@ -186,7 +186,7 @@ def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
             plain.pack(value)
             kept[name] = value
         except plain.NotPlainError as error:
-            if name not in (*_warned, "_computed"):  # what `compute` returned is computed again
+            if name != "_computed" and name not in _warned:  # what `compute` returned is computed again
                 _warned.add(name)
                 why = "a replacement starts it anew. Keep tensors, numbers, strings and containers of these in it"
                 warn(f"the metric state {name!r}", f"{error}; {why}", "replacement")

@@ -336,3 +336,15 @@ def test_modules_and_layers_can_be_pickled_and_copied() -> None:
         seen.teardown(trainer, module, "fit")
     module.net(torch.ones(2))
     assert places[3:] == []
+
+
+def test_copies_keep_a_method_of_the_object_s_own() -> None:
+    module: Any = Layered()
+    module.lr_scheduler_step = step = lambda *_: "own"
+    trainer: Any = SimpleNamespace(training=True, loggers=[])
+    injector = FaultInjector()
+    injector.on_fit_start(trainer, module)
+    try:
+        assert copy.deepcopy(module).lr_scheduler_step is step
+    finally:
+        injector.teardown(trainer, module, "fit")

@@ -141,16 +141,16 @@ class Fixed:
 
 
 def test_a_device_waits_if_the_same_collective_is_under_way_at_two_looks() -> None:
-    looks, running, ended, later = works.Looks(), Fixed(False), Fixed(True), Fixed(False)
+    detector, running, ended, later = works.StallDetector(), Fixed(False), Fixed(True), Fixed(False)
     try:
-        assert not looks.device_waits()
+        assert not detector.is_stalled()
         for each in (running, ended, later):
             Ordered(each)  # type: ignore[arg-type]
-        assert [looks.device_waits() for _ in range(3)] == [False, True, True]
+        assert [detector.is_stalled() for _ in range(3)] == [False, True, True]
         del works._ordered[0]
-        assert [looks.device_waits() for _ in range(2)] == [False, False]
+        assert [detector.is_stalled() for _ in range(2)] == [False, False]
         del works._ordered[0]
-        assert [looks.device_waits() for _ in range(2)] == [False, True]
+        assert [detector.is_stalled() for _ in range(2)] == [False, True]
     finally:
         works._ordered.clear()
-    assert not looks.device_waits()
+    assert not detector.is_stalled()

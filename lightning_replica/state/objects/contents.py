@@ -244,7 +244,7 @@ def copy_of(value: Any) -> Any:
     return content.clone() if isinstance(content, Tensor) else content.copy()
 
 
-def remade(content: Tensor, like: Tensor) -> Tensor:
+def with_class_of(content: Tensor, like: Tensor) -> Tensor:
     """Return a tensor with the memory of ``content``, and the class and the attributes of ``like``."""
     if type(like) in _BASE_CLASSES:
         return content

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_replica.state.objects.contents import copy_of, remade
+from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
@@ -411,7 +411,7 @@ class Graphed(Remade):
         return True  # such a tensor is made anew in each step
 
     def made_again(self, stands: Stands) -> Any:
-        made = remade(self.content.clone(), self.value)
+        made = with_class_of(self.content.clone(), self.value)
         vars(made).update({name: stands(value) for name, value in self._attributes.items()})
         return made
 

@@ -72,12 +72,16 @@ class Tracked:
         self._report, self._all_changed = report, all_changed
         self._recorder = Recorder(report, copied_bytes)
         self._first: Capture | None = None
+        self._existing: Mapping[str, Any] = {}
+        self._names: Mapping[int, str] = {}
         self._unsaved: Capture | None = None
         self._last = Taken()
 
     def begin(self, roots: Sequence[Root], anchors: Anchors) -> None:
         """Count what objects hold now as unchanged."""
         self._first = self._recorder.take(roots, anchors)
+        self._existing = self._first.by_name()
+        self._names = {id(value): name for name, value in self._existing.items()}
         self._last = Taken()
 
     def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
@@ -111,7 +115,7 @@ class Tracked:
             values.setdefault(name, value)
         sent, by_name = list(sent), {root.name: root.value for root in roots}
         first = Capture() if self._first is None else self._first
-        decoder = Decoder(values, self._report, first.by_name(), frozenset(_elsewhere(first, sent)))
+        decoder = Decoder(values, self._report, self._existing, frozenset(_elsewhere(first, sent)))
         for name, attributes in sent:
             if name in by_name:
                 decoder.put_attributes(by_name[name], name, attributes)
@@ -134,7 +138,7 @@ class Tracked:
             limits: What is larger is left out, and reported; None for no limits.
         """
         sizes = _Sizes(taken.capture, limits) if limits is not None else None
-        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first)
+        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names)
         sent, left = [], list[str]()
         for root in taken.capture.roots:
             names = taken.changed.get(root.name, frozenset())

@@ -28,6 +28,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -102,13 +103,21 @@ class Encoder:
         anchors: What has a name in every process.
         report: Called with the name of what cannot be sent, and why.
         first: What was reachable when training began, if the other process has that.
+        names: The names that objects had then, by ``id``.
     """
 
-    def __init__(self, capture: Capture, anchors: Anchors, report: Report, first: Capture | None = None) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        anchors: Anchors,
+        report: Report,
+        first: Capture | None = None,
+        names: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
+        self._names = names
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
-        self._names = {id(value): name for name, value in (first or Capture()).by_name().items()}
 
     def attributes(self, record: Attributes, names: frozenset[str] | None = None) -> list[Any]:
         """Return the attributes of a root: pairs of a name and a value.
@@ -285,13 +294,13 @@ class Decoder:
     Attributes:
         anchored: The anchors by their names.
         report: Called with the name of what could not be put in place, and why.
-        there: The objects of this process by the names that they had when training began.
+        existing: The objects of this process by the names that they had when training began.
         elsewhere: The ``id`` of each object that attributes lead to which are not sent, because they have not changed.
     """
 
     anchored: Mapping[str, Any]
     report: Report
-    there: Mapping[str, Any] = field(default_factory=dict)
+    existing: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -337,7 +346,7 @@ class Decoder:
             if id(current) in self.elsewhere:
                 current = _MISSING  # what stood there is another object, which is still used and has not changed
         else:
-            current = self.there.get(first_name, current)
+            current = self.existing.get(first_name, current)
         if current is not _MISSING and id(current) in self._used:
             current = _MISSING  # it stands for another object already
         made = _READERS[kind](self, number, content, current, name)
@@ -608,9 +617,8 @@ def _encode_atom(value: Any) -> Any:
 
 def _has_zone(value: Any) -> bool:
     """Return whether a time depends on a table of time zones, which its text does not name."""
-    return not isinstance(getattr(value, "tzinfo", None), (datetime.timezone, type(None))) or bool(
-        getattr(value, "fold", 0)
-    )
+    zone, fold = getattr(value, "tzinfo", None), getattr(value, "fold", 0)
+    return fold != 0 or not isinstance(zone, (datetime.timezone, type(None)))
 
 
 def _dtype_named(name: str) -> torch.dtype:
