@@ -152,10 +152,13 @@ class Machine:
         return shell.children()[0]
 
     def kill(self) -> None:
-        """Kills all of its processes at once."""
+        """Kills all of its processes at once, and waits until each has ended."""
         if self.process is not None:
+            inside = self.processes() if self.process.poll() is None else []
             self.process.kill()  # the kernel kills the first process of the machine with it, and that all others
             self.process.wait()
+            _, left = psutil.wait_procs(inside, timeout=60)
+            assert not left, left
 
     def remove(self) -> None:
         self.kill()
