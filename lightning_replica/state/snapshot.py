@@ -1,10 +1,11 @@
 """The host state of a rank: what it consists of, how it is taken and how it is restored.
 
 [Note: replicated and private]
-Counters of loops, hyperparameters of param groups, module buffers and more are the same on every rank. A replacement
-takes them from a peer. Random numbers, data position, metrics under way and the closure's loss belong to one rank. Its
-peers keep a copy of them (recovery.mirror). States of schedulers and callbacks and the values that were last logged are
-mostly the same on every rank. They are in both parts, and a replacement uses its predecessor's (state/own_states.py).
+Counters of loops, hyperparameters of param groups, shared buffers and more are the same on every rank. A replacement
+takes them from a peer. Random numbers, data position, metrics under way, the closure's loss and buffers that differ
+from the shared ones (state/module_buffers.py) belong to one rank. Its peers keep a copy of them (recovery.mirror).
+States of schedulers and callbacks and the values that were last logged are mostly the same on every rank. They are in
+both parts, and a replacement uses its predecessor's (state/own_states.py).
 """
 
 import copy
@@ -75,6 +76,8 @@ class Snapshot:
         sent: What objects held in another process: on a replacement, those of its peer, then those of its predecessor,
             which take precedence; from a checkpoint, those of the rank that wrote it.
         own: States of schedulers and callbacks and logged values, as they are mirrored; not for checkpoints.
+        buffers: This rank's buffers that differ from those in ``replicated``.
+        packed_buffers: The same, as they are mirrored; empty if they are not.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
         frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
         structure: What the module consists of; None if the snapshot came from a checkpoint.
@@ -100,6 +103,8 @@ class Snapshot:
     data_setups: list[DataSetup | None] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
     own: bytes = b""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    packed_buffers: bytes = b""
     schedulers: list[Any] | None = None
     structure: Structure | None = None
     frozen: FrozenValues = field(default_factory=list)
@@ -107,6 +112,10 @@ class Snapshot:
     def take_over(self, packed: bytes) -> None:
         """Take over what objects held in another process."""
         self.mirrored, self.sent = packed, (plain.unpack(packed, placed=True),) if packed else ()
+
+    def take_over_buffers(self, packed: bytes) -> None:
+        """Take over the buffers that a rank had of its own."""
+        self.packed_buffers, self.buffers = packed, plain.unpack(packed) if packed else {}
 
     @property
     def place(self) -> Place | None:
@@ -124,7 +133,8 @@ class Snapshot:
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
         rest = [self.loss, self.fresh, self._packed_states(), self.mirrored, self.own, setups, list(self.fetching)]
-        return plain.pack_lists([self.rng, self.results, *loaders, *rest, self.extras, self.attributes])
+        packed = [self.extras, self.attributes, self.packed_buffers]
+        return plain.pack_lists([self.rng, self.results, *loaders, *rest, *packed])
 
     def _packed_states(self) -> bytes:
         """Pack the metric states. They are the user's, and may hold tuples, and values that cannot be packed."""
@@ -162,12 +172,14 @@ class Snapshot:
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
         """Return a snapshot with the private part alone, made from what `private_bytes` returned."""
         parts = plain.unpack(private)
-        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, extras, attributes = parts
+        rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, *packed = parts
+        extras, attributes, buffers = packed
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own, extras=extras, attributes=attributes)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.fetching = Fetching.of(fetching)
         taken.metric_states = plain.unpack(states) if states else []
         taken.take_over(kept)
+        taken.take_over_buffers(buffers)
         taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
         return taken
 
@@ -310,7 +322,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     trainer.should_stop = state["should_stop"]
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
-    copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"])
+    copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
@@ -356,6 +368,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     taken.own = copies.own(replicated)
     taken.reached = copies.reachable.take(tree, kind == "batch", whole)
     taken.mirrored = copies.mirrored(taken.reached)
+    taken.buffers, taken.packed_buffers = copies.buffers.own, copies.buffers.packed()
     taken.data_setups = data_setup.take(trainer)
     taken.structure = copies.structure = Structure.of(tree, copies.structure)
     return taken

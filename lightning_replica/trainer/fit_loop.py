@@ -70,7 +70,10 @@ def adopt(trainer: pl.Trainer) -> None:
 
 
 class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
-    """`_EvaluationLoop` whose data can be put back. Persistent workers continue from one validation to the next."""
+    """The `_EvaluationLoop` inside of a fit.
+
+    Its data can be put back, and its persistent workers continue from one validation to the next.
+    """
 
     def setup_data(self) -> None:
         """Set up loaders, and put exact loaders in place of new ones."""
@@ -80,6 +83,12 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
             take_out(before)
             strategy: Any = self.trainer.strategy
             put_in(self._combined_loader, report=strategy.report_inexact)
+
+    def on_run_start(self) -> None:
+        """Begin a validation."""
+        if not self.trainer.sanity_checking:
+            cast("ReplicaZeroStrategy", self.trainer.strategy).training.before_validation()
+        super().on_run_start()
 
     def set_up(self) -> None:
         """Make loaders during training."""

@@ -123,7 +123,9 @@ class Training:
         self.host = LightningHostState(trainer, self.state, self.device, inexact, shows_outputs(trainer, module))
         self._repeated = RepeatedStep(self.state, session.rank, inexact.report)
         self._recovered: Plan | None = None  # by which plan, until the next commit
-        self._module_buffers = BufferSync(module, self.host.buffers, session.world.wait)
+        self._buffers = BufferSync(module, self.host.buffers, session.world.wait)
+        self._buffers_touched = True  # as for weights; the same on all ranks
+        self._buffers_due = True  # whether the next forward pass has the shared buffers
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
         self._tail_commit: Commit | None = None  # of the tail that is done again
@@ -156,6 +158,8 @@ class Training:
             return
         self._incidents.tell(self.state.step)
         finish(self.check)  # of the gather: what follows needs its result, and would wait for it without any check
+        self._begin_with_shared_buffers()
+        self._buffers_due = True
         self.state.begin_window(self._may_change_weights or self._weights_touched)
         self._weights_touched = False
         self._repeated.begin()
@@ -172,6 +176,28 @@ class Training:
         if self._planned is not None and self._planned.is_due:
             self._session.mirrors.settle()
             self._planned.write()
+
+    def before_validation(self) -> None:
+        """Prepare a validation, whose first forward pass has the shared buffers, as under DDP."""
+        self._begin_with_shared_buffers()
+        self._buffers_due = False  # under DDP, no forward pass without gradients is followed by one that has them
+
+    def _begin_with_shared_buffers(self) -> None:
+        """Share what hooks may have written to buffers since the commit, and give the shared buffers to the module."""
+        if self._may_change_weights or self._buffers_touched:
+            self.share_buffers()
+        self._buffers_touched = False
+        if self._buffers_due:
+            self._buffers.give()
+
+    def share_buffers(self) -> None:
+        """Make the first rank's buffers the shared ones. Collective."""
+        self._buffers.share(self.groups.members, 0 if self._joins is None else self._joins.source)
+        finish(self.check)
+
+    def shared_buffers(self) -> dict[int, Tensor]:
+        """Return copies of the shared buffers, by the ``id`` of the module's."""
+        return self._buffers.shared()
 
     def before_backward(self, accumulating: bool, loss: Tensor | None = None) -> None:
         """Prepare reductions that overlap the backward pass."""
@@ -224,8 +250,9 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self._module_buffers.sync(self.groups.members, 0 if self._joins is None else self._joins.source)
-        finish(self.check)
+        self.share_buffers()
+        if self._joins is not None:
+            self._buffers.give()  # under DDP, ranks that have joined get them
         if self.recoverable:
             taken = self.host.enter_commit(state.step + 1, output)
             self.records.taken("tail", taken.step)
@@ -385,7 +412,8 @@ class Training:
         if session.newborn:
             session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
-        self._module_buffers.forget()
+        self._buffers_touched, self._buffers_due = True, outcome.plan.kind == "tail"
+        self._buffers.forget()
         if self._planned is not None:
             self._planned.withdraw()
         self._tail_commit = None

@@ -70,7 +70,6 @@ class Project:
 _FORECASTING = ("pytorch-forecasting==1.8.0", "scikit-base==1.2.0", *_LEARN, *_TABLES)
 _HPARAMS = "checkpoint['hyper_parameters']"  # objects of the project, which only its own code can read
 _CLIPPED = "."  # the last bits of a clipped gradient's norm follow the shards
-_OWN_STATISTICS = r"ranks/1/.*running_"  # under DDP, those of other ranks are their own until the next forward pass
 PROJECTS = {
     "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",), stopped=_HPARAMS),
     "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",), stopped=_HPARAMS),
@@ -80,7 +79,6 @@ PROJECTS = {
         ("lightly==1.6.0", "lightly_utils==0.0.2", "aenum==3.1.17", "python-dateutil==4.0.0", *_PYDANTIC)
         + ("requests==2.34.2", "urllib3==2.8.0"),
         "contrastive.py",
-        ddp=_OWN_STATISTICS,
     ),
     "gluonts": Project(
         "gluonts",
@@ -94,7 +92,6 @@ PROJECTS = {
         ("chemprop==2.3.1", "astartes==1.3.3", "configargparse==1.9.0", "dill==0.4.1", "multiprocess==0.70.19")
         + ("rdkit==2026.9.1", "tabulate", *_LEARN, *_TABLES),
         "molecules.py",
-        ddp=_OWN_STATISTICS,
         stopped=_HPARAMS,
     ),
     "pina": Project(
@@ -106,7 +103,6 @@ PROJECTS = {
         "torch-uncertainty",
         ("torch-uncertainty==0.13.0", "einops==0.8.2", "seaborn==0.13.2", "timm==1.0.31", *_LEARN, *_TABLES),
         "uncertainty.py",
-        ddp=_OWN_STATISTICS,
         stopped="different weights",  # of two fits in one script, the second takes the checkpoint of the first
     ),
 }

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_replica.core import plain
 from lightning_replica.core.inexact import Inexact, Scope
-from lightning_replica.state.module_buffers import BufferCopies
+from lightning_replica.state.module_buffers import OWN_BYTES, BufferCopies
 
 SMALL, LARGE = 10, 3_000_000  # compared in every snapshot, and in the first windows and then in turn
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -92,5 +93,37 @@ def test_going_back() -> None:
     buffers = {"x": torch.zeros(LARGE)}
     taken = copies.take(buffers)
     buffers["x"].data += 1
-    copies.put_back(buffers, taken)
+    copies.put_back(buffers, taken, {})
     assert float(buffers["x"].max()) == 0
+
+
+def test_what_differs_from_the_shared_buffers_is_a_ranks_own() -> None:
+    copies = copies_of()
+    buffers = {"x": torch.zeros(3), "y": torch.zeros(3)}
+    shared = copies.take(buffers)
+    copies.put_back(buffers, shared, {})
+    assert copies.packed() == b""
+    buffers["x"] += 1
+    assert copies.take(buffers)["x"] is shared["x"]
+    own = plain.unpack(copies.packed())
+    assert (list(own), float(own["x"][0])) == (["x"], 1)
+    buffers["x"] += 1
+    copies.put_back(buffers, shared, own)
+    assert float(buffers["x"][0]) == 1
+    copies.give(buffers)
+    assert float(buffers["x"][0]) == 0
+    copies.take(buffers)
+    assert copies.own == {}
+
+
+def test_what_peers_do_not_keep_is_named() -> None:
+    inexact, buffer = Inexact(), torch.zeros(OWN_BYTES // 4 + 1)
+    copies = BufferCopies(inexact.report)
+    copies.put_back({"x": buffer}, copies.take({"x": buffer}), {})
+    assert copies.packed() == b""
+    assert inexact.known == {}
+    copies.take({"x": buffer + 1})
+    assert copies.packed() == b""
+    finding = inexact.known["module.x"]
+    assert finding.scope == "replacement"
+    assert "they are large" in finding.why

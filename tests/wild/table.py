@@ -32,8 +32,7 @@ SCRIPTS = {
     "callbacks": Script("scripts/callbacks.py", varies="Timer|DeviceStats"),
     "averaging": Script("scripts/averaging.py"),
     "swa": Script("scripts/swa.py"),
-    # Under DDP, BatchNorm's statistics on other ranks are their own until the next forward pass.
-    "teacher": Script("scripts/teacher.py", ddp=r"ranks/1/.*running_"),
+    "teacher": Script("scripts/teacher.py"),
     # DDP lets ranks go apart where parameters are frozen when it begins.
     "finetuning": Script("scripts/finetuning.py", ddp="."),
     "pruning": Script("scripts/pruning.py"),

@@ -178,7 +178,8 @@ class Contents:
                 compared.append(held)
             else:
                 parts.append(held)
-        changed += [held for held, same in zip(compared, same_of(compared), strict=True) if not same]
+        pairs = [(plain_of(held.value), held.copy) for held in compared]
+        changed += [held for held, same in zip(compared, same_pairs(pairs), strict=True) if not same]
         if window:
             changed += self._look_at(parts)
             for held in compared:
@@ -204,18 +205,17 @@ class Contents:
         return self._bytes <= self._copied_bytes or held.nbytes <= _PART
 
 
-def same_of(held: Sequence[Held]) -> list[bool]:
-    """Return for each value whether it holds what its copy holds; wait for each device once."""
-    found = [True] * len(held)
+def same_pairs(pairs: Sequence[tuple[Any, Any]]) -> list[bool]:
+    """Return for each two tensors or arrays whether they hold the same bits; wait for each device once."""
+    found = [True] * len(pairs)
     devices: dict[torch.device, list[int]] = {}
-    for place, each in enumerate(held):
-        content = plain_of(each.value)
-        if isinstance(content, Tensor) and not on_host(content) and is_like(content, each.copy):
-            devices.setdefault(content.device, []).append(place)
+    for place, (a, b) in enumerate(pairs):
+        if isinstance(a, Tensor) and not on_host(a) and is_like(a, b):
+            devices.setdefault(a.device, []).append(place)
         else:
-            found[place] = same_content(content, each.copy)
+            found[place] = same_content(a, b)
     for places in devices.values():
-        flags = [(_bytes(_row(held[n].value)) == _bytes(held[n].copy)).all() for n in places]
+        flags = [(_bytes(pairs[n][0]) == _bytes(pairs[n][1])).all() for n in places]
         for place, same in zip(places, torch.stack(flags).tolist(), strict=True):
             found[place] = same
     return found

@@ -170,7 +170,11 @@ class Checkpoints:
         """Write this rank's part of a sharded checkpoint, or the parts of the ranks ``pieces``. Collective."""
         from lightning_replica.checkpoint import sharded
 
+        if pieces is None:
+            training.share_buffers()
         names, extras, aliases = _named(training, module)
+        shared = training.shared_buffers()
+        extras = {name: shared.get(id(each), each) for name, each in extras.items()}  # each rank writes some
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
         plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}

@@ -157,6 +157,7 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "metric_states": taken.metric_states,
         "extras": taken.extras or None,  # pickle writes empty bytes as a call, which is not read again
         "objects": taken.mirrored or None,
+        "buffers": taken.packed_buffers or None,
         "attributes": taken.attributes or None,
     }
 
@@ -194,6 +195,7 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
             attributes=private.get("attributes") or b"",
         )
         read.take_over(private.get("objects") or b"")
+        read.take_over_buffers(private.get("buffers") or b"")
         taken = _follow(trainer.lightning_module, read)
     else:
         taken = _elsewhere(trainer, session, own["host"]["loops"] if own else loops, own)
