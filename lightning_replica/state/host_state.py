@@ -83,6 +83,11 @@ class LightningHostState:
             attributes=plain.pack(attributes) if any(attributes) else b"",
         )
 
+    def own_buffers(self) -> tuple[bool, bytes]:
+        """Return, for a checkpoint, whether shared buffers are due, and what this rank has instead of them, packed."""
+        self.buffers.take(Tree.of(self._trainer.lightning_module).buffers, window=False)
+        return self.buffers.due, self.buffers.packed()
+
     def begin(self, loaded: Snapshot | None) -> Snapshot:
         """Take the snapshot of the tail before the first step, when the fit has not begun or not resumed ``loaded``."""
         taken = self._take("tail", 0)
@@ -359,6 +364,8 @@ class LightningHostState:
             snapshots.restore_progress(self._trainer, taken)
             for sent in taken.sent:
                 self._copies.reachable.put_sent(sent)
+            self.buffers.load(Tree.of(self._trainer.lightning_module).buffers, taken.buffers)
+            self.buffers.due = taken.replicated.get("buffers_due", True)
         if taken.place in ("batch", "tail", "batch_end", "validation_end"):
             self._rewind(taken)
         else:

@@ -38,6 +38,8 @@ class BufferCopies:
     Attributes:
         shared: The buffers that are the same on all ranks, by name.
         own: The copies of this rank's buffers that differ from these when a snapshot was last taken, by name.
+        due: Whether the next forward pass begins with the shared buffers. Under DDP, one does that follows a pass after
+            which gradients were reduced.
     """
 
     def __init__(self, report: Report) -> None:
@@ -45,6 +47,7 @@ class BufferCopies:
         self._contents = Contents(report, copied_bytes=sys.maxsize)
         self.shared: dict[str, Tensor] = {}
         self.own: dict[str, Tensor] = {}
+        self.due = True
 
     def take(self, buffers: Mapping[str, Tensor], window: bool = True, whole: bool = False) -> dict[str, Tensor]:
         """Bring the copies up to date, and return the shared ones; this rank's own, where nothing has been shared yet.
@@ -97,8 +100,19 @@ class BufferCopies:
         for name, copy in {**self.shared, **self.own}.items():
             self._put(name, buffers[name], copy)
 
+    def follow(self, own: Mapping[str, Tensor]) -> None:
+        """Share what the first rank had of its own; ``own`` is what it has packed."""
+        self.shared |= {name: copy.to(self.shared[name].device) for name, copy in own.items() if name in self.shared}
+
+    def load(self, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Take the buffers of a checkpoint, which the module holds, for the shared ones; see `put_back`."""
+        self.put_back(buffers, self.take(buffers), own)
+
     def give(self, buffers: Mapping[str, Tensor]) -> None:
-        """Write the shared copies into the buffers, where those differ."""
+        """If that is due, write the shared copies into the buffers where those differ."""
+        due, self.due = self.due, False
+        if not due:
+            return
         for name, buffer in buffers.items():
             held = self._contents.held.get(id(buffer))
             if name in self.shared and (held is None or held.copy is not self.shared[name]):
@@ -145,7 +159,7 @@ class BufferSync:
         self._all = False
 
     def give(self) -> None:
-        """Write the shared buffers into the module."""
+        """Write the shared buffers into the module, if that is due."""
         self._copies.give(self._buffers())
 
     def forget(self) -> None:

@@ -289,6 +289,7 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
         "should_stop": trainer.should_stop,
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
         "buffers": copies.buffers.take(tree.buffers, window, whole),
+        "buffers_due": copies.buffers.due,
         "momenta": batch_norm_momenta(tree),
     }
 
@@ -323,6 +324,7 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
+    copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:

@@ -87,7 +87,7 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
     def on_run_start(self) -> None:
         """Begin a validation."""
         if not self.trainer.sanity_checking:
-            cast("ReplicaZeroStrategy", self.trainer.strategy).training.before_validation()
+            cast("ReplicaZeroStrategy", self.trainer.strategy).training.give_buffers()
         super().on_run_start()
 
     def set_up(self) -> None:

@@ -125,7 +125,6 @@ class Training:
         self._recovered: Plan | None = None  # by which plan, until the next commit
         self._buffers = BufferSync(module, self.host.buffers, session.world.wait)
         self._buffers_touched = True  # as for weights; the same on all ranks
-        self._buffers_due = True  # whether the next forward pass has the shared buffers
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
         self._tail_commit: Commit | None = None  # of the tail that is done again
@@ -158,8 +157,7 @@ class Training:
             return
         self._incidents.tell(self.state.step)
         finish(self.check)  # of the gather: what follows needs its result, and would wait for it without any check
-        self._begin_with_shared_buffers()
-        self._buffers_due = True
+        self.give_buffers()
         self.state.begin_window(self._may_change_weights or self._weights_touched)
         self._weights_touched = False
         self._repeated.begin()
@@ -177,23 +175,25 @@ class Training:
             self._session.mirrors.settle()
             self._planned.write()
 
-    def before_validation(self) -> None:
-        """Prepare a validation, whose first forward pass has the shared buffers, as under DDP."""
-        self._begin_with_shared_buffers()
-        self._buffers_due = False  # under DDP, no forward pass without gradients is followed by one that has them
-
-    def _begin_with_shared_buffers(self) -> None:
-        """Share what hooks may have written to buffers since the commit, and give the shared buffers to the module."""
-        if self._may_change_weights or self._buffers_touched:
+    def give_buffers(self) -> None:
+        """Give the shared buffers to the module, if that is due. Called where a window or a validation begins."""
+        no_commit = self._trainer.fit_loop._skip_backward  # in an epoch of batches that only BatchNorm sees
+        if no_commit and self._trainer.training:
+            self.host.buffers.due = True
+        if self._may_change_weights or self._buffers_touched or no_commit:  # somebody has written to them
             self.share_buffers()
         self._buffers_touched = False
-        if self._buffers_due:
-            self._buffers.give()
+        self._buffers.give()
 
     def share_buffers(self) -> None:
         """Make the first rank's buffers the shared ones. Collective."""
         self._buffers.share(self.groups.members, 0 if self._joins is None else self._joins.source)
         finish(self.check)
+
+    @property
+    def first_rank(self) -> int:
+        """The rank whose buffers all ranks share that have the same part of the model."""
+        return self._session.world.grids.grids_of(self._session.rank)[0].ranks[0]
 
     def shared_buffers(self) -> dict[int, Tensor]:
         """Return copies of the shared buffers, by the ``id`` of the module's."""
@@ -250,6 +250,7 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
+        self.host.buffers.due = True
         self.share_buffers()
         if self._joins is not None:
             self._buffers.give()  # under DDP, ranks that have joined get them
@@ -412,7 +413,7 @@ class Training:
         if session.newborn:
             session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
-        self._buffers_touched, self._buffers_due = True, outcome.plan.kind == "tail"
+        self._buffers_touched = True
         self._buffers.forget()
         if self._planned is not None:
             self._planned.withdraw()

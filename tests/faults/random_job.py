@@ -201,7 +201,7 @@ class Hook(L.Callback):
 def act(owner: Any, hook: str, *more: Any) -> None:
     """Change, in a hook, what the seed says: objects, a weight, a buffer, which of them an attribute refers to."""
     module = owner if isinstance(owner, Random) else cast("Any", more[1])
-    step = module.trainer.global_step
+    step = -1 if hook == "on_train_start" else module.trainer.global_step  # a run that resumes calls it, too
     seed = f"{owner.seed} {hook} {type(owner).__name__} {step} {module.trainer.current_epoch}"
     dice = random.Random(seed)
     change(owner.held, dice, Builder(dice.randrange(1000)), set())
@@ -210,6 +210,8 @@ def act(owner: Any, hook: str, *more: Any) -> None:
         owner.held = [owner.held, module.also] if dice.random() < 0.3 else Builder(dice.randrange(1000)).value()
     elif choice == 1:
         module.also, module.held = module.held, module.also
+    elif hook == "on_train_start":
+        pass  # what it wrote to weights and buffers, a run that resumes would write once more
     elif choice == 2 and "validation" not in hook and "transfer" not in hook and hook != "training_step":
         dice.choice([*module.net.parameters()]).data.mul_(0.99)
     elif choice == 3:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -132,13 +133,19 @@ def train(case: Any, out: Path) -> None:
     model: Plain = (Hooks if case.hooks else Plain)(out)
     x = torch.randn(100, 16) + rank
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
-    trainer.fit(model, DataLoader(data, 10, shuffle=True), DataLoader(data, 50))
+    trainer.fit(model, DataLoader(data, 10, shuffle=True), DataLoader(data, 50), ckpt_path=case.load or None)
     model.note("fit is done")
     trainer.test(model, DataLoader(data, 50), verbose=False)
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     (out / f"rank{rank}.json").write_text(f'"{weights}"')
     if case.ddp:
         dist.destroy_process_group()
+
+
+def assert_same(found: "Seen", wanted: "Seen") -> None:
+    for rank in range(DEVICES):
+        differ = [place for place in found[rank] if found[rank][place] != wanted[rank][place]]
+        assert not differ, (rank, differ[0], wanted[rank][differ[0]], found[rank][differ[0]], len(differ))
 
 
 Seen = list[dict[str, set[str]]]
@@ -216,9 +223,8 @@ def test_buffers_are_as_under_ddp(
     outcome = run(tmp_path, hooks, accumulate, faults)
     wanted, weights = ddp(hooks, accumulate)
     found = seen(tmp_path)
-    for rank in range(DEVICES):
-        differ = [place for place in wanted[rank] if found[rank].get(place) != wanted[rank][place]]
-        assert not differ, (rank, differ[0], wanted[rank][differ[0]], found[rank].get(differ[0]), len(differ))
+    assert [rank.keys() for rank in found] == [rank.keys() for rank in wanted]
+    assert_same(found, wanted)
     assert outcome.ranks == weights
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), outcome.logs
 
@@ -231,11 +237,15 @@ def gasps(out: Path) -> list[L.Callback]:
     return [DyingGaspCheckpoint(out / "saved")]
 
 
-def of_checkpoint(out: Path, hooks: bool) -> str:
-    """The digests of the buffers in the checkpoint that the tracker names."""
+def last(out: Path) -> Path:
     path = CheckpointDirectory(out / "saved").latest().path
     assert path is not None
-    state = read_whole(path)["state_dict"]
+    return Path(str(path))
+
+
+def of_checkpoint(out: Path, hooks: bool) -> str:
+    """The digests of the buffers in the checkpoint that the tracker names."""
+    state = read_whole(last(out))["state_dict"]
     return digests(state[name] for name, _ in (Hooks if hooks else Plain)(out).named_buffers())
 
 
@@ -265,3 +275,32 @@ def test_a_last_checkpoint_has_rank_0s(hooks: bool, rank: int, point: str, ddp: 
     assert {of_checkpoint(tmp_path, hooks)} == wanted[0][
         "before training step 3 0 3" if point == "reduction" else after
     ]
+
+
+def validated(out: Path) -> list[L.Callback]:
+    """Saves after a validation, whose steps write to buffers of each rank's own."""
+    return [ModelCheckpoint(out, "{step}", save_top_k=-1, monitor=None, save_on_train_epoch_end=False)]
+
+
+@pytest.mark.parametrize("where", ["reduction 4", "after_commit 3", "validation 4", "train_batch_end 6", "saved"])
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
+def test_a_resumed_run_goes_on_with_them(hooks: bool, where: str, ddp: Any, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    if where == "saved":
+        case = case_of(hooks, 1)
+        case.callbacks = validated
+        assert world.run(case, first, target=train).code == 0
+        path = first / "step=8.ckpt"
+    else:
+        point, step = where.split()
+        case = case_of(hooks, 1, (Fault("sigterm", 1, point, int(step)),), gasp=True)
+        case.callbacks = gasps
+        outcome = world.run(case, first, target=train)
+        assert outcome.code == GASP_WRITTEN, outcome.logs
+        path = last(first)
+    then = case_of(hooks, 1, load=str(path))
+    outcome = world.run(then, tmp_path / "then", target=train)
+    assert outcome.code == 0, outcome.logs
+    wanted, weights = ddp(hooks, 1)
+    assert_same(seen(tmp_path / "then"), wanted)
+    assert outcome.ranks == weights

@@ -901,3 +901,24 @@ def test_a_tensor_of_unknown_layout_that_is_written_to_is_named() -> None:
     module.graph.mul_(2)
     copies.take()
     assert set(copies.inexact.known) == {"module.graph"}
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["unchanged", "moved on"])
+def test_an_iterator_that_two_attributes_refer_to(moves: bool) -> None:
+    """One of them has not changed, and is not sent."""
+
+    def made() -> Any:
+        module: Any = LightningModule()
+        module.first, module.second = iter([1, 2, 3, 4]), []
+        return module
+
+    module = made()
+    copies = Copies(module)
+    module.second = [module.first]
+    if moves:
+        next(module.first)
+    sent = copies.private()
+    fresh = made()
+    put_sent(fresh, sent)
+    assert fresh.second[0] is fresh.first
+    assert next(fresh.first) == 1 + moves

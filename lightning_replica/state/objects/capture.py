@@ -42,6 +42,7 @@ from lightning_replica.state.objects.records import (
     Remade,
     Slots,
     Unknown,
+    Variable,
     Wrapper,
     wake_waiting,
 )
@@ -146,8 +147,9 @@ class Capture:
         shared = set[str]()
         known: list[Record | Held] = [*self.records.values(), *(held for held, _ in self.copies)]
         for held in known:
-            if found.setdefault(held.name, held.value) is not held.value:
-                shared.add(held.name)
+            name = f"{held.name} (cell)" if isinstance(held, Variable) else held.name  # its content has the same name
+            if found.setdefault(name, held.value) is not held.value:
+                shared.add(name)
         return {name: value for name, value in found.items() if name not in shared}
 
     def put_back(self, report: Report) -> None:

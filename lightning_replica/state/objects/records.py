@@ -302,7 +302,7 @@ class Iterated(Remade):
         self._parts = self.state if isinstance(self.state, tuple) else ()
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        return (("", part) for part in (*self.arguments, *self._parts))
+        return ((f"[{place}]", part) for place, part in enumerate((*self.arguments, *self._parts)))
 
     def is_same(self) -> bool:
         function, arguments, state = reduced(self.value)

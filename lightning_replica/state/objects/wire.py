@@ -350,6 +350,8 @@ class Decoder:
         if current is not _MISSING and id(current) in self._used:
             current = _MISSING  # it stands for another object already
         made = _READERS[kind](self, number, content, current, name)
+        if id(current) in self.elsewhere:
+            made = current  # other attributes refer to it, and it has not changed
         self._keep(number, made)
         return made
 

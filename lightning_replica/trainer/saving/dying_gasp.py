@@ -66,6 +66,9 @@ class DyingGasp:
         privates = {rank: each for given in Together(None).all(lambda: own) for rank, each in given.items()}
         self._training.state.params_from_main()  # of this rank's shard only: it writes no other
         self._training.host.put_back(taken)
+        first = self._training.first_rank
+        if first in privates:
+            self._training.host.buffers.follow(Snapshot.of_private(taken.kind, taken.step, privates[first]).buffers)
         record = resume.record_last(self._trainer, taken, plan.commit, privates, self._trainer.world_size)
         step = self._step(taken)
         path = self._directory.path_of(step)
