@@ -125,6 +125,7 @@ def train(case: Any, out: Path) -> None:
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=bool(callbacks),
+        default_root_dir=out,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -282,8 +283,12 @@ def validated(out: Path) -> list[L.Callback]:
     return [ModelCheckpoint(out, "{step}", save_top_k=-1, monitor=None, save_on_train_epoch_end=False)]
 
 
-@pytest.mark.parametrize("where", ["reduction 4", "after_commit 3", "validation 4", "train_batch_end 6", "saved"])
-@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
+PLACES = ("reduction 4", "after_commit 3", "validation 4", "train_batch_end 6")
+# A checkpoint that a callback writes lacks what the hooks after it do.
+RESUMES = [*((hooks, where) for hooks in (False, True) for where in PLACES), (False, "saved")]
+
+
+@pytest.mark.parametrize(("hooks", "where"), RESUMES)
 def test_a_resumed_run_goes_on_with_them(hooks: bool, where: str, ddp: Any, tmp_path: Path) -> None:
     first = tmp_path / "first"
     if where == "saved":
