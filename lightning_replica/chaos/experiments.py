@@ -19,6 +19,7 @@ from lightning_replica.chaos.outside import OUTSIDE, Hit, Strike, Striker
 from lightning_replica.chaos.processes import Job, Role
 from lightning_replica.chaos.progress import Progress
 from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.core.signals import signal_name
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.exit_codes import GASP_WRITTEN
 from lightning_replica.launch.watch import INSTEAD as STACKS
@@ -285,7 +286,7 @@ def _went_on(prints: list[RankPrint], step: int) -> bool:
 def _ended(code: int | None) -> str:
     if code is None:
         return "it took too long (--timeout-s)"
-    return f"it died ({signal.Signals(-code).name})" if code < 0 else f"it ended with exit code {code}"
+    return f"it died ({signal_name(-code)})" if code < 0 else f"it ended with exit code {code}"
 
 
 def _tail(folder: Path) -> str:

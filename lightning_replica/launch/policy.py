@@ -207,6 +207,14 @@ class Policy:
         waited = f"{self.options.rendezvous_timeout_s:g} s (rendezvous_timeout_s)"
         return self._fail(f"{how}, and no other node has come within {waited}.", GAVE_UP, facts, ranks)
 
+    def no_process_came(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
+        """Decide what to do when this machine cannot start another process for a lost rank. See `node_ended`."""
+        return self._fail(how, GAVE_UP, facts, ranks)
+
+    def supervisor_failed(self, how: str, facts: Facts) -> Actions:
+        """Decide what to do when the supervisor itself has failed. Ranks that train can still save."""
+        return self._fail(how, GAVE_UP, facts)
+
     def store_lost(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
         """Decide what to do when the store was lost, and ``ranks`` with it: what only it held is gone."""
         return self._fail(how, GAVE_UP, facts, ranks)

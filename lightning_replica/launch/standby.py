@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from lightning_replica._compat.packages import chosen
 from lightning_replica.control import keys
+from lightning_replica.core.messages import warn
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.activity import state_of
 from lightning_replica.launch.environment import allocator
@@ -107,7 +108,12 @@ class Standbys:
             return
         useful = max(restarts_left, self._least) if restarts_left else 0  # a node that is replaced counts once
         for _ in range(min(self._count, useful) - len(self._waiting)):
-            standby = _Standby(self._command, self._modules)
+            try:
+                standby = _Standby(self._command, self._modules)
+            except OSError as error:  # no memory, no process, no room in TMPDIR: a replacement is a new process then
+                self._wanted = False
+                warn(f"no standby can be started: {error}. Replacements take longer without one.")
+                return
             self._waiting.append(standby)
             threading.Thread(target=self._wait, args=(standby,), name="standby", daemon=True).start()
 

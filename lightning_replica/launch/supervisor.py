@@ -19,6 +19,7 @@ from lightning_replica.control.phase import Phase, phase_of
 from lightning_replica.control.told import Told
 from lightning_replica.core.messages import leave_room
 from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.signals import signal_name
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN
 from lightning_replica.launch.ending import Ending
 from lightning_replica.launch.last_words import LastWords
@@ -40,6 +41,7 @@ from lightning_replica.launch.policy import (
     Send,
 )
 from lightning_replica.launch.standby import Standbys
+from lightning_replica.recovery.diagnosis import explain
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.stores.interface import Store
 from lightning_replica.stores.tcp import connect, serve
@@ -77,6 +79,7 @@ class Supervisor:
         self._world_size, self._say, self._asks, self._notes = world_size, say, asks, notes or {}
         self._node = Node(start, world_size, options, directory, standbys)
         self._policy = Policy(options)
+        self._has_failed = False
 
     def run(self) -> int:
         """Start all ranks, and when they have ended, return the exit code that this process should end with.
@@ -113,7 +116,7 @@ class Supervisor:
             self._node.watch_standbys()
             others.begin(self._node.put)
             while self._node.children or not others.may_leave():
-                self._on(self._node.next())
+                self._handle(self._node.next())
         finally:
             self._node.close()
             asked.close()
@@ -180,6 +183,20 @@ class Supervisor:
 
     # Events
 
+    def _handle(self, event: Event) -> None:
+        """Handle an event. If that fails, end the run as if a rank could not be replaced: healthy ranks can save."""
+        try:
+            self._on(event)
+        except Exception as error:
+            if self._has_failed:
+                raise
+            self._has_failed = True
+            log.exception("The supervisor has failed.")
+            why = f"The supervisor has failed with {explain(error)}; this ends the run."
+            self._carry_out(self._policy.supervisor_failed(why, self._facts()))
+        if isinstance(event, Child) and not self._node.children:
+            self._others.ended()
+
     def _on(self, event: Event) -> None:
         self._ask()
         if event is None:
@@ -194,8 +211,6 @@ class Supervisor:
             if not self._node.has(event):
                 return
             self._on_end(self._node.bury(event))
-            if not self._node.children:
-                self._others.ended()
         else:
             event()
 
@@ -297,7 +312,13 @@ class Supervisor:
             self._end_absent()
 
     def _replace(self, action: Replace) -> None:
-        who = self._node.start(action.rank, self._generations.begin_next(0, action.fault))
+        generation = self._generations.begin_next(0, action.fault)
+        try:
+            who = self._node.start(action.rank, generation)
+        except Exception as error:  # the machine may lack memory, processes or descriptors
+            why = f"{action.fault.text}, and no process can be started in its place: {explain(error)}."
+            self._carry_out(self._policy.no_process_came((action.rank,), why, self._facts()))
+            return
         used = f"{action.number} of {self._policy.options.max_restarts}"
         self._say(f"{action.fault.text}; {who} takes its place ({used}).")
 
@@ -318,5 +339,5 @@ class Supervisor:
 
 def _how(code: int) -> str:
     if code < 0:
-        return f"died ({signal.Signals(-code).name})"
+        return f"died ({signal_name(-code)})"
     return f"ended with exit code {code}" + (" because it lost its device" if code == DEVICE_LOST else "")
