@@ -11,7 +11,10 @@ from functools import partial
 from typing import Any
 
 from lightning_replica._compat.lightning_names import Logger
+from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.interface import Kind
+from lightning_replica.state.objects.kinds import pickled_digest
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
 
@@ -24,10 +27,13 @@ class LoggerRows:
         loggers: The trainer's loggers.
         newborn: Whether this process is a replacement. It writes nothing until it has joined, because until then it
             could only repeat its predecessor.
+        report: Called with a logger that keeps rows in memory, which a replacement lacks.
     """
 
-    def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool) -> None:
-        self._written, self._joining = Written(store, "rows", newborn), newborn
+    def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool, report: Report = warn) -> None:
+        self._written, self._joining, self._report = Written(store, "rows", newborn), newborn, report
+        self._looked_at = {number: logger for number, logger in enumerate(loggers) if newborn and _is_users(logger)}
+        self._held: dict[int, bytes | None] = {}
         # Other code may have replaced a logger's method, too.
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
@@ -60,9 +66,26 @@ class LoggerRows:
                 self._written.wait_for_store()
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
+                if number in self._looked_at:
+                    self._look(number, logger)
             self._written.add(row)
 
         return log_metrics
+
+    def _look(self, number: int, logger: Logger) -> None:
+        """Report a logger of the user's that holds more after each row: what a replacement's holds is not complete."""
+        held = pickled_digest({name: value for name, value in vars(logger).items() if name != "log_metrics"})
+        if self._held.setdefault(number, held) == held:
+            return
+        del self._looked_at[number]
+        name = f"logger {number} ({type(logger).__name__})"
+        self._report(
+            name, "it keeps what it logs in memory, and this replacement has only what was logged since", "once"
+        )
+
+
+def _is_users(logger: Logger) -> bool:
+    return not is_of_lightning(type(logger).__module__)
 
 
 def _original(logger: Logger) -> Callable[..., Any]:

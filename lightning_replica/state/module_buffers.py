@@ -81,8 +81,8 @@ class BufferCopies:
         named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self._report(
             named,
-            "they are large, and peers do not keep what differs between ranks there: until the next forward pass, a"
-            " replaced rank has what all ranks share",
+            "they are large, and peers do not keep what differs between ranks there: a replaced rank has what all ranks"
+            " share",
             "replacement",
         )
         return b""

@@ -92,6 +92,10 @@ class Reachable:
         """Restore what `take` returned."""
         self._tracked.put_back(taken)
 
+    def return_to_beginning(self) -> None:
+        """Restore what the objects held when training began."""
+        self._tracked.return_to_beginning()
+
     def put_sent(self, sent: list[Any]) -> None:
         """Put what another rank has sent into the objects of this one."""
         tree = Tree.of(self._trainer.lightning_module)

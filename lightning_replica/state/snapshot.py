@@ -317,6 +317,8 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         config.scheduler.load_state_dict(copy.deepcopy(saved))
     restore_callbacks(stateful(trainer), state["callbacks"])
     follow_batch_norm_epoch(trainer, state["momenta"])
+    if snapshot.sent and same_fit:
+        copies.reachable.return_to_beginning()  # what `load_state_dict` set beside the state, the predecessor never had
     copies.reachable.put_back(snapshot.reached)
     for sent in snapshot.sent:
         copies.reachable.put_sent(sent)

@@ -1,6 +1,7 @@
 """The records of what a fit has written, in a process and for its replacement."""
 
 from lightning_replica._compat.lightning_names import pl
+from lightning_replica.core.inexact import Report
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
@@ -13,17 +14,18 @@ class Records:
     Args:
         trainer: The trainer that fits.
         session: The session of this process.
+        report: Called with what a replacement lacks.
 
     Attributes:
         files: The record of checkpoint files.
     """
 
-    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+    def __init__(self, trainer: pl.Trainer, session: Session, report: Report) -> None:
         recovers, store = session.options.recovery, session.world.generations.store
         writes = recovers and trainer.is_global_zero
         saving = trainer.checkpoint_callbacks if recovers else ()
         self.files = CheckpointFiles(store, saving, session.newborn, writes)
-        rows = [LoggerRows(store, trainer.loggers, session.newborn)] if writes else []
+        rows = [LoggerRows(store, trainer.loggers, session.newborn, report)] if writes else []
         self._each: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
 
     def taken(self, kind: Kind, step: int) -> None:

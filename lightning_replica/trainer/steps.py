@@ -135,7 +135,7 @@ class Training:
         self._accumulating = self._window_is_open = self._released = False
         self._hooks = Hooks(trainer, self.device)
         self._incidents = Incidents(trainer, session, self._hooks)
-        self.records = Records(trainer, session)
+        self.records = Records(trainer, session, inexact.report)
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
         session.exits.end_waiting(session.world.generations, lambda: self.asked_to_stop)
         precision.attach(self)
@@ -250,7 +250,7 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self.host.buffers.due = True
+        self.host.buffers.due = not self.manual  # as under Lightning's DDPStrategy, where ranks then keep their own
         self.share_buffers()
         if self._joins is not None:
             self._buffers.give()  # under DDP, ranks that have joined get them

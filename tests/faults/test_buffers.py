@@ -23,6 +23,7 @@ from lightning_replica.state.module_buffers import OWN_BYTES
 from tests.support import job, world
 from tests.support.job import Case, Fault
 from tests.support.ranks import free_port
+from tests.support.trainers import optimizer_of
 
 DEVICES = 2
 
@@ -108,6 +109,25 @@ class Hooks(Plain):
         self.note("training ends")
 
 
+class Manual(Plain):
+    """Makes its own steps. Under Lightning's DDPStrategy, ranks then keep their own buffers for good."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = optimizer_of(self)
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+MODELS: dict[Any, type[Plain]] = {False: Plain, True: Hooks, "manual": Manual}
+
+
 def train(case: Any, out: Path) -> None:
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
@@ -131,7 +151,7 @@ def train(case: Any, out: Path) -> None:
         use_distributed_sampler=False,
     )
     rank = int(os.environ["LOCAL_RANK"])
-    model: Plain = (Hooks if case.hooks else Plain)(out)
+    model: Plain = MODELS[case.hooks](out)
     x = torch.randn(100, 16) + rank
     data = TensorDataset(x, x.square().sum(1, keepdim=True))
     trainer.fit(model, DataLoader(data, 10, shuffle=True), DataLoader(data, 50), ckpt_path=case.load or None)
@@ -230,6 +250,16 @@ def test_buffers_are_as_under_ddp(
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), outcome.logs
 
 
+@pytest.mark.parametrize(
+    "faults", ["untouched", "rank 1 before the update", "rank 0 after it", "rank 0 in a validation"]
+)
+def test_manual_optimization(faults: str, ddp: Any, tmp_path: Path) -> None:
+    outcome = run(tmp_path, "manual", 1, FAULTS[faults])
+    wanted, weights = ddp("manual", 1)
+    assert_same(seen(tmp_path), wanted)
+    assert outcome.ranks == weights
+
+
 def saves(out: Path) -> list[L.Callback]:
     return [CheckpointPublisher(out / "saved", every_n_train_steps=3)]
 
@@ -247,7 +277,7 @@ def last(out: Path) -> Path:
 def of_checkpoint(out: Path, hooks: bool) -> str:
     """The digests of the buffers in the checkpoint that the tracker names."""
     state = read_whole(last(out))["state_dict"]
-    return digests(state[name] for name, _ in (Hooks if hooks else Plain)(out).named_buffers())
+    return digests(state[name] for name, _ in MODELS[hooks](out).named_buffers())
 
 
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])

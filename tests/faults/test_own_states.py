@@ -43,6 +43,7 @@ class Extremes(L.Callback):
 
     def __init__(self) -> None:
         self.least: dict[int, Any] = {}
+        self.loads = 0
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         seen = trainer.callback_metrics["loss_of_rank"]
@@ -52,7 +53,7 @@ class Extremes(L.Callback):
         return {"least": self.least}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.least = state["least"]
+        self.least, self.loads = state["least"], self.loads + 1  # what it sets besides belongs to a run that resumes
 
 
 def train(case: Case, out: Path) -> None:
@@ -81,6 +82,7 @@ def train(case: Case, out: Path) -> None:
         "schedulers": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         "callbacks": callbacks,
         "current_score": checkpoint.current_score,
+        "loads": [each.loads for each in callbacks_of(trainer) if isinstance(each, Extremes)],
         "metrics": [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics],
         "weights": [parameter.detach() for parameter in model.parameters()],
     }

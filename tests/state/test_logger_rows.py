@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
 from tests.support.doubles import overriding
@@ -145,3 +146,15 @@ def test_a_logger_that_stands_in_for_another_one() -> None:
     rows.restored("batch", 1)
     window(rows, logger, 1)
     assert lines.lines == EXPECTED[:4]
+
+
+@pytest.mark.parametrize("newborn", [False, True])
+def test_a_replacement_names_a_logger_that_keeps_rows_in_memory(newborn: bool) -> None:
+    inexact, logger = Inexact(), Lines()
+    rows = LoggerRows(dist.HashStore(), [logger], newborn, inexact.report)
+    rows.restored("batch", 0)
+    for step in range(3):
+        rows.taken("batch", step)
+        logger.log_metrics({"loss": 1.0}, step)
+    assert list(inexact.known) == (["logger 0 (Lines)"] if newborn else [])
+    rows.release()

@@ -17,6 +17,7 @@ from lightning_replica.state.objects.signature import differences, signature_of
 from tests.state.test_reachable import Copies, put_sent
 
 LEAVES = 9
+ATOMS = (int, float, complex, str, bytes, type(None))
 
 
 class Own:
@@ -86,7 +87,11 @@ class Builder:
 
 def change(value: Any, dice: random.Random, builder: Builder, met: set[int]) -> None:
     """Change an object and what it leads to, here and there, in place."""
-    if id(value) in met:
+    if isinstance(value, tuple):  # which of those that are equal are the same object is not kept
+        for item in value:
+            change(item, dice, builder, met)
+        return
+    if id(value) in met or isinstance(value, ATOMS):
         return
     met.add(id(value))
     acts = dice.random() < 0.5
@@ -120,9 +125,6 @@ def change(value: Any, dice: random.Random, builder: Builder, met: set[int]) -> 
             value.pop()
         if isinstance(value, OwnList):
             value.tag = dice.randrange(5)  # type: ignore[attr-defined]
-    elif isinstance(value, tuple):
-        for item in value:
-            change(item, dice, builder, met)
     elif isinstance(value, (Own, SimpleNamespace)):
         change(vars(value), dice, builder, met)
     elif isinstance(value, Slotted):

@@ -922,3 +922,65 @@ def test_an_iterator_that_two_attributes_refer_to(moves: bool) -> None:
     put_sent(fresh, sent)
     assert fresh.second[0] is fresh.first
     assert next(fresh.first) == 1 + moves
+
+
+class OwnTuple(tuple[Any, ...]):
+    """As the irreducible representations of e3nn: what it contains is nobody's business."""
+
+    def __new__(cls, degree: int, parity: list[int]) -> "OwnTuple":
+        return super().__new__(cls, (degree, parity))
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+class OwnItems(list[Any]):
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class OwnMembers(set[Any]):
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def test_containers_whose_methods_say_something_else() -> None:
+    def made() -> Any:
+        module: Any = LightningModule()
+        module.tuple, module.list, module.set = OwnTuple(1, [0]), OwnItems([1, [2]]), OwnMembers({3})
+        return module
+
+    module = made()
+    copies = Copies(module)
+
+    def change(number: int) -> None:
+        tuple.__getitem__(module.tuple, 1).append(number)
+        list.__getitem__(module.list, 1).append(number)
+        list.append(module.list, number)
+        set.add(module.set, number)
+
+    def held(of: Any) -> list[Any]:
+        return [list(tuple.__iter__(of.tuple)), list(list.__iter__(of.list)), sorted(set.__iter__(of.set))]
+
+    change(5)
+    taken, was = copies.take(), copy.deepcopy(held(module))
+    sent = copies.private(taken)
+    change(6)
+    copies.put(taken)
+    assert held(module) == was == [[1, [0, 5]], [1, [2, 5], 5], [3, 5]]
+    fresh = made()
+    put_sent(fresh, sent)
+    assert held(fresh) == was
+    assert type(fresh.tuple) is OwnTuple

@@ -34,6 +34,7 @@ Stands: TypeAlias = Callable[[Any], Any]
 """Returns what stands for a value now: the value itself, or what was made in its place."""
 
 _MISSING = object()
+_BASES = (list, tuple, deque, set, frozenset)
 
 
 class Record:
@@ -134,24 +135,43 @@ class Slots(Record):
                 object.__setattr__(self.value, name, stands(value))  # a frozen dataclass has no other way
 
 
+def base_of(value: Any) -> Any:
+    """Return the built-in class of a container. The methods of the user's class may do something else than its."""
+    return next((base for base in _BASES if isinstance(value, base)), type(value))
+
+
+def fixed_of(cls: Any, items: list[Any]) -> Any:
+    """Return a tuple or a frozenset of a class, without calling code of that class where that is possible."""
+    base: Any = tuple if issubclass(cls, tuple) else frozenset
+    try:
+        return base.__new__(cls, items)
+    except TypeError:  # of a class in C, as `time.struct_time`
+        return cls(items)
+
+
 class Items(Record):
     """The items of a list or a deque."""
 
-    __slots__ = ("items",)
+    __slots__ = ("base", "items")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.items = list(value)
+        self.base = base_of(value)
+        self.items = list(self.base.__iter__(value))
 
     def children(self) -> Iterable[tuple[str, Any]]:
         return ((f"[{place}]", value) for place, value in enumerate(self.items))
 
     def is_same(self) -> bool:
-        return len(self.value) == len(self.items) and all(map(operator.is_, self.value, self.items))
+        return self._holds(self.items)
+
+    def _holds(self, items: list[Any]) -> bool:
+        value, base = self.value, self.base
+        return base.__len__(value) == len(items) and all(map(operator.is_, base.__iter__(value), items))
 
     def put_back(self, stands: Stands) -> None:
         items = list(map(stands, self.items))
-        if len(self.value) == len(items) and all(map(operator.is_, self.value, items)):
+        if self._holds(items):
             return
         if isinstance(self.value, deque):
             deque.clear(self.value)
@@ -185,7 +205,7 @@ class Fixed(Remade, Items):
         items = list(map(stands, self.items))
         if all(map(operator.is_, items, self.items)):
             return self.value
-        return type(self.value)(*items) if hasattr(self.value, "_fields") else type(self.value)(items)
+        return fixed_of(type(self.value), items)
 
 
 class Entries(Record):
@@ -205,7 +225,7 @@ class Entries(Record):
     def is_same(self) -> bool:
         value, base = self.value, self.base
         return (
-            len(value) == len(self.keys)
+            base.__len__(value) == len(self.keys)
             and all(map(operator.is_, base.keys(value), self.keys))
             and all(map(operator.is_, base.values(value), self.items))
         )
@@ -226,10 +246,11 @@ class Members(Record):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.members = list(value)
+        self.members = list(set.__iter__(value))
 
     def is_same(self) -> bool:
-        return len(self.value) == len(self.members) and all(map(self.value.__contains__, self.members))
+        contains = functools.partial(set.__contains__, self.value)
+        return set.__len__(self.value) == len(self.members) and all(map(contains, self.members))
 
     def put_back(self, stands: Stands) -> None:
         if not self.is_same():

@@ -27,6 +27,7 @@ from lightning_replica.state.objects.records import (
     Record,
     Stream,
     Unknown,
+    base_of,
 )
 
 Signature: TypeAlias = dict[str, str]
@@ -107,7 +108,9 @@ class _Tokens:
         if isinstance(records[0], Iterated) and records[0].rest is not None:
             return [("", item) for item in records[0].rest] if self._contents else []
         found = [child for record in records if record is not None for child in record.children()]
-        return found if found or kind_of(value) is not Kind.TUPLE else [("", item) for item in value]
+        if found or kind_of(value) is not Kind.TUPLE:
+            return found
+        return [("", item) for item in base_of(value).__iter__(value)]
 
     def _form(self, value: Any) -> str:
         if isinstance(value, Tensor):

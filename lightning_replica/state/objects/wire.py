@@ -70,7 +70,9 @@ from lightning_replica.state.objects.records import (
     Slots,
     Stream,
     Variable,
+    base_of,
     fill_stream,
+    fixed_of,
     is_registered,
     refer,
 )
@@ -180,7 +182,7 @@ class Encoder:
         if kind is Kind.FUNCTION:  # it keeps nothing
             return ["function", identity, title_of(value), _source_of(value), []]
         if kind is Kind.TUPLE:  # of atoms only
-            items = [self._encode(item, name, depth + 1) for item in value]
+            items = [self._encode(item, name, depth + 1) for item in base_of(value).__iter__(value)]
             return ["tuple" if isinstance(value, tuple) else "frozenset", identity, _class_of(value), items]
         return self._left_out(value)
 
@@ -498,7 +500,7 @@ class Decoder:
             self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return current
         self._keep(number, made)
-        there = list(made)
+        there = list(base_of(made).__iter__(made))
         items = self._all(sent, there if len(there) == len(sent) else [], name)
         if isinstance(made, deque):
             deque.clear(made)
@@ -538,14 +540,15 @@ class Decoder:
 
     def _tuple(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent = content
-        there = list(current) if isinstance(current, tuple) and len(current) == len(sent) else []
+        there = list(tuple.__iter__(current)) if isinstance(current, tuple) else []
+        there = there if len(there) == len(sent) else []
         items = self._all(sent, there, name)
         if there and all(a is b for a, b in zip(items, there, strict=True)):
             return current
         made = _class_named(cls)
         if made is None or not issubclass(made, tuple):
             return tuple(items)
-        return made(*items) if hasattr(made, "_fields") else made(items)
+        return fixed_of(made, items)
 
     def _frozenset(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         return frozenset(self._all(content[1], [], name))
