@@ -121,7 +121,10 @@ class Laboratory:
         folder = self._new("untouched")
         code = self._execute(replace(self._base, folder=str(folder)), folder)
         if code != 0:
-            raise ConfigurationError(f"The script fails without any fault: {_ended(code)}.\n{_tail(folder)}")
+            steps, hint = self._base.max_steps, ""
+            if steps:
+                hint = f" Each fit ended after {steps} steps; if it needs more, as for a validation, choose --steps."
+            raise ConfigurationError(f"The script fails without any fault: {_ended(code)}.{hint}\n{_tail(folder)}")
         self.untouched = read(folder)
         for rank in range(self.ranks):
             path = folder / PLACES.format(rank)

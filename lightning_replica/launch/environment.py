@@ -44,6 +44,7 @@ _WORLD_SIZE = "LIGHTNING_REPLICA_WORLD_SIZE"
 _DOUBLES_UP = "LIGHTNING_REPLICA_DOUBLES_UP"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _TUNABLES = "GLIBC_TUNABLES"
+_HASH_SEED = "PYTHONHASHSEED"
 _TCACHE = "glibc.malloc.tcache_count"
 
 
@@ -166,6 +167,7 @@ class RankEnvironment:
             **interface(place.interface),
             **inherited,
             **allocator(inherited),
+            **hash_seed(inherited),
             _STORE: str(self.store),
             **({} if self.node_store is None else {_NODE_STORE: str(self.node_store)}),
             _SUPERVISOR: str(self.supervisor),
@@ -197,6 +199,14 @@ def rank_here() -> int:
 def interface(name: str) -> dict[str, str]:
     """Return the variable that keeps gloo's sockets on an interface. A value that the user has set takes precedence."""
     return {_GLOO_INTERFACE: name} if name else {}
+
+
+def hash_seed(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which sets of strings have the same order in all processes, replacements included.
+
+    Python reads it only when a process starts. The user's own choice takes precedence.
+    """
+    return {} if inherited.get(_HASH_SEED) else {_HASH_SEED: "0"}
 
 
 def allocator(inherited: Mapping[str, str]) -> dict[str, str]:

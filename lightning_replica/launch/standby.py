@@ -17,7 +17,7 @@ from lightning_replica.control import keys
 from lightning_replica.core.messages import warn
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch.activity import state_of
-from lightning_replica.launch.environment import allocator
+from lightning_replica.launch.environment import allocator, hash_seed
 from lightning_replica.launch.waiting import search_path
 from lightning_replica.stores.interface import Store
 
@@ -177,7 +177,7 @@ class _Standby:
                     [line[0], "-c", f"{_SEARCH.format(search_path(line, cwd))}; {script}"],
                     pass_fds=(reader, names.fileno()),
                     cwd=cwd,
-                    env={**os.environ, **allocator(os.environ)},
+                    env={**os.environ, **allocator(os.environ), **hash_seed(os.environ)},
                     preexec_fn=born_mortal(),
                 )
         finally:

@@ -166,9 +166,10 @@ def _roots(trainer: pl.Trainer, tree: Tree) -> Iterator[Root]:
             yield Root(each, name, _OF_METRICS | frozenset(each._defaults))
         else:
             yield Root(each, name, _OF_TORCH, leads_of(each, _OF_TORCH))
-    for place, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
-        if is_users(callback):
-            yield Root(callback, f"callback {place} ({type(callback).__name__})", _LOGGING)
+    # Counted without those of this package and of Lightning, which a run that is compared with this one may not have.
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for place, callback in enumerate(each for each in callbacks if is_users(each)):
+        yield Root(callback, f"callback {place} ({type(callback).__name__})", _LOGGING)
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_replica.launch.environment import RankEnvironment, allocator
+from lightning_replica.launch.environment import RankEnvironment, allocator, hash_seed
 from lightning_replica.launch.place import Place
 from lightning_replica.launch.standby import _Standby
 from lightning_replica.stores.address import StoreAddress
@@ -36,6 +36,15 @@ def test_a_rank() -> None:
     store = StoreAddress("127.0.0.1", 1)
     variables = RankEnvironment(store, os.getpid(), 0).variables(0, Place(2, 2, store), {"GLIBC_TUNABLES": "a=1"})
     assert variables["GLIBC_TUNABLES"] == "a=1:glibc.malloc.tcache_count=0"
+    assert variables["PYTHONHASHSEED"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, {"PYTHONHASHSEED": "0"}), ({"PYTHONHASHSEED": ""}, {"PYTHONHASHSEED": "0"}), ({"PYTHONHASHSEED": "7"}, {})],
+)
+def test_sets_of_strings_have_one_order_in_all_processes(given: dict[str, str], expected: dict[str, str]) -> None:
+    assert hash_seed(given) == expected
 
 
 def test_a_standby(monkeypatch: pytest.MonkeyPatch) -> None:

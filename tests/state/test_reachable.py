@@ -984,3 +984,37 @@ def test_containers_whose_methods_say_something_else() -> None:
     put_sent(fresh, sent)
     assert held(fresh) == was
     assert type(fresh.tuple) is OwnTuple
+
+
+class Refers(Callback):
+    """As schnetpack's ModelCheckpoint and torch_ema's averages: it keeps the module, and weak references."""
+
+    def __init__(self) -> None:
+        self.task: Any = None
+        self.references: list[Any] = []
+        self.gone: Any = None
+
+
+def test_references_to_what_has_a_name() -> None:
+    def made() -> tuple[Any, Refers]:
+        module: Any = LightningModule()
+        module.layer, module.table = nn.Linear(2, 2), list(range(5000))
+        return module, Refers()
+
+    module, callback = made()
+    copies = Copies(module, callback)
+    callback.task = module
+    callback.references = [weakref.ref(each) for each in module.parameters()]
+    callback.gone = weakref.ref(nn.Linear(1, 1))
+    taken = copies.take()
+    assert taken.changed == {"callback 0 (Refers)": frozenset(("task", "references", "gone"))}
+    sent = plain.unpack(plain.pack(copies.private(taken)))
+    fresh, other = made()
+    found = Copies(fresh, other)
+    found.reachable.put_sent(sent)
+    assert other.task is fresh
+    assert [each() for each in other.references] == [*fresh.parameters()]
+    assert other.gone() is None
+    module.layer.note = [1]
+    assert copies.take().changed["callback 0 (Refers)"] == frozenset(("task", "references", "gone"))
+    assert copies.inexact.known == found.inexact.known == {}

@@ -88,7 +88,8 @@ class Tracked:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""
         capture = self._recorder.take(roots, anchors, window, whole)
         if capture is not self._last.capture:
-            self._last = Taken(capture, anchors, dict(_changed(capture, self._first, self._all_changed)))
+            changed = _changed(capture, self._first, self._all_changed, _known(capture, anchors))
+            self._last = Taken(capture, anchors, dict(changed))
         return self._last
 
     def put_back(self, taken: Taken) -> None:
@@ -110,12 +111,13 @@ class Tracked:
             anchored: What has a name, with the names.
             sent: What `encoded` has returned.
         """
-        values: dict[str, Any] = {}
+        values, anchored = dict[str, Any](), list(anchored)
         for name, value in anchored:
             values.setdefault(name, value)
         sent, by_name = list(sent), {root.name: root.value for root in roots}
         first = Capture() if self._first is None else self._first
-        decoder = Decoder(values, self._report, self._existing, frozenset(_elsewhere(first, sent)))
+        known = _known(first, Anchors.of(anchored))
+        decoder = Decoder(values, self._report, self._existing, frozenset(_elsewhere(first, sent, known)))
         for name, attributes in sent:
             if name in by_name:
                 decoder.put_attributes(by_name[name], name, attributes)
@@ -127,7 +129,8 @@ class Tracked:
 
     def saved(self, taken: Taken) -> list[Any]:
         """Return what has changed since `begin_to_save`, as plain data; without what is large."""
-        changed = dict(_changed(taken.capture, self._unsaved, all_changed=False))
+        known = _known(taken.capture, taken.anchors)
+        changed = dict(_changed(taken.capture, self._unsaved, False, known))
         return self.encoded(Taken(taken.capture, taken.anchors, changed), SAVED)
 
     def encoded(self, taken: Taken, limits: Limits | None = None) -> list[Any]:
@@ -137,7 +140,8 @@ class Tracked:
             taken: What the objects held.
             limits: What is larger is left out, and reported; None for no limits.
         """
-        sizes = _Sizes(taken.capture, limits) if limits is not None else None
+        known = _known(taken.capture, taken.anchors)
+        sizes = _Sizes(taken.capture, limits, known) if limits is not None else None
         encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names)
         sent, left = [], list[str]()
         for root in taken.capture.roots:
@@ -156,16 +160,23 @@ class Tracked:
         return [*sent, [LEFT_OUT, left]] if left else sent
 
 
-def _elsewhere(first: Capture, sent: Sequence[Any]) -> Iterator[int]:
+def _known(capture: Capture, anchors: Anchors) -> frozenset[int]:
+    """Return the ``id`` of each object that has a name of its own. Who refers to it does not contain it."""
+    return frozenset((*anchors.names, *(id(root.value) for root in capture.roots)))
+
+
+def _elsewhere(first: Capture, sent: Sequence[Any], known: frozenset[int]) -> Iterator[int]:
     """Yield the ``id`` of each object that the attributes lead to which are not in ``sent``."""
     names = {root: {attribute for attribute, _ in pairs} for root, pairs in sent if root != LEFT_OUT}
     for root in first.roots:
         for name, value in vars(root.value).items():
             if name not in names.get(root.name, ()) and name not in root.own:
-                yield from _keys_under(value, first)
+                yield from _keys_under(value, first, known)
 
 
-def _changed(capture: Capture, first: Capture | None, all_changed: bool) -> Iterator[tuple[str, frozenset[str]]]:
+def _changed(
+    capture: Capture, first: Capture | None, all_changed: bool, known: frozenset[int]
+) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the names of the attributes that have changed since ``first``, root by root."""
     if first is None:
         return
@@ -175,12 +186,12 @@ def _changed(capture: Capture, first: Capture | None, all_changed: bool) -> Iter
     if not moved and not all_changed:
         return
     for root in capture.roots:
-        record, known = capture.attributes_of(root), first.records.get(id(root.value))
-        was = dict(zip(known.names, known.values, strict=True)) if isinstance(known, Attributes) else {}
+        record, before_it = capture.attributes_of(root), first.records.get(id(root.value))
+        was = dict(zip(before_it.names, before_it.values, strict=True)) if isinstance(before_it, Attributes) else {}
         names = frozenset(
             name
             for name, value in zip(record.names, record.values, strict=True)
-            if all_changed or name not in was or _has_moved(value, was[name], moved, capture)
+            if all_changed or name not in was or _has_moved(value, was[name], moved, capture, known)
         )
         if names:
             yield root.name, names
@@ -190,18 +201,18 @@ def _has_changed(changes: int, now: Any, before: Mapping[int, Any], value: Any) 
     return id(value) not in before or (changes > 0 and before[id(value)] is not now)
 
 
-def _has_moved(now: Any, then: Any, moved: set[int], capture: Capture) -> bool:
+def _has_moved(now: Any, then: Any, moved: set[int], capture: Capture, known: frozenset[int]) -> bool:
     if now is not then and not (type(now) in ATOMS and is_same_atom(now, then)):
         return True
-    return any(key in moved for key in _keys_under(now, capture))
+    return any(key in moved for key in _keys_under(now, capture, known))
 
 
-def _keys_under(value: Any, capture: Capture) -> Iterator[int]:
-    """Yield the keys of all objects that a value leads to."""
+def _keys_under(value: Any, capture: Capture, known: frozenset[int]) -> Iterator[int]:
+    """Yield the keys of all objects that a value leads to, but not through what is ``known`` by itself."""
     ahead, seen = [value], set[int]()
     while ahead:
         here = ahead.pop()
-        if id(here) in seen or kind_of(here) in (Kind.ATOM, Kind.CLOSED):
+        if id(here) in known or id(here) in seen or kind_of(here) in (Kind.ATOM, Kind.CLOSED):
             continue
         seen.add(id(here))
         yield id(here)
@@ -217,16 +228,17 @@ class _Sizes:
     Args:
         capture: The capture.
         limits: What is too large.
+        known: The ``id`` of each object that has a name of its own.
     """
 
-    def __init__(self, capture: Capture, limits: Limits) -> None:
-        self._capture, self.limits = capture, limits
+    def __init__(self, capture: Capture, limits: Limits, known: frozenset[int]) -> None:
+        self._capture, self.limits, self._known = capture, limits, known
         self._bytes = {id(held.value): held.nbytes for held, _ in capture.copies}
 
     def is_large(self, record: Attributes, name: str) -> bool:
         """Return whether an attribute takes too much."""
         value = record.values[record.names.index(name)]
-        keys = list(_keys_under(value, self._capture))
+        keys = list(_keys_under(value, self._capture, self._known))
         if len(keys) > 2 * self.limits.many:
             return True
         lengths = [_length(self._capture.records[key]) for key in keys if key in self._capture.records]

@@ -24,6 +24,7 @@ import re
 import sys
 import types
 import uuid
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ class Encoder:
         if key in self._numbers:
             return ["#", self._numbers[key]]
         kind = kind_of(value)
+        if type(value) is weakref.ref:
+            return ["weak", self._encode(value(), name, depth + 1)]
         if kind is Kind.ATOM:
             return _encode_atom(value)
         if depth > _DEEP:
@@ -339,6 +342,8 @@ class Decoder:
             if current is _MISSING or [describe(current), repr(current)] != rest:
                 self.report(name, f"{rest[1]} cannot be sent to a replacement", "once")
             return current
+        if kind == "weak":
+            return self._weak(rest[0], current, name)
         if kind == "class":
             return self._class(*rest, current=current, name=name)
         if kind in _ATOMS:
@@ -356,6 +361,14 @@ class Decoder:
             made = current  # other attributes refer to it, and it has not changed
         self._keep(number, made)
         return made
+
+    def _weak(self, sent: Any, current: Any, name: str) -> Any:
+        """Return a weak reference. What nothing else refers to is gone at once, as it will be in the other process."""
+        was = current() if isinstance(current, weakref.ref) else _MISSING
+        target = self._decode(sent, was, name)
+        if target is was:
+            return current
+        return weakref.ref(set() if target is None or target is _MISSING else target)
 
     def _class(self, title: str, parts: Any, *, current: Any, name: str) -> Any:
         """Return a class: one that is known by this name, or one that is made of its bases."""
