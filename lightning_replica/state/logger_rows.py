@@ -75,7 +75,7 @@ class LoggerRows:
     def _look(self, number: int, logger: Logger) -> None:
         """Report a logger of the user's that holds more after each row: what a replacement's holds is not complete."""
         held = pickled_digest({name: value for name, value in vars(logger).items() if name != "log_metrics"})
-        if self._held.setdefault(number, held) == held:
+        if held is not None and self._held.setdefault(number, held) == held:
             return
         del self._looked_at[number]
         name = f"logger {number} ({type(logger).__name__})"

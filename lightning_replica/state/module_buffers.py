@@ -100,6 +100,10 @@ class BufferCopies:
         for name, copy in {**self.shared, **self.own}.items():
             self._put(name, buffers[name], copy)
 
+    def have_due(self, due: bool) -> None:
+        """Say whether the next forward pass begins with the shared buffers; see `due`."""
+        self.due = due
+
     def follow(self, own: Mapping[str, Tensor]) -> None:
         """Share what the first rank had of its own; ``own`` is what it has packed."""
         self.shared |= {name: copy.to(self.shared[name].device) for name, copy in own.items() if name in self.shared}

@@ -12,6 +12,7 @@ A tensor with a graph is restored without its graph. A graph that leads from one
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -92,9 +93,12 @@ class Reachable:
         """Restore what `take` returned."""
         self._tracked.put_back(taken)
 
-    def return_to_beginning(self) -> None:
-        """Restore what the objects held when training began."""
-        self._tracked.return_to_beginning()
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore, at the end of the block, what the objects held at its beginning."""
+        held, _ = _all_of(self._trainer)
+        yield
+        held.put_back(self._report)
 
     def put_sent(self, sent: list[Any]) -> None:
         """Put what another rank has sent into the objects of this one."""

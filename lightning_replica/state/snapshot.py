@@ -9,6 +9,7 @@ both parts, and a replacement uses its predecessor's (state/own_states.py).
 """
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -315,10 +316,10 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         trainer.lr_scheduler_configs[:] = snapshot.schedulers
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
-    restore_callbacks(stateful(trainer), state["callbacks"])
+    # What `load_state_dict` sets beside the state belongs to a run that resumes; a predecessor never had it.
+    with copies.reachable.unchanged() if snapshot.sent and same_fit else nullcontext():
+        restore_callbacks(stateful(trainer), state["callbacks"])
     follow_batch_norm_epoch(trainer, state["momenta"])
-    if snapshot.sent and same_fit:
-        copies.reachable.return_to_beginning()  # what `load_state_dict` set beside the state, the predecessor never had
     copies.reachable.put_back(snapshot.reached)
     for sent in snapshot.sent:
         copies.reachable.put_sent(sent)

@@ -179,7 +179,7 @@ class Training:
         """Give the shared buffers to the module, if that is due. Called where a window or a validation begins."""
         no_commit = self._trainer.fit_loop._skip_backward  # in an epoch of batches that only BatchNorm sees
         if no_commit and self._trainer.training:
-            self.host.buffers.due = True
+            self.host.buffers.have_due(True)
         if self._may_change_weights or self._buffers_touched or no_commit:  # somebody has written to them
             self.share_buffers()
         self._buffers_touched = False
@@ -250,7 +250,7 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self.host.buffers.due = not self.manual  # as under Lightning's DDPStrategy, where ranks then keep their own
+        self.host.buffers.have_due(not self.manual)  # as under Lightning's DDPStrategy, where ranks then keep their own
         self.share_buffers()
         if self._joins is not None:
             self._buffers.give()  # under DDP, ranks that have joined get them

@@ -84,7 +84,8 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         loss, extras = training.host.outputs(training.state.step)
         taken = Snapshot("tail", 0, host, rng, [], loss=loss, extras=extras, fresh=True)
         snapshots.take_private(trainer, taken, tree)
-        host["buffers_due"], taken.packed_buffers = training.host.own_buffers()
+        host["buffers_due"], packed = training.host.own_buffers()
+        taken.take_over_buffers(packed)
         if host["place"] in (None, "epoch_end"):
             ahead = snapshots.fetched_ahead(trainer)
             loaders, fetching = training_fetches(trainer).state_between_epochs(ahead)
