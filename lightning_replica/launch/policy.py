@@ -205,23 +205,17 @@ class Policy:
     def no_node_came(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
         """Decide what to do when no node has come in time to take the place of a lost one. See `node_ended`."""
         waited = f"{self.options.rendezvous_timeout_s:g} s (rendezvous_timeout_s)"
-        return self._fail(f"{how}, and no other node has come within {waited}.", GAVE_UP, facts, ranks)
+        return self.give_up(f"{how}, and no other node has come within {waited}.", facts, ranks)
 
-    def no_process_came(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
-        """Decide what to do when this machine cannot start another process for a lost rank. See `node_ended`."""
+    def give_up(self, how: str, facts: Facts, ranks: tuple[int, ...] = ()) -> Actions:
+        """Decide what to do when the run cannot go on. Ranks that train can still save.
+
+        Args:
+            how: Why it cannot, in words.
+            facts: The situation now.
+            ranks: Ranks that are lost.
+        """
         return self._fail(how, GAVE_UP, facts, ranks)
-
-    def supervisor_failed(self, how: str, facts: Facts) -> Actions:
-        """Decide what to do when the supervisor itself has failed. Ranks that train can still save."""
-        return self._fail(how, GAVE_UP, facts)
-
-    def store_lost(self, ranks: tuple[int, ...], how: str, facts: Facts) -> Actions:
-        """Decide what to do when the store was lost, and ``ranks`` with it: what only it held is gone."""
-        return self._fail(how, GAVE_UP, facts, ranks)
-
-    def abandoned(self, how: str, facts: Facts) -> Actions:
-        """Decide what to do when no node is left that trains. This one is a spare, which has nothing to save."""
-        return self._fail(how, GAVE_UP, facts)
 
     def _cannot_be_replaced(
         self, what: str, ranks: tuple[int, ...], how: str, code: int, facts: Facts, again: str | bool = False

@@ -154,12 +154,12 @@ class Supervisor:
         self._carry_out(self._policy.no_node_came(ranks, how, self._facts()))
 
     def store_lost(self, ranks: tuple[int, ...], how: str) -> None:
-        """End the run: the store was lost, and ``ranks`` with it. See `Policy.store_lost`."""
-        self._carry_out(self._policy.store_lost(ranks, how, self._facts()))
+        """End the run: the store was lost, and ``ranks`` with it, as what only it held is gone."""
+        self._carry_out(self._policy.give_up(how, self._facts(), ranks))
 
     def abandoned(self, how: str) -> None:
         """End the run: no node is left that trains. See `Policy.abandoned`."""
-        self._carry_out(self._policy.abandoned(how, self._facts()))
+        self._carry_out(self._policy.give_up(how, self._facts()))
 
     @property
     def patience_s(self) -> float:
@@ -185,6 +185,7 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         """Handle an event. If that fails, end the run as if a rank could not be replaced: healthy ranks can save."""
+        is_rank = isinstance(event, Child) and self._node.has(event)
         try:
             self._on(event)
         except Exception as error:
@@ -193,8 +194,8 @@ class Supervisor:
             self._has_failed = True
             log.exception("The supervisor has failed.")
             why = f"The supervisor has failed with {explain(error)}; this ends the run."
-            self._carry_out(self._policy.supervisor_failed(why, self._facts()))
-        if isinstance(event, Child) and not self._node.children:
+            self._carry_out(self._policy.give_up(why, self._facts()))
+        if is_rank and not self._node.children:
             self._others.ended()
 
     def _on(self, event: Event) -> None:
@@ -317,7 +318,7 @@ class Supervisor:
             who = self._node.start(action.rank, generation)
         except Exception as error:  # the machine may lack memory, processes or descriptors
             why = f"{action.fault.text}, and no process can be started in its place: {explain(error)}."
-            self._carry_out(self._policy.no_process_came((action.rank,), why, self._facts()))
+            self._carry_out(self._policy.give_up(why, self._facts(), (action.rank,)))
             return
         used = f"{action.number} of {self._policy.options.max_restarts}"
         self._say(f"{action.fault.text}; {who} takes its place ({used}).")

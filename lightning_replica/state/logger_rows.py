@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from lightning_replica._compat.lightning_names import Logger
-from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.objects.kinds import pickled_digest
+from lightning_replica.state.reachable import is_users
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
 
@@ -32,7 +32,7 @@ class LoggerRows:
 
     def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool, report: Report = warn) -> None:
         self._written, self._joining, self._report = Written(store, "rows", newborn), newborn, report
-        self._looked_at = {number: logger for number, logger in enumerate(loggers) if newborn and _is_users(logger)}
+        self._unclear = {number for number, logger in enumerate(loggers) if newborn and is_users(logger)}
         self._held: dict[int, bytes | None] = {}
         # Other code may have replaced a logger's method, too.
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
@@ -66,7 +66,7 @@ class LoggerRows:
                 self._written.wait_for_store()
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
-                if number in self._looked_at:
+                if number in self._unclear:
                     self._look(number, logger)
             self._written.add(row)
 
@@ -77,15 +77,11 @@ class LoggerRows:
         held = pickled_digest({name: value for name, value in vars(logger).items() if name != "log_metrics"})
         if held is not None and self._held.setdefault(number, held) == held:
             return
-        del self._looked_at[number]
+        self._unclear.remove(number)
         name = f"logger {number} ({type(logger).__name__})"
         self._report(
             name, "it keeps what it logs in memory, and this replacement has only what was logged since", "once"
         )
-
-
-def _is_users(logger: Logger) -> bool:
-    return not is_of_lightning(type(logger).__module__)
 
 
 def _original(logger: Logger) -> Callable[..., Any]:

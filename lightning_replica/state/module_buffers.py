@@ -100,10 +100,6 @@ class BufferCopies:
         for name, copy in {**self.shared, **self.own}.items():
             self._put(name, buffers[name], copy)
 
-    def have_due(self, due: bool) -> None:
-        """Say whether the next forward pass begins with the shared buffers; see `due`."""
-        self.due = due
-
     def follow(self, own: Mapping[str, Tensor]) -> None:
         """Share what the first rank had of its own; ``own`` is what it has packed."""
         self.shared |= {name: copy.to(self.shared[name].device) for name, copy in own.items() if name in self.shared}
@@ -143,13 +139,15 @@ class BufferSync:
         self._all = True
 
     @ranged("module_buffers")
-    def share(self, group: dist.ProcessGroup, source: int = 0) -> None:
+    def share(self, group: dist.ProcessGroup, source: int, then_give: bool) -> None:
         """Share one rank's buffers; those that have not changed since the last time are not sent. Collective.
 
         Args:
             group: The ranks.
             source: The rank in the group whose buffers are shared.
+            then_give: Whether the next `give` is due.
         """
+        self._copies.due |= then_give
         buffers = self._buffers()
         if not buffers:
             return

@@ -20,6 +20,10 @@ _CHANGE_WEIGHTS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     "on_before_optimizer_step",
 )
+_CHANGE_WEIGHTS_IN_MODULE = (
+    *_CHANGE_WEIGHTS,
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping"),
+)
 
 
 def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
@@ -45,8 +49,8 @@ def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
     Lightning's own callbacks change weights only at the end of an epoch. Callbacks of this package never do.
     """
-    in_module = (*_CHANGE_WEIGHTS, "optimizer_step", "optimizer_zero_grad")
-    return not module.automatic_optimization or _first(trainer, module, in_module, _CHANGE_WEIGHTS) is not None
+    writes = _first(trainer, module, _CHANGE_WEIGHTS_IN_MODULE, _CHANGE_WEIGHTS)
+    return not module.automatic_optimization or writes is not None
 
 
 def shows_outputs(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

@@ -124,7 +124,6 @@ class Training:
         self._repeated = RepeatedStep(self.state, session.rank, inexact.report)
         self._recovered: Plan | None = None  # by which plan, until the next commit
         self._buffers = BufferSync(module, self.host.buffers, session.world.wait)
-        self._buffers_touched = True  # as for weights; the same on all ranks
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
         self._told_to_end = False
         self._tail_commit: Commit | None = None  # of the tail that is done again
@@ -176,18 +175,21 @@ class Training:
             self._planned.write()
 
     def give_buffers(self) -> None:
-        """Give the shared buffers to the module, if that is due. Called where a window or a validation begins."""
-        no_commit = self._trainer.fit_loop._skip_backward  # in an epoch of batches that only BatchNorm sees
-        if no_commit and self._trainer.training:
-            self.host.buffers.have_due(True)
-        if self._may_change_weights or self._buffers_touched or no_commit:  # somebody has written to them
-            self.share_buffers()
-        self._buffers_touched = False
+        """Give the first rank's buffers to all ranks if that is due, before a window or a validation. Collective.
+
+        Any code may have written to them since the commit: hooks, schedulers, loggers, a validation.
+        """
+        # Under `StochasticWeightAveraging`, an epoch without commits collects BatchNorm's statistics.
+        self.share_buffers(then_give=self._trainer.training and self._trainer.fit_loop._skip_backward)
         self._buffers.give()
 
-    def share_buffers(self) -> None:
-        """Make the first rank's buffers the shared ones. Collective."""
-        self._buffers.share(self.groups.members, 0 if self._joins is None else self._joins.source)
+    def share_buffers(self, then_give: bool = False) -> None:
+        """Make the first rank's buffers the shared ones. Collective.
+
+        Args:
+            then_give: Whether the next forward pass begins with them.
+        """
+        self._buffers.share(self.groups.members, 0 if self._joins is None else self._joins.source, then_give)
         finish(self.check)
 
     @property
@@ -250,8 +252,7 @@ class Training:
 
     def _commit(self, request: Request, output: dict[str, Any]) -> None:
         state, session = self.state, self._session
-        self.host.buffers.have_due(not self.manual)  # as under Lightning's DDPStrategy, where ranks then keep their own
-        self.share_buffers()
+        self.share_buffers(then_give=not self.manual)  # under DDPStrategy, manual optimization leaves ranks their own
         if self._joins is not None:
             self._buffers.give()  # under DDP, ranks that have joined get them
         if self.recoverable:
@@ -413,7 +414,6 @@ class Training:
         if session.newborn:
             session.succession.has_joined()
         self._window_is_open, self._weights_touched = False, True
-        self._buffers_touched = True
         self._buffers.forget()
         if self._planned is not None:
             self._planned.withdraw()

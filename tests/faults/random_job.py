@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
+from lightning_replica import DyingGaspCheckpoint
 from tests.state.test_random_objects import Builder, Own, OwnList, Slotted, change
 from tests.support import job
 from tests.support.job import Case, Faults
@@ -247,8 +247,7 @@ def run(case: Any, out: Path) -> None:
     faults = Faults(case, out)
     module: Random = type("Module", (Random,), hooks_of(case.seed, Random, odds))(case.seed, faults)
     hook: Hook = type("OwnHook", (Hook,), hooks_of(case.seed, Hook, odds))(case.seed)
-    options = {name: value for name, value in job.strategy_options(case).items() if name != "guard"}
-    strategy = ReplicaZeroStrategy(**options)
+    strategy = job.strategy_with_default_guard(case)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -270,9 +269,7 @@ def run(case: Any, out: Path) -> None:
     held.add(hook.held)
     result = {
         "weights": job._digest(*module.parameters(), *module.buffers()),
-        "optimizer": job._digest(
-            *[t for sharded in state_of(strategy).optimizers for _, t in sorted(sharded.state()[0].items())]
-        ),
+        "optimizer": job.digest_of_optimizers(state_of(strategy)),
         "random": [job._digest(torch.get_rng_state()), repr(random.getstate())],
         "held": [module.number(), held.hex()],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},

@@ -109,6 +109,32 @@ class Hooks(Plain):
         self.note("training ends")
 
 
+class Elsewhere(Plain):
+    """A sum of each rank's own, to which code writes that is no hook of a step."""
+
+    sums: Tensor
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out)
+        self.register_buffer("sums", torch.zeros(16))
+
+    def forward(self, batch: Any) -> Tensor:
+        self.sums += batch[0].mean(0)
+        return super().forward(batch) * (1 + self.sums.mean() / 10)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        super().lr_scheduler_step(scheduler, metric)
+        self.sums *= 0.5
+
+    def on_train_epoch_end(self) -> None:
+        self.sums.zero_()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
 class Manual(Plain):
     """Makes its own steps. Under Lightning's DDPStrategy, ranks then keep their own buffers for good."""
 
@@ -125,7 +151,7 @@ class Manual(Plain):
         return loss
 
 
-MODELS: dict[Any, type[Plain]] = {False: Plain, True: Hooks, "manual": Manual}
+MODELS: dict[Any, type[Plain]] = {False: Plain, True: Hooks, "manual": Manual, "elsewhere": Elsewhere}
 
 
 def train(case: Any, out: Path) -> None:
@@ -253,9 +279,10 @@ def test_buffers_are_as_under_ddp(
 @pytest.mark.parametrize(
     "faults", ["untouched", "rank 1 before the update", "rank 0 after it", "rank 0 in a validation"]
 )
-def test_manual_optimization(faults: str, ddp: Any, tmp_path: Path) -> None:
-    outcome = run(tmp_path, "manual", 1, FAULTS[faults])
-    wanted, weights = ddp("manual", 1)
+@pytest.mark.parametrize("model", ["manual", "elsewhere"])
+def test_other_models(model: str, faults: str, ddp: Any, tmp_path: Path) -> None:
+    outcome = run(tmp_path, model, 1, FAULTS[faults])
+    wanted, weights = ddp(model, 1)
     assert_same(seen(tmp_path), wanted)
     assert outcome.ranks == weights
 

@@ -10,7 +10,6 @@ import lightning as L
 import numpy as np
 import torch
 
-from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from tests.chaos.zoo import Module, Shadow, Zoo
 from tests.support import job
@@ -46,8 +45,7 @@ def run(case: Case, out: Path) -> None:
     L.seed_everything(3, verbose=False)
     faults, shadow, data = Faults(case, out), Shadow(), Module()
     module = FaultyZoo(faults)
-    options = {name: value for name, value in job.strategy_options(case).items() if name != "guard"}
-    strategy = ReplicaZeroStrategy(**options)
+    strategy = job.strategy_with_default_guard(case)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -66,9 +64,7 @@ def run(case: Case, out: Path) -> None:
     trainer.fit(module, datamodule=data, ckpt_path=case.load or None)
     result = {
         "weights": job._digest(*module.parameters(), *module.buffers()),
-        "optimizer": job._digest(
-            *[t for sharded in state_of(strategy).optimizers for _, t in sorted(sharded.state()[0].items())]
-        ),
+        "optimizer": job.digest_of_optimizers(state_of(strategy)),
         "random": [job._digest(torch.get_rng_state()), repr(random.getstate()), repr(np.random.get_state())],
         "numbers": [float(number) for number in module.numbers()],
         "callback": [shadow.n, shadow.losses, shadow.best, job._digest(*shadow.shadow)],

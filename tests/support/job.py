@@ -321,6 +321,16 @@ def strategy_options(case: Case) -> dict[str, Any]:
     }
 
 
+def strategy_with_default_guard(case: Case) -> ReplicaZeroStrategy:
+    """The strategy of a case, with the guard that users have."""
+    return ReplicaZeroStrategy(**{name: value for name, value in strategy_options(case).items() if name != "guard"})
+
+
+def digest_of_optimizers(state: ShardedState) -> str:
+    """A digest of what all optimizers keep of this rank's shard."""
+    return _digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())])
+
+
 def run(case: Case, out: Path, callbacks: tuple[Callback, ...] = (), logger: Any = None, **options: Any) -> None:
     """Trains in one rank and writes down what came of it; ``options`` are the strategy's."""
     torch.set_num_threads(1)
@@ -363,7 +373,7 @@ def _result(trainer: L.Trainer, model: Model) -> dict[str, Any]:
     return {
         "weights": _digest(*model.parameters(), *model.buffers()),
         "main": _digest(*[buffers.main for buffers in state.buffers]),
-        "optimizer": _digest(*[t for sharded in state.optimizers for _, t in sorted(sharded.state()[0].items())]),
+        "optimizer": digest_of_optimizers(state),
         "groups": [[group["lr"], group["weight_decay"]] for group in optimizer.param_groups],
         "schedulers": repr([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},

@@ -68,6 +68,15 @@ def test_a_hook_of_the_module() -> None:
     assert who_sees_gradients(trainer, module) == "LightningModule.on_after_backward"
 
 
+@pytest.mark.parametrize(
+    "hook", ["optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping"]
+)
+def test_a_hook_that_only_modules_have(hook: str) -> None:
+    trainer, module = trainer_with()
+    setattr(module, hook, Asks())
+    assert may_change_weights(trainer, module)
+
+
 def test_a_function_that_takes_its_name_from_lightnings() -> None:
     """To inherit its docstring, for example."""
     named = functools.wraps(L.Callback.on_before_optimizer_step)(lambda *_: None)

@@ -34,7 +34,7 @@ Stands: TypeAlias = Callable[[Any], Any]
 """Returns what stands for a value now: the value itself, or what was made in its place."""
 
 _MISSING = object()
-_BASES = (list, tuple, deque, set, frozenset)
+_BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
 
 
 class Record:
@@ -136,7 +136,10 @@ class Slots(Record):
 
 
 def base_of(value: Any) -> Any:
-    """Return the built-in class of a container. The methods of the user's class may do something else than its."""
+    """Return the built-in class of a container, whose methods do what the user's class may do otherwise.
+
+    An OrderedDict has an order of its own.
+    """
     return next((base for base in _BASES if isinstance(value, base)), type(value))
 
 
@@ -215,8 +218,7 @@ class Entries(Record):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        # The methods of the user's class may do something else. An OrderedDict has an order of its own.
-        self.base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        self.base = base_of(value)
         self.keys, self.items = list(self.base.keys(value)), list(self.base.values(value))
 
     def children(self) -> Iterable[tuple[str, Any]]:

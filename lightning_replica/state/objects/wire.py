@@ -25,7 +25,7 @@ import sys
 import types
 import uuid
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
@@ -530,7 +530,7 @@ class Decoder:
             return current
         self._keep(number, made)
         keys = self._all(sent_keys, [], name)
-        base: Any = OrderedDict if isinstance(made, OrderedDict) else dict
+        base = base_of(made)
         known = dict(base.items(made))
         items = [
             self._decode(each, known.get(key, _MISSING), f"{name}[{key!r}]")

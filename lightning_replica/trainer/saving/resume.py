@@ -72,7 +72,6 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         ``world_size`` and ``division``: how many ranks there were, and which of them had the same part of the model;
         ``samples``: the position for other worlds, in samples of all ranks, None if unknown.
     """
-    training.share_buffers()
     taken = training.host.window(training.state.step)
     if training.host.is_past(training.state.step):
         return {}  # without a snapshot of its start, the window is done again as from a checkpoint of DDP's
@@ -84,6 +83,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         loss, extras = training.host.outputs(training.state.step)
         taken = Snapshot("tail", 0, host, rng, [], loss=loss, extras=extras, fresh=True)
         snapshots.take_private(trainer, taken, tree)
+        training.share_buffers()
         host["buffers_due"], packed = training.host.own_buffers()
         taken.take_over_buffers(packed)
         if host["place"] in (None, "epoch_end"):
