@@ -6,17 +6,24 @@ snapshot, it does not write those rows again.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from lightning_replica._compat.lightning_names import Logger
-from lightning_replica.core.inexact import Report, warn
+from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica.core.inexact import Report, Scope, warn
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.state.objects.kinds import pickled_digest
+from lightning_replica.state.objects.capture import Anchors, Recorder, Root
+from lightning_replica.state.objects.kinds import HARMLESS, LIVE, describe, is_live
+from lightning_replica.state.objects.records import Unknown
+from lightning_replica.state.objects.tracked import Taken, Tracked
 from lightning_replica.state.reachable import is_users
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
+
+_EXPERIMENT: Final = frozenset(("_experiment",))  # what Lightning's loggers write to: `logger_runs` goes on with it
 
 
 class LoggerRows:
@@ -27,13 +34,21 @@ class LoggerRows:
         loggers: The trainer's loggers.
         newborn: Whether this process is a replacement. It writes nothing until it has joined, because until then it
             could only repeat its predecessor.
+        named: Returns what has a name beside the loggers. A logger may refer to it, and does not contain it.
         report: Called with a logger that keeps rows in memory, which a replacement lacks.
     """
 
-    def __init__(self, store: Store, loggers: Sequence[Logger], newborn: bool, report: Report = warn) -> None:
+    def __init__(
+        self,
+        store: Store,
+        loggers: Sequence[Logger],
+        newborn: bool,
+        named: Callable[[], Anchors] = lambda: Anchors({}),
+        report: Report = warn,
+    ) -> None:
         self._written, self._joining, self._report = Written(store, "rows", newborn), newborn, report
-        self._unclear = {number for number, logger in enumerate(loggers) if newborn and is_users(logger)}
-        self._held: dict[int, bytes | None] = {}
+        unclear = [number for number, logger in enumerate(loggers) if newborn and is_users(logger)]
+        self._memory = {number: _Memory(loggers[number], number, named) for number in unclear}
         # Other code may have replaced a logger's method, too.
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
@@ -66,25 +81,68 @@ class LoggerRows:
                 self._written.wait_for_store()
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
-                if number in self._unclear:
-                    self._look(number, logger)
+                self._look(number)
             self._written.add(row)
 
         return log_metrics
 
-    def _look(self, number: int, logger: Logger) -> None:
-        """Report a logger of the user's that holds more after each row: what a replacement's holds is not complete."""
-        held = pickled_digest({name: value for name, value in vars(logger).items() if name != "log_metrics"})
-        if held is not None and self._held.setdefault(number, held) == held:
+    def _look(self, number: int) -> None:
+        """Report a logger of the user's that holds something else after each row: a replacement's is not complete."""
+        for name, why, scope in self._memory[number].lacking() if number in self._memory else ():
+            self._report(name, why, scope)
+            self._memory.pop(number, None)
+
+
+class _Memory:
+    """What a logger of the user's holds from one row to the next.
+
+    Args:
+        logger: The logger, of a replacement.
+        number: Its place among the trainer's loggers.
+        named: Returns what has a name beside the loggers.
+    """
+
+    def __init__(self, logger: Logger, number: int, named: Callable[[], Anchors]) -> None:
+        goes_on = any(is_of_lightning(base.__module__) for base in type(logger).__mro__ if base is not Logger)
+        own = frozenset(("log_metrics",)) | (_EXPERIMENT if goes_on else frozenset())
+        self._roots, self._named = [Root(logger, f"logger {number} ({type(logger).__name__})", own)], named
+        self._anchors: Anchors | None = None
+        self._tracked = Tracked(_ignore)  # what cannot be restored matters here only if it has changed
+        self._first = Taken()
+
+    def lacking(self) -> Iterator[tuple[str, str, Scope]]:
+        """Yield what the logger lacks of what its predecessor held, after each row: its name, why, and a scope."""
+        if self._anchors is None:
+            self._anchors = self._known()
+            self._tracked.begin(self._roots, self._anchors)
+            self._first = self._tracked.take(self._roots, self._anchors, whole=True)
             return
-        self._unclear.remove(number)
-        name = f"logger {number} ({type(logger).__name__})"
-        self._report(
-            name, "it keeps what it logs in memory, and this replacement has only what was logged since", "once"
-        )
+        (root,) = self._roots
+        taken = self._tracked.take(self._roots, self._anchors, whole=True)
+        for name in sorted(taken.changed.get(root.name, ())):
+            yield f"{root.name}.{name}", "it changes with rows, and this replacement has only those since", "once"
+        for record in self._first.capture.records.values():
+            if isinstance(record, Unknown) and not isinstance(record.value, HARMLESS):
+                what, changed = describe(record.value), record.has_changed()
+                if changed:
+                    yield record.name, f"it is a {what}, and this replacement's has only the rows since", "once"
+                elif changed is None:
+                    yield record.name, f"it is a {what}: whether it keeps rows, nothing shows", "unknown"
+
+    def _known(self) -> Anchors:
+        """Return what the logger does not keep: what has a name, and files, sockets and threads, to which rows go."""
+        named = self._named()
+        found = Recorder(_ignore).take(self._roots, named).records.values()
+        unknown = (each for each in found if isinstance(each, Unknown))
+        leave = {id(each.value): each.name for each in unknown if is_live(each.value) or isinstance(each.value, LIVE)}
+        return replace(named, names={**named.names, **leave})
 
 
 def _original(logger: Logger) -> Callable[..., Any]:
     """Return the method of the logger's class, whatever the logger itself has; a stand-in's class may have none."""
     method = getattr(type(logger), "log_metrics", None)
     return logger.log_metrics if method is None else partial(method, logger)
+
+
+def _ignore(name: str, why: str, scope: Scope = "fault") -> None:
+    """Report nothing."""

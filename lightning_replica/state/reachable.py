@@ -76,7 +76,7 @@ class Reachable:
         if tree is not self._tree or loaders != self._loaders:
             self._tree, self._loaders = tree, loaders
             self._roots = list(_roots(self._trainer, tree))
-            self._anchors = Anchors.of(_anchored(self._trainer))
+            self._anchors = anchors_of(self._trainer)
 
     def take(self, tree: Tree, window: bool = True, whole: bool = False) -> Taken:
         """Return what the objects hold now.
@@ -155,7 +155,7 @@ def signature_of_all(trainer: pl.Trainer) -> Signature:
 
 
 def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES) -> tuple[Capture, Anchors]:
-    anchors, roots = Anchors.of(_anchored(trainer)), list(_roots(trainer, Tree.of(trainer.lightning_module)))
+    anchors, roots = anchors_of(trainer), list(_roots(trainer, Tree.of(trainer.lightning_module)))
     return Recorder(warn, copied_bytes).take(roots, anchors), anchors
 
 
@@ -187,8 +187,12 @@ def is_users(item: Any) -> bool:
     return not foreign and not sees
 
 
+def anchors_of(trainer: pl.Trainer) -> Anchors:
+    """Return what has a name in every process, and whose content is restored by other code or is a root."""
+    return Anchors.of(_anchored(trainer))
+
+
 def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
-    """Yield what has a name in every process, and whose content is restored by other code or is a root."""
     module = trainer.lightning_module
     yield from ((f"parameter {name}", each) for name, each in module.named_parameters())
     yield from ((f"buffer {name}", each) for name, each in module.named_buffers())

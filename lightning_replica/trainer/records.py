@@ -1,10 +1,13 @@
 """The records of what a fit has written, in a process and for its replacement."""
 
+from functools import partial
+
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.inexact import Report
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
+from lightning_replica.state.reachable import anchors_of
 from lightning_replica.trainer.session import Session
 
 
@@ -25,7 +28,8 @@ class Records:
         writes = recovers and trainer.is_global_zero
         saving = trainer.checkpoint_callbacks if recovers else ()
         self.files = CheckpointFiles(store, saving, session.newborn, writes)
-        rows = [LoggerRows(store, trainer.loggers, session.newborn, report)] if writes else []
+        named = partial(anchors_of, trainer)
+        rows = [LoggerRows(store, trainer.loggers, session.newborn, named, report)] if writes else []
         self._each: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
 
     def taken(self, kind: Kind, step: int) -> None:

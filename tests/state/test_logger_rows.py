@@ -1,3 +1,14 @@
+import io
+import queue
+import sqlite3
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
+from lightning_replica.state.objects.capture import Anchors
 from tests.support.doubles import overriding
 
 
@@ -151,10 +163,61 @@ def test_a_logger_that_stands_in_for_another_one() -> None:
 @pytest.mark.parametrize("newborn", [False, True])
 def test_a_replacement_names_a_logger_that_keeps_rows_in_memory(newborn: bool) -> None:
     inexact, logger = Inexact(), Lines()
-    rows = LoggerRows(dist.HashStore(), [logger], newborn, inexact.report)
+    log_three(LoggerRows(dist.HashStore(), [logger], newborn, report=inexact.report), logger)
+    assert list(inexact.known) == (["logger 0 (Lines).lines"] if newborn else [])
+
+
+def log_three(rows: LoggerRows, logger: Lines) -> None:
     rows.restored("batch", 0)
     for step in range(3):
         rows.taken("batch", step)
         logger.log_metrics({"loss": 1.0}, step)
-    assert list(inexact.known) == (["logger 0 (Lines)"] if newborn else [])
     rows.release()
+
+
+class Elsewhere(Lines):
+    """Hands its rows to another object."""
+
+    def __init__(self, keeper: Any, add: Callable[[Any, str], Any]) -> None:
+        super().__init__()
+        self.keeper, self.add = keeper, add
+
+    def log_metrics(self, metrics: Any, step: int | None = None, *, commit: bool = False) -> None:
+        self.add(self.keeper, f"{step} {metrics}")
+
+
+class Trainer:
+    """Has a name of its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.lock = threading.Lock()
+
+
+NAMED, KEEPER = Trainer(), "logger 0 (Elsewhere).keeper"
+
+
+def findings_of(keeper: Any, add: Callable[[Any, str], Any]) -> dict[str, str]:
+    inexact, logger = Inexact(), Elsewhere(keeper, add)
+    named = partial(Anchors.of, [("trainer", NAMED)])
+    log_three(LoggerRows(dist.HashStore(), [logger], True, named, inexact.report), logger)
+    return {name: each.scope for name, each in inexact.known.items()}
+
+
+def test_rows_that_leave_the_process_or_that_something_else_keeps() -> None:
+    rows = queue.SimpleQueue[str]()
+    NAMED.seen.clear()
+    with tempfile.TemporaryFile("w") as file:
+        assert findings_of(file, lambda file, row: file.write(row)) == {}
+    assert findings_of(rows, lambda rows, row: rows.put(row)) == {}
+    assert findings_of(NAMED, lambda named, row: named.seen.append(row)) == {}
+    assert findings_of(weakref.ref(NAMED), lambda named, row: named().seen.append(row)) == {}
+    assert len(NAMED.seen) == 6
+
+
+def test_rows_that_an_object_of_any_kind_keeps() -> None:
+    assert findings_of(io.StringIO(), lambda stream, row: stream.write(row)) == {KEEPER: "once"}
+    assert findings_of(deque[str](maxlen=1), lambda rows, row: rows.append(row)) == {KEEPER: "once"}
+    assert findings_of(SimpleNamespace(last=""), lambda rows, row: setattr(rows, "last", row)) == {KEEPER: "once"}
+    with closing(sqlite3.connect(":memory:")) as connection:
+        assert findings_of(connection, lambda *_: None) == {KEEPER: "unknown"}

@@ -91,7 +91,7 @@ _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take mo
 _LARGE_BYTES: Final = 2**24
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.utils.data.dataloader", "torch.distributed.", "torch.optim.")
 # Part of something that runs: to put its attributes back would break it.
-_LIVE: Final = (
+LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
     *(queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue),
     multiprocessing.connection.Connection,
@@ -158,7 +158,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
     (Kind.FUNCTION, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)),
     (Kind.CELL, (types.CellType,)),
-    (Kind.OPAQUE, (*_LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
+    (Kind.OPAQUE, (*LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
 )
 
 
@@ -169,7 +169,7 @@ def is_live(value: Any) -> bool:
 
 
 def _is_live(value: Any) -> bool:
-    return isinstance(value, _LIVE) and not isinstance(value, _STREAMS)
+    return isinstance(value, LIVE) and not isinstance(value, _STREAMS)
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
