@@ -57,7 +57,7 @@ from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.state import ShardedState
 
-TESTS = "tests/devices/test_cuda.py"
+TESTS = ("tests/devices/test_cuda.py", "tests/faults/test_buffers.py::test_on_one_gpu")
 HOST = "127.0.0.1"
 MARK = "FOUND "
 TAIL = 20  # lines of a rank's output, where a check has failed
@@ -1109,7 +1109,7 @@ class Report:
         lines += ["| verdict | check | what is needed, or asked | found | s |", "|---|---|---|---|---|"]
         lines += [row(outcome) for outcome in sorted(self._outcomes, key=lambda outcome: CHECKS.index(outcome.check))]
         if self._tests:
-            lines += ["", f"## {TESTS}", "", "```", *self._tests, "```"]
+            lines += ["", f"## {', '.join(TESTS)}", "", "```", *self._tests, "```"]
         for outcome in self._outcomes:
             if outcome.output:
                 lines += ["", f"## Last lines of {outcome.check.name}", "", "```", outcome.output, "```"]
@@ -1151,17 +1151,17 @@ def run_checks(checks: Sequence[Check], gpus: int, lanes: int, deadline: float, 
         run(check)
 
 
-def run_tests(deadline: float, report: Report) -> bool:
-    """Run the tests of the package that need a GPU; return whether all have passed."""
+def run_tests(deadline: float, report: Report, log: Path) -> bool:
+    """Run the tests of the package that need a GPU; return whether all have passed. If not, write what they said."""
     limit_s = deadline - time.monotonic()
     if limit_s <= 0:
-        report.add_tests([f"{TESTS}: not reached"])
+        report.add_tests(["not reached"])
         return False
     options = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-n", "5"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, TESTS],
+            [sys.executable, "-m", "pytest", *options, *TESTS],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path},
             stdout=output,
@@ -1176,6 +1176,8 @@ def run_tests(deadline: float, report: Report) -> bool:
             process.wait()
         output.seek(0)
         lines = [line.rstrip() for line in output if line.strip()]
+    if code != 0:
+        log.write_text("\n".join(lines) + "\n")
     report.add_tests(closing_lines(lines, code, limit_s))
     return code == 0
 
@@ -1204,8 +1206,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all; the rest is reported as not reached")
     parser.add_argument("--lanes", type=int, default=max(1, min(4, cores // 4)), help="checks that run at once")
     parser.add_argument("--only", nargs="+", choices=BY_NAME, metavar="CHECK", help=f"of {', '.join(BY_NAME)}")
-    parser.add_argument("--checks-only", action="store_true", help=f"leave out {TESTS}")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for first_cuda.md")
+    parser.add_argument("--checks-only", action="store_true", help="leave out the tests")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for first_cuda.md, and for first_cuda_tests.log if a test has failed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -1221,7 +1223,7 @@ def main() -> int:
     report = Report(args.out / "first_cuda.md", args.gpus)
     checks = [check for check in CHECKS if args.only is None or check.name in args.only]
     run_checks(checks, args.gpus, args.lanes, deadline, report)
-    tests_passed = args.checks_only or run_tests(deadline, report)
+    tests_passed = args.checks_only or run_tests(deadline, report, args.out / "first_cuda_tests.log")
     return 0 if report.all_passed and tests_passed else 1
 
 

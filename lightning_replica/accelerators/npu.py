@@ -35,7 +35,7 @@ class NPUAccelerator(Accelerator):
     @classmethod
     def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
         """Register this class, so that ``Trainer(accelerator="npu")`` finds it."""
-        description = (cls.__doc__ or "").splitlines()[0]
+        description = (cls.__doc__ or "").partition("\n")[0]
         accelerator_registry.register(cls.name(), cls, description=description, override=True)
 
     @staticmethod

@@ -34,13 +34,20 @@ class Blobs:
             name: Its name. Values of the same name are the same.
             data: The value.
             by: This rank: another one may write the same value at the same time.
+
+        Raises:
+            OSError: If it cannot be written.
         """
         path = self._directory / name
         if path.exists():
             return
         part = path.with_suffix(f".{by}")
-        part.write_bytes(data)
-        part.replace(path)
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)  # what there is of it takes room from others
+            raise
         if self._store is not None and len(data) <= MOST_BYTES and not self._store.check([keys.blob(name)]):
             self._post(self._store, name, data)
 

@@ -195,8 +195,20 @@ class Journal:
             # Named by its digest, so that ranks can share it.
             entry["blob"] = f"{hashlib.blake2b(data, digest_size=16).hexdigest()}.set-up"
             if first or call.operation not in _SHARED:
-                self._blobs.put(entry["blob"], data, self._rank)
+                self._put_blob(entry["blob"], call, data)
         self._store.set(key, plain.pack(entry))
+
+    def _put_blob(self, name: str, call: Call, data: bytes | memoryview) -> None:
+        """Write a large value. Where it cannot be written, this run trains on, and replaces no rank."""
+        try:
+            self._blobs.put(name, data, self._rank)
+        except OSError as error:
+            why = (
+                f"the result of {call}, of {len(data) / 2**20:.1f} MiB, could not be written for it: {error}."
+                " The environment variable TMPDIR names the place; set it to a directory with more room."
+            )
+            self._store.set(keys.NO_REPLACEMENT, why)
+            log.warning("A rank that is lost in this run cannot be replaced: %s", why)
 
     def write_failure(self, key: str, call: Call, error: Exception) -> None:
         """Write an entry of a call that was refused, as by a backend that cannot do it: the script may catch that.

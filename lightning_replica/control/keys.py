@@ -158,6 +158,14 @@ def beside(number: int, use: int) -> str:
 # Keys of a rank
 
 
+def left(rank: int) -> str:
+    """Return the key that says that the rank's process is about to close its connections, as its script is over.
+
+    Written by the rank.
+    """
+    return f"left/{rank}"
+
+
 def listens(rank: int) -> str:
     """Return the key of the generation in which the rank's process began, if it can be asked to save.
 

@@ -3,6 +3,8 @@
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
 
 from lightning_replica._compat.packages import chosen
 
@@ -45,10 +47,14 @@ def with_bars(text: str, write: Callable[[str], object]) -> None:
         write: Writes the lines, and ends the last one.
     """
     terminal = sys.__stderr__ if sys.__stderr__ is not None and sys.__stderr__.isatty() else None
-    if terminal is not None:
-        terminal.write(_CLEAR_LINE)
-        terminal.flush()
-    write(text)
-    if terminal is not None and _below:
-        terminal.write("\n" * _below)
-        terminal.flush()
+    _to(terminal, _CLEAR_LINE)
+    with suppress(OSError):
+        write(text)
+    _to(terminal, "\n" * _below)
+
+
+def _to(terminal: TextIO | None, text: str) -> None:
+    if terminal is not None and text:
+        with suppress(OSError):  # it may have been closed
+            terminal.write(text)
+            terminal.flush()

@@ -116,7 +116,7 @@ class FabricStrategy(fabric_strategies.DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this class for ``Fabric(strategy="replica_zero")``."""
-        description = (cls.__doc__ or "").splitlines()[0]
+        description = (cls.__doc__ or "").partition("\n")[0]
         strategy_registry.register(cls.strategy_name, cls, description=description, override=True)
 
     # Ranks

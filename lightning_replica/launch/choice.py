@@ -11,7 +11,13 @@ from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment, Surroundings, ranks_running
 from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import RankLauncher, supervise
-from lightning_replica.launch.refusal import RefusingLauncher, called_by_tests
+from lightning_replica.launch.refusal import (
+    RefusingLauncher,
+    called_by_tests,
+    refuse_children,
+    refuse_grandchildren,
+    refuse_threads,
+)
 
 
 def launcher_for(
@@ -37,11 +43,14 @@ def launcher_for(
         hand_over: Called before this process becomes the supervisor; returns the notes that ranks find in its store.
 
     Raises:
-        ConfigurationError: In an interactive session, which has no script.
+        ConfigurationError: Where running the script again would start no ranks: in an interactive session, in a thread,
+            in a process that the script has started.
         SystemExit: In the supervisor, once all ranks have ended, with their exit code.
     """
     environment = RankEnvironment.current()
+    refuse_threads()
     if environment is not None:
+        refuse_grandchildren(environment)
         return RankLauncher(environment, num_processes, options_for, fill_in)
     if hasattr(sys, "ps1"):
         raise ConfigurationError(
@@ -54,6 +63,7 @@ def launcher_for(
     runner = called_by_tests()
     if runner:
         return RefusingLauncher(runner)
+    refuse_children()
     return supervise(num_processes, options, hand_over())
 
 

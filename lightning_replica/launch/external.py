@@ -24,6 +24,7 @@ from lightning_replica._compat.lightning_names import (
 )
 from lightning_replica.control import keys
 from lightning_replica.control.generation import Generations
+from lightning_replica.core.descriptors import raise_limit
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.launch.arguments import FillIn
@@ -131,6 +132,7 @@ class ExternalEnvironment:
         Raises:
             ConfigurationError: If rank 0 cannot serve at the address, or this rank is already in this attempt.
         """
+        raise_limit()
         attempt = _attempt(os.environ)
         if num_nodes == 1:
             for name, value in interface(loopback_interface()).items():

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from lightning_replica.control import keys
 from lightning_replica.core.messages import with_bars
+from lightning_replica.core.user_code import is_users
 from lightning_replica.recovery.diagnosis import is_of_others
 from lightning_replica.stores.interface import Store
 
@@ -83,7 +84,7 @@ def _digest(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the place of the innermost frame outside of installed packages, else of the innermost frame."""
+    """Return the place of the innermost frame of the user's code, else of the innermost frame."""
     frames = list(traceback.extract_tb(error.__traceback__))
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
+    own = [frame for frame in frames if is_users(frame.filename)]
     return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else ""

@@ -11,6 +11,7 @@ from lightning_replica.core.messages import leave_room, say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import die_with
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
+from lightning_replica.launch import crashes, stacks
 from lightning_replica.launch.arguments import FillIn
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.node import start_script
@@ -85,6 +86,9 @@ class RankLauncher(_Launcher):
         except SystemExit as ends:  # no hook of the interpreter sees a SystemExit
             _leave_word(ends)
             raise
+        finally:
+            stacks.answer_again()
+            crashes.write_down_again()
 
     def kill(self, signum: Any) -> None:
         """Do nothing. Lightning's signal handlers call this inside a rank, which has no children to end."""

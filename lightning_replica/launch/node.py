@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from lightning_replica.control import planned_save
 from lightning_replica.control.phase import Phase
+from lightning_replica.core.descriptors import raise_limit
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import born_mortal
+from lightning_replica.launch import crashes
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.place import Place
@@ -89,6 +92,7 @@ class Ended:
         hung: Why it was killed, if it was killed because it hung; else empty.
         again: Whether the process before it ended in the same way at the same place.
         where: Where the rank was, in words.
+        crash: At which line a signal from inside has ended it, in words; else empty.
     """
 
     child: Child
@@ -96,6 +100,7 @@ class Ended:
     hung: str
     again: bool
     where: str
+    crash: str = ""
 
 
 Event: TypeAlias = Child | Standbys | signal.Signals | Callable[[], None] | None
@@ -124,6 +129,7 @@ class Node:
         self._children: dict[int, Child] = {}
         self._watch = Watch(world_size, HangLimits.of(options), directory)
         self._hung: dict[int, str] = {}
+        self._told = 0  # how many signals have asked for the end
         self._repeats = Repeats()
         self.has_had_ranks = False
         self._over = threading.Event()
@@ -136,6 +142,7 @@ class Node:
             connect: Opens a new connection to the store of the run.
         """
         self._place, self._connect, self._spool = place, connect, Spool()
+        raise_limit()
         self._watch.stands(place.on_node)
         threading.Thread(target=self._tick, name="watch", daemon=True).start()
 
@@ -160,6 +167,7 @@ class Node:
 
     def put(self, event: Event) -> None:
         """Make `next` return an event. Any thread or signal handler may call this."""
+        self._told += isinstance(event, signal.Signals) and event != planned_save.SIGNAL
         self._events.put(event)
 
     def next(self) -> Event:
@@ -196,7 +204,10 @@ class Node:
         del self._children[child.rank]
         code, slot = child.process.returncode or 0, self._watch.slot(child.rank)
         hung = self._hung.pop(child.rank, "")
-        return Ended(child, code, hung, self._repeats.again(child.rank, code, slot), self._watch.where(child.rank))
+        again, where = self._repeats.again(child.rank, code, slot), self._watch.where(child.rank)
+        thread = 0 if slot is None else slot.thread
+        crash = crashes.describe(code, crashes.read(self._spool.path, child.process.pid, thread)) if code < 0 else ""
+        return Ended(child, code, hung, again, where, crash)
 
     def look(self, phase: Callable[[], Phase]) -> Hang | None:
         """Return which ranks hang, if any do. While a killed rank has not ended, no other rank is judged."""
@@ -243,10 +254,16 @@ class Node:
             self._children[rank].process.send_signal(signum)
 
     def end(self, signum: signal.Signals, after_s: float = 0.0) -> None:
-        """End all ranks. Those that still run after ``after_s`` get ``signum``, then SIGKILL."""
-        deadline = time.monotonic() + after_s
+        """End all ranks. Those that still run after ``after_s`` get ``signum``, then SIGKILL.
+
+        Whoever is told to end once more meanwhile, as by another Ctrl-C, waits no longer.
+        """
+        deadline, told = time.monotonic() + after_s, self._told
         for last in (signum, signal.SIGKILL):
             while any(child.process.poll() is None for child in self._children.values()):
+                if self._told != told:
+                    self.send(signal.SIGKILL)
+                    break
                 if time.monotonic() > deadline:
                     self.send(last)
                     deadline = time.monotonic() + END_S

@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 
 import torch.distributed as dist
 
 from lightning_replica.core.orphans import die_with
-from lightning_replica.launch import stacks
+from lightning_replica.launch import crashes, stacks
 from lightning_replica.launch.beacons import VARIABLE, sign_in
 from lightning_replica.launch.environment import RankEnvironment, rank_here
 from lightning_replica.launch.last_words import LastWords, show
@@ -31,6 +33,9 @@ class SupervisedRank:
         self.rank = rank_here()
         self.replaces = environment.generation > 0
         self._shown: BaseException | None = None
+        if environment.spool is not None:
+            crashes.write_down(environment.spool, os.getpid())
+        _ignore_hangup()
         if VARIABLE in os.environ:
             with contextlib.suppress(OSError):  # `Beacon` reports it
                 sign_in(os.environ[VARIABLE], self.rank, stacks.answer())
@@ -59,6 +64,13 @@ class SupervisedRank:
                 self.show(error)
         except (OSError, dist.DistError):  # the supervisor is gone, so nobody else reports the error
             self._print(kind, error, trace)
+
+
+def _ignore_hangup() -> None:
+    """Ignore SIGHUP, which a terminal that closes sends to all ranks. The supervisor hears it, and has them save."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 _entered: dict[int, SupervisedRank] = {}  # by process, as a fork inherits its parent's memory

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from lightning_replica.exit_codes import DEVICE_LOST
 from lightning_replica.launch.beacons import Slot
+from lightning_replica.launch.crashes import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class End:
 class Repeats:
     """Remembers how each rank last ended.
 
-    Deaths by a signal do not count, as signals come from outside. Losses of a device do not count, as the next process
-    may get another device. But a process that calls `sys.exit` in a training step, or fails on its way to the first
-    batch, has caused its own end.
+    Most signals come from outside, so deaths by them do not count; `crashes.SIGNALS` come from inside. Losses of a
+    device do not count, as the next process may get another device. But a process that calls `sys.exit` in a training
+    step, or fails on its way to the first batch, has caused its own end.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class Repeats:
             code: Its exit code, -n for signal n.
             slot: What its process has last written; None if unknown.
         """
-        if code < 0 or code == DEVICE_LOST or slot is None:
+        from_outside = code < 0 and -code not in SIGNALS
+        if from_outside or code == DEVICE_LOST or slot is None:
             self._last.pop(rank, None)
             return False
         end = End(code, slot.place, slot.step)

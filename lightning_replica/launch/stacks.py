@@ -13,10 +13,11 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from lightning_replica.core.user_code import is_users
 from lightning_replica.launch.activity import state_of
 from lightning_replica.launch.beacons import Slot
 
@@ -26,9 +27,10 @@ _PAUSE_S: Final = 0.1  # `faulthandler` writes without a pause, so a text that h
 _STATES: Final = {"T": "stopped by a signal", "t": "stopped by a tracer", "D": "in a system call that does not return"}
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_COLLECTIVES = tuple(
+COLLECTIVES = tuple(
     f"torch/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
 )
+_WRAPPER = "torch/distributed/c10d_logger.py"  # around every collective
 _DISPATCH = ("torch/_ops.py", "torch/_library/autograd.py")  # between a functional collective and its wait, in C++
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/_pydevd_bundle/", "/debugpy/")
 
@@ -43,9 +45,19 @@ _answers: dict[int, int] = {}  # by process, as a fork inherits its parent's mem
 def answer() -> int:
     """Make this process write its stacks whenever it gets `SIGNAL`, and return the descriptor of the file."""
     if os.getpid() not in _answers:
-        file = _answers[os.getpid()] = os.memfd_create("lightning_replica_stacks")
-        faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+        _answers[os.getpid()] = os.memfd_create("lightning_replica_stacks")
+        answer_again()
     return _answers[os.getpid()]
+
+
+def answer_again() -> None:
+    """Make this process answer again if it has answered before: Lightning sets all handlers back at the end of a fit.
+
+    Python does not know of those that `faulthandler` has set, so it sets them to the default.
+    """
+    if os.getpid() in _answers:
+        faulthandler.unregister(SIGNAL)
+        faulthandler.register(SIGNAL, file=_answers[os.getpid()], all_threads=True, chain=False)
 
 
 @dataclass(frozen=True)
@@ -85,13 +97,25 @@ class Stack:
         return "collective" if _is_collective(self.frames) else "busy"
 
     def describe(self) -> str:
-        """Return the stack of the main thread as text, or the reason why there is none."""
+        """Return the stack of the main thread as text, without Python's imports, or the reason why there is none."""
         waits = "it may wait for process {}, which it has started and which a signal has stopped"
         lines = [f"  ({waits.format(process)})" for process in self.stopped]
-        lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames]
+        frames = [frame for frame in self.frames if not frame.file.startswith("<frozen importlib")]
+        lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in frames]
         if not self.frames:
             lines.append(f"  (it cannot show its stack: {_STATES.get(self.state, 'it did not answer')})")
         return "\n".join(lines)
+
+    @property
+    def users(self) -> str:
+        """The lines of the user's code in the stack of the main thread, innermost first, with what each has called."""
+        frames = [frame for frame in self.frames if not frame.file.endswith(_WRAPPER)]
+        called = ["", *(f", which calls {frame.function}" for frame in frames)]
+        return "\n".join(
+            f'  File "{frame.file}", line {frame.line} in {frame.function}{calls}'
+            for frame, calls in zip(frames, called, strict=False)
+            if is_users(frame.file)
+        )
 
 
 def _is_collective(frames: tuple[Frame, ...]) -> bool:
@@ -100,7 +124,7 @@ def _is_collective(frames: tuple[Frame, ...]) -> bool:
     ``work.wait()`` of torch has no frame of its own; all other waits of Python have one, in threading.py and the like.
     """
     innermost = next((frame for frame in frames if not frame.file.endswith(_DISPATCH)), frames[0])
-    if innermost.file.endswith(_COLLECTIVES):
+    if innermost.file.endswith(COLLECTIVES):
         return True
     # This package waits in slices, so one that is overdue there waits no more; but not where it puts a device in order.
     in_slices = innermost.file.endswith("lightning_replica/core/works.py") and innermost.function != "come_before"
@@ -113,8 +137,16 @@ def parse(text: str, thread: int) -> tuple[Frame, ...]:
         if int(match[1], 16) == thread:
             following = _THREAD.search(text, match.end())
             section = text[match.end() : following.start() if following else len(text)]
-            return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(section))
+            return tuple(
+                Frame(_unescaped(file), int(line), _unescaped(function))
+                for file, line, function in _FRAME.findall(section)
+            )
     return ()
+
+
+def _unescaped(name: str) -> str:
+    """Return a name as it is: `faulthandler` writes ASCII, and escapes for all else."""
+    return re.sub(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})", lambda found: chr(int(found[1][1:], 16)), name)
 
 
 def collect(slots: Mapping[int, Slot], send: Callable[[int], None], patience_s: float = PATIENCE_S) -> dict[int, Stack]:
@@ -167,7 +199,16 @@ def save(stacks: Mapping[int, Stack], titles: Mapping[int, str], directory: Path
 
 def _stack(slot: Slot, text: str) -> Stack:
     process = slot.process
-    return Stack(text, state_of(process), _is_traced(process), parse(text, slot.thread), _stopped_children(process))
+    frames = tuple(replace(each, file=_resolved(each.file, process)) for each in parse(text, slot.thread))
+    return Stack(text, state_of(process), _is_traced(process), frames, _stopped_children(process))
+
+
+def _resolved(file: str, process: int) -> str:
+    """Return the whole path of a file that code of a process was compiled from; its name alone if it has no path."""
+    with contextlib.suppress(OSError):
+        path = Path(os.readlink(f"/proc/{process}/cwd"), file)
+        return str(path) if path.is_file() else file
+    return file
 
 
 def _open(slot: Slot) -> int:

@@ -49,6 +49,7 @@ from lightning_replica.stores.tcp import connect, serve
 log = logging.getLogger(__name__)
 
 _HEARD: Final = (signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL)
+_HANGUP: Final = signal.SIGHUP  # a terminal or a connection was closed; under nohup it is ignored
 
 
 class Supervisor:
@@ -107,7 +108,8 @@ class Supervisor:
         self._generations = Generations(self._store)
         self._on_node = place.on_node
         self._node.open(place, connect)
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in _HEARD}
+        heard = (*_HEARD, _HANGUP) if signal.getsignal(_HANGUP) is not signal.SIG_IGN else _HEARD
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in heard}
         self._hear_usr1()
         asked = ExitStack()
         asked.enter_context(planned_save.listening())
@@ -175,6 +177,11 @@ class Supervisor:
         code = self._policy.final_code(saved=path is not None)
         if not self._node.has_had_ranks:  # a spare: the others judge
             return code
+        if code == 0 and self._asks:
+            self._say(
+                "all ranks have ended, and none has called `fit` or another method of the trainer. The script may do so"
+                " only on some condition, or in a process that it starts."
+            )
         code = Ending(self._store, self._world_size).judge(code, self._facts().in_fit, self._say)
         if path is not None:
             again = " Start it again from there." if code == GASP_WRITTEN else ""
@@ -284,10 +291,16 @@ class Supervisor:
         others = () if facts.in_fit else self._node.children.values()  # in `fit` each fault is handled by itself
         processes = [(child.rank, child.generation) for child in (own, *others)]
         words = LastWords.heard(self._store, processes) if code > 0 and code != DEVICE_LOST else []
+        waited = bool(words) and not words[0].own and words[0].rank == own.rank and words[0].place
+        left = [rank for rank in range(self._world_size) if self._store.check([keys.left(rank)])]
+        if waited and set(left) - {own.rank}:
+            gone = ", ".join(f"rank {rank}" for rank in left if rank != own.rank)
+            together = "all ranks have to make this call, or none"
+            return f"Rank {own.rank}{self._on_node} waited at {waited} for {gone}, which had ended ({together})"
         if words and (words[0].own or words[0].rank == own.rank):
             where = f" ({words[0].place})" if words[0].place else ""
             return f"Rank {words[0].rank}{self._on_node} ended with {words[0].error}{where}"
-        return f"Rank {own.rank}{self._on_node} {_how(code)}"
+        return f"Rank {own.rank}{self._on_node} {_how(code)}{ended.crash}"
 
     # Actions
 

@@ -33,7 +33,8 @@ def wait(supervisor: int, orders: int, modules: int) -> None:
         orders: Descriptor to read the command line from.
         modules: Descriptor to read names of modules from.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for ranks; the supervisor ends standbys
+    for signum in (signal.SIGINT, signal.SIGHUP):  # from a terminal; the supervisor ends standbys
+        signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with(supervisor)
     with os.fdopen(modules) as names, _silence():

@@ -43,6 +43,8 @@ _WHERE: Final[dict[str, str]] = {
 
 
 _STOPPED: Final = "a signal has stopped it"
+_RETRY: Final = "; all ranks are called back to try again."
+_NO_RETRY: Final = ". Outside of training, nobody can call them back: the time-out of the collective ends this."
 
 
 class Watched(Protocol):
@@ -86,6 +88,7 @@ class Watch:
     def __init__(self, world_size: int, limits: HangLimits, directory: Path) -> None:
         self._findings: dict[int, tuple[float, Finding]] = {}  # by rank: when it had last written, and what it is doing
         self._whole, self._on_node = True, ""
+        self._told: dict[int, float] = {}  # by rank: since when it waited in the last stall after training
         self.stalls = False
         created = create(world_size)
         self._beacons = created[0] if created else None
@@ -144,9 +147,11 @@ class Watch:
         stopped = tuple(rank for rank in stopped if here == "set-up" or (here == "fit" and _at_start(slots[rank])))
         if stopped:
             return self._describe(slots, stopped, self._ask(slots, processes), dict.fromkeys(stopped, _STOPPED))
-        if here == "done" or not overdue and here == "set-up":
+        if not overdue and here == "set-up":
             return None
         findings = self._find({rank: slots[rank] for rank in overdue}, processes)
+        if here == "done":
+            return self._look_after_training(slots, processes, findings)
         culprits = self._judge.culprits(slots, findings, now)
         if here == "set-up":
             return self._look_at_set_up(slots, processes, findings, culprits)
@@ -161,6 +166,16 @@ class Watch:
             self._judge.retried({rank: self._slot(rank, processes[rank]) for rank in slots}, time.monotonic())
             return self._describe_stall(slots, asked)
         return self._describe(slots, culprits, asked)
+
+    def _look_after_training(
+        self, slots: Mapping[int, Slot], processes: Mapping[int, Watched], findings: Mapping[int, Finding]
+    ) -> Hang | None:
+        """Return a stall once. No rank is ended: none could be replaced."""
+        since = {rank: slot.since for rank, slot in slots.items()}
+        if since == self._told or not self._whole or not self._judge.stalled(slots, findings, time.monotonic()):
+            return None
+        self._told = since
+        return self._describe_stall(slots, self._ask(slots, processes), in_training=False)
 
     def called_back(self, processes: Mapping[int, Watched]) -> str:
         """Note that all ranks of the run, also on other nodes, were called back from their waits.
@@ -225,18 +240,19 @@ class Watch:
     def _ask(self, slots: Mapping[int, Slot], processes: Mapping[int, Watched]) -> dict[int, Stack]:
         return stacks.collect(slots, lambda rank: processes[rank].send_signal(stacks.SIGNAL))
 
-    def _describe_stall(self, slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> Hang:
+    def _describe_stall(self, slots: Mapping[int, Slot], asked: Mapping[int, Stack], in_training: bool = True) -> Hang:
         now = time.monotonic()
         where = self._save(asked, {rank: _title(rank, slot, now) for rank, slot in slots.items()}, ())
         first = min(slots, key=lambda rank: slots[rank].since)
         idle_s = now - max(slot.since for slot in slots.values())
         whom = "others" if self._on_node else "each other"
+        lines = "".join(f"{title}:\n{users}\n" for title, users in _places(slots, asked).items())
         text = (
             f"All ranks{self._on_node} wait for {whom}, and nothing has moved for {idle_s:.1f} s (rank {first}"
             f" waits longest, {_where(slots[first])}): a message was lost, or one rank has skipped a collective that"
-            " the others called"
+            f" the others called{_RETRY if in_training else _NO_RETRY}\n{lines}{where}"
         )
-        return Hang({}, f"{text}; all ranks are called back to try again. {where}", stalled=True)
+        return Hang({}, text, stalled=in_training)
 
     def _describe(
         self,
@@ -264,6 +280,18 @@ class Watch:
 
 def _where(slot: Slot) -> str:
     return _WHERE[PLACES[slot.place]]
+
+
+def _places(slots: Mapping[int, Slot], asked: Mapping[int, Stack]) -> dict[str, str]:
+    """Return where in the user's code ranks are, with a title for ranks that are at the same place."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, slot in slots.items():
+        ranks.setdefault((_where(slot), asked[rank].users), []).append(rank)
+    return {
+        f"Rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))}, {where}": users
+        for (where, users), same in ranks.items()
+        if users
+    }
 
 
 def _at_start(slot: Slot) -> bool:

@@ -108,18 +108,32 @@ class Hooks:
                 self._device.set_rng_state(random)
 
     def incident(self, incident: Incident) -> None:
-        """Call ``on_incident`` of every callback that has it."""
-        for _, hook in named_hooks(self._trainer, "on_incident"):
+        """Call ``on_incident`` of every callback that has it.
+
+        One that fails is shown, and does not disturb the training: it is told of what is over.
+
+        Raises:
+            Exception: The error of a hook that fails because a rank or the device is lost meanwhile.
+        """
+        for name, hook in named_hooks(self._trainer, "on_incident"):
             random = self._device.rng_state()
             try:
                 hook(self._trainer, self._trainer.lightning_module, incident)
+            except Exception as error:
+                if fault_behind(error, self._device) is not None:
+                    raise
+                self._show(f"{name}: {explain(error)}", "a callback failed when it was told of an incident", error)
             finally:
                 self._device.set_rng_state(random)
 
     def _failed(self, rank: int, name: str, error: Exception) -> HookError:
         said = f"{name}: {explain(error)}"
+        self._show(said, f"rank {rank}: a recovery hook failed", error)
+        return HookError(said)
+
+    def _show(self, said: str, what: str, error: Exception) -> None:
+        """Log an error once."""
         if said not in self._shown:
-            log.warning("rank %d: a recovery hook failed: %s", rank, said, exc_info=error)
+            log.warning("%s: %s", what, said, exc_info=error)
             self._shown.add(said)
         error.__traceback__ = None  # its frames may hold process groups
-        return HookError(said)

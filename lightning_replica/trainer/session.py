@@ -18,7 +18,7 @@ from lightning_replica.core import points
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.interface import Device
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.errors import ConfigurationError, RecoveryError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
@@ -210,12 +210,16 @@ def join(
 
     Raises:
         ConfigurationError: If the run has failed before, or an earlier trainer had another number of ranks.
+        RecoveryError: If this process comes too late.
     """
     global _current
+    is_first = _current is None
     if _current is None:
         _current = Session(grids, rank, enter(), device, timeout_s, options)
     world = _current.world
     verdict = world.generations.verdict()
+    if verdict is not None and is_first:
+        raise RecoveryError(f"The run was given up before this process had joined it. {verdict}")
     if verdict is not None:
         raise ConfigurationError(
             f"An earlier fit in this process has failed, and its world of ranks with it: {verdict}"

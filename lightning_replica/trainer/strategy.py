@@ -187,7 +187,7 @@ class ReplicaZeroStrategy(ModelParallel):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this class for ``Trainer(strategy="replica_zero")``."""
-        description = (cls.__doc__ or "").splitlines()[0]
+        description = (cls.__doc__ or "").partition("\n")[0]
         strategy_registry.register(cls.strategy_name, cls, description=description, override=True)
 
     @property

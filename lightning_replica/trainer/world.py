@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -185,6 +186,8 @@ class World:
     def close(self) -> None:
         """Leave the world."""
         self.let_go()
+        with suppress(OSError, dist.DistError):  # the store may be gone
+            self.generations.store.set(keys.left(self.rank), "1")
         self.process_groups.close()
         self.generations.gathering.close()
         if not self._surroundings.supervised:

@@ -70,6 +70,23 @@ def test_a_hook_that_fails_now_and_then(
     assert outcome.logs.count("replica_zero: recovered at step 2") == 1
 
 
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_a_hook_that_fails_when_it_is_told_of_an_incident(
+    ranks: tuple[int, ...], untouched: tuple[Path, world.Outcome], tmp_path: Path
+) -> None:
+    """Training goes on, and the callbacks after it are told."""
+    faults = (Fault("exception", 1, "backward", 2), Fault("kill", 1, "gather", 3))
+    case = Hooked(faults=faults, fails=tuple((rank, "incident", 99, "exception") for rank in ranks), devices=2)
+    outcome = world.run(case, tmp_path, target=train)
+    outcome.assert_same(untouched[1])
+    assert seen(tmp_path) == seen(untouched[0])
+    for rank in ranks:
+        assert [line[1] for line in told(tmp_path, rank) if line[0] == "incident"] == [1, 2]
+    assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == 2
+    said = "a callback failed when it was told of an incident: Recorder.on_incident: ValueError: the hook of incidents"
+    assert outcome.logs.count(said) == len(ranks) + (1 in ranks)  # once in each process
+
+
 @pytest.mark.parametrize(("rank", "kind"), [(0, "exception"), (1, "kill")])
 def test_a_hook_that_always_fails(rank: int, kind: str, tmp_path: Path) -> None:
     case = Hooked(faults=(Fault(kind, 1, "backward", 2),), fails=((rank, "rollback", 99, "exception"),), devices=2)

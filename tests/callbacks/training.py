@@ -58,6 +58,8 @@ class Recorder(RecoveryCallback):
 
     def on_incident(self, trainer: Any, pl_module: Any, incident: Any) -> None:
         self.write("incident", incident.number)
+        if (self.rank, "incident") in [(rank, phase) for rank, phase, _, _ in self.case.fails]:
+            raise ValueError("the hook of incidents fails")
         mark = self.out / "died_telling"
         if self.rank == self.case.dies_telling and not mark.exists():
             mark.touch()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_replica.control import keys
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Call, Journal
 from lightning_replica.errors import RecoveryError
@@ -150,6 +151,21 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         RecoveryError, match=r"cannot read the result of `all_reduce` on float32\[100000\] .*: .*No such file"
     ):
+        Journal(store, 0, reading=1, blobs=Blobs(tmp_path)).read("world", call(1, "float32[100000]"))
+
+
+def test_a_place_without_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on. A rank that is lost is not replaced, and the reason is known."""
+    store = dist.HashStore()
+    journal = Journal(store, 0, blobs=Blobs(tmp_path / "missing"))
+    write(journal, "world", call(1, "float32[100000]"), torch.randn(100_000))
+    said = store.get(keys.NO_REPLACEMENT).decode()
+    assert said.startswith("the result of `all_reduce` on float32[100000] in ")
+    assert "could not be written for it: [Errno 2] No such file" in said
+    assert "TMPDIR" in said
+    assert said in caplog.text
+    write(journal, "world", call(1, "float32[1]"), torch.ones(1))
+    with pytest.raises(RecoveryError, match="No such file"):
         Journal(store, 0, reading=1, blobs=Blobs(tmp_path)).read("world", call(1, "float32[100000]"))
 
 

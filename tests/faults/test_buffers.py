@@ -21,6 +21,7 @@ from lightning_replica.checkpoint.export import read_whole
 from lightning_replica.exit_codes import GASP_WRITTEN
 from lightning_replica.state.module_buffers import OWN_BYTES
 from tests.support import job, world
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
 from tests.support.ranks import free_port
 from tests.support.trainers import optimizer_of
@@ -29,7 +30,7 @@ DEVICES = 2
 
 
 def digests(buffers: Iterable[Tensor]) -> str:
-    return " ".join(hashlib.sha256(each.numpy().tobytes()).hexdigest()[:8] for each in buffers)
+    return " ".join(hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest()[:8] for each in buffers)
 
 
 class Plain(L.LightningModule):
@@ -161,8 +162,12 @@ def train(case: Any, out: Path) -> None:
     if case.ddp:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case.port), WORLD_SIZE=str(DEVICES), NODE_RANK="0")
     trainer = L.Trainer(
-        strategy=DDPStrategy() if case.ddp else ReplicaZeroStrategy(hang_min_s=20.0, hang_max_s=60.0),
-        accelerator="cpu",
+        strategy=(
+            DDPStrategy(process_group_backend="gloo")
+            if case.ddp
+            else ReplicaZeroStrategy(hang_min_s=20.0, hang_max_s=60.0)
+        ),
+        accelerator=accelerator(case.accelerator),
         devices=DEVICES,
         max_epochs=2,
         callbacks=[*([faults] if case.faults else []), *callbacks],
@@ -183,7 +188,7 @@ def train(case: Any, out: Path) -> None:
     trainer.fit(model, DataLoader(data, 10, shuffle=True), DataLoader(data, 50), ckpt_path=case.load or None)
     model.note("fit is done")
     trainer.test(model, DataLoader(data, 50), verbose=False)
-    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    weights = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
     (out / f"rank{rank}.json").write_text(f'"{weights}"')
     if case.ddp:
         dist.destroy_process_group()
@@ -228,18 +233,18 @@ def run(out: Path, *arguments: Any, **options: Any) -> world.Outcome:
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    known: dict[tuple[bool, int], tuple[Seen, Any]] = {}
+    known: dict[tuple[bool, int, str], tuple[Seen, Any]] = {}
 
-    def look(hooks: bool, accumulate: int) -> tuple[Seen, Any]:
-        if (hooks, accumulate) not in known:
+    def look(hooks: bool, accumulate: int, where: str = "cpu") -> tuple[Seen, Any]:
+        if (hooks, accumulate, where) not in known:
             out = tmp_path_factory.mktemp("ddp")
-            weights = run(out, hooks, accumulate, ddp=True).ranks
+            weights = run(out, hooks, accumulate, ddp=True, accelerator=where).ranks
             found = seen(out)
             assert all(len(each) == 1 for rank in found for each in rank.values())
             apart = [place for place in found[0] if found[0][place] != found[1][place]]
             assert len(apart) > 20, "the ranks have the same buffers: nothing is tested"
-            known[hooks, accumulate] = found, weights
-        return known[hooks, accumulate]
+            known[hooks, accumulate, where] = found, weights
+        return known[hooks, accumulate, where]
 
     return look
 
@@ -276,13 +281,27 @@ def test_buffers_are_as_under_ddp(
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), outcome.logs
 
 
-@pytest.mark.parametrize(
+SOME = pytest.mark.parametrize(
     "faults", ["untouched", "rank 1 before the update", "rank 0 after it", "rank 0 in a validation"]
 )
+
+
+@SOME
 @pytest.mark.parametrize("model", ["manual", "elsewhere"])
 def test_other_models(model: str, faults: str, ddp: Any, tmp_path: Path) -> None:
     outcome = run(tmp_path, model, 1, FAULTS[faults])
     wanted, weights = ddp(model, 1)
+    assert_same(seen(tmp_path), wanted)
+    assert outcome.ranks == weights
+
+
+@SOME
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a GPU and NCCL")
+def test_on_one_gpu(model: Any, faults: str, ddp: Any, tmp_path: Path) -> None:
+    """Over NCCL; DDP, which NCCL refuses there, over gloo."""
+    outcome = run(tmp_path, model, 1, FAULTS[faults], accelerator="one gpu, nccl")
+    wanted, weights = ddp(model, 1, "one gpu")
     assert_same(seen(tmp_path), wanted)
     assert outcome.ranks == weights
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_replica.core import works
+from lightning_replica.launch import stacks
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
 from tests.support.job import Case, Fault
@@ -197,8 +198,87 @@ def test_a_barrier_that_one_rank_leaves_out(untouched: world.Outcome, tmp_path: 
     outcome = world.run(WATCHED, tmp_path, target=_leave)
     outcome.assert_same(untouched)
     assert len(outcome.said) == 1, outcome.said
-    assert outcome.said[0].startswith("All ranks wait for each other, and nothing has moved for ")
+    said = outcome.said[0].splitlines()
+    assert said[0].startswith("All ranks wait for each other, and nothing has moved for ")
+    assert said[1] == "Ranks 0, 1, 3, in forward:"
+    assert re.fullmatch(r'  File ".*test_hang\.py", line \d+ in leaves_a_barrier_out, which calls barrier', said[2])
+    second = next(number for number, line in enumerate(said) if line.startswith("Rank 2, "))
+    assert "leaves_a_barrier_out" not in "".join(said[second:])
     assert "no process was lost" in outcome.logs
+
+
+def after_training(act: Any, case: Case, out: Path) -> None:
+    job.run(case, out)
+    act(int(os.environ["LOCAL_RANK"]), out)
+
+
+def waits_alone(rank: int, out: Path) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def waits_elsewhere(rank: int, out: Path) -> None:
+    group = dist.new_group()
+    if rank == 1:  # once the supervisor has said what there is to say
+        threading.Thread(target=ends_when_told, args=(out,), daemon=True).start()
+    dist.all_reduce(torch.ones(1), group=group if rank == 0 else None)
+
+
+def ends_when_told(out: Path) -> None:
+    while not list((out / "replica_stacks").glob("*/rank1.txt")):
+        time.sleep(0.01)
+    os._exit(3)
+
+
+def shows_its_stacks(rank: int, out: Path) -> None:
+    file = stacks.answer()
+    size = os.fstat(file).st_size
+    os.kill(os.getpid(), stacks.SIGNAL)
+    (out / f"shown{rank}").write_text(str(os.fstat(file).st_size > size))
+
+
+def _alone(case: Case, out: Path) -> None:
+    after_training(waits_alone, case, out)
+
+
+def _elsewhere(case: Case, out: Path) -> None:
+    after_training(waits_elsewhere, case, out)
+
+
+def _shows(case: Case, out: Path) -> None:
+    after_training(shows_its_stacks, case, out)
+
+
+TWO = replace(WATCHED, devices=2)
+
+
+def test_a_call_after_training_that_only_one_rank_makes(tmp_path: Path) -> None:
+    outcome = world.run(TWO, tmp_path, target=_alone)
+    assert outcome.code == 1, outcome.logs
+    place = rf"{re.escape(__file__)}:\d+"
+    assert re.fullmatch(
+        rf"Rank 0 waited at {place} for rank 1, which had ended \(all ranks have to make this call, or none\)"
+        " outside of training, where a rank cannot be replaced\\.",
+        outcome.said[0],
+    ), outcome.said
+
+
+def test_different_calls_after_training(tmp_path: Path) -> None:
+    """Nobody is killed. What each waits for is said once."""
+    outcome = world.run(TWO, tmp_path, target=_elsewhere)
+    assert outcome.code == 3, outcome.logs
+    said = outcome.said[0].splitlines()
+    assert said[0].startswith("All ranks wait for each other, and nothing has moved for ")
+    assert "nobody can call them back" in said[0]
+    assert any(line.endswith("in waits_elsewhere, which calls all_reduce") for line in said)
+    assert not any("All ranks wait" in line for line in outcome.said[1:]), outcome.said
+
+
+def test_stacks_can_be_had_after_a_fit(tmp_path: Path) -> None:
+    """Lightning sets all signal handlers back when a fit is over."""
+    outcome = world.run(TWO, tmp_path, target=_shows)
+    assert outcome.code == 0, outcome.logs
+    assert [(tmp_path / f"shown{rank}").read_text() for rank in range(2)] == ["True", "True"]
 
 
 def _watched_closely(case: Case, out: Path) -> None:

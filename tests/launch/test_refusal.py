@@ -1,6 +1,9 @@
 """What is refused at the start, in the first process, with what to do."""
 
+import os
+import subprocess
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning as L
@@ -9,6 +12,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_replica import ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.launch.refusal import refuse_children, refuse_grandchildren
+from lightning_replica.stores.address import StoreAddress
+from tests.support.ranks import run_ranks
 
 
 def fit() -> None:
@@ -53,3 +59,32 @@ def test_variables_that_no_supervisor_has_set(
         monkeypatch.setenv("LIGHTNING_REPLICA_SUPERVISOR", supervisor)
     with pytest.raises(ConfigurationError, match=f"LIGHTNING_REPLICA_STORE='{store}'.*Unset all variables"):
         RankEnvironment.current()
+
+
+def test_a_trainer_in_a_thread() -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="agent") as threads:
+        made = threads.submit(L.Trainer, strategy="replica_zero", accelerator="cpu", devices=2, logger=False)
+        with pytest.raises(ConfigurationError, match="in the main thread only, .* in the thread 'agent_0'"):
+            made.result()
+
+
+def refused(rank: int, store: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        refuse_children()
+    return str(caught.value)
+
+
+def test_a_trainer_in_a_process_that_the_script_starts() -> None:
+    refuse_children()
+    (said,) = run_ranks(1, refused)
+    assert "a process that the script has started" in said
+
+
+def test_a_script_that_a_rank_starts() -> None:
+    store = StoreAddress("127.0.0.1", 1)
+    with pytest.raises(ConfigurationError, match=r"A rank may have started it.*LIGHTNING_REPLICA_, and LOCAL_RANK"):
+        refuse_grandchildren(RankEnvironment(store, os.getpid(), 0))
+    refuse_grandchildren(RankEnvironment(store, os.getppid(), 0))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    refuse_grandchildren(RankEnvironment(store, ended.pid, 0))  # an orphan, which ends by itself

@@ -1,23 +1,29 @@
 """`python script.py`, as a user starts it."""
 
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.support import forked_python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "script.py"
 
 
-def start(mode: str, rank: int, **environment: str) -> "subprocess.Popen[str]":
+def start(mode: str, rank: int, prefix: tuple[str, ...] = (), **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank)],
+        [*prefix, sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -76,13 +82,38 @@ def test_a_killed_rank_comes_back(rank: int, standby: int, untouched: dict[str, 
     assert "on_exception" not in output  # neither in a rank nor in the supervisor
 
 
+def test_a_crash_that_comes_again_is_not_replaced_for_ever() -> None:
+    process = start("abort", 1)
+    output = finish(process)
+    assert process.returncode == 128 + signal.SIGABRT, output
+    said = [line for line in output.splitlines() if line.startswith("replica_zero: Rank 1 died")]
+    line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "os.abort()" in text)
+    how = f"Rank 1 died (SIGABRT) at {SCRIPT}:{line} in on_after_backward"
+    assert said == [
+        f"replica_zero: {how}; a new process takes its place (1 of 3).",
+        f"replica_zero: {how}, twice in the reduction of step 2: another process would end there too.",
+    ]
+
+
 def test_the_exit_code_of_a_rank_is_that_of_the_run(tmp_path: Path) -> None:
     done = forked(tmp_path, "exit", 1)
     assert done.returncode == 7, done.stdout
     assert "Rank 1 ended with exit code 7 outside of training" in done.stdout
 
 
-def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
+def test_ranks_that_never_train(tmp_path: Path) -> None:
+    done = forked(tmp_path, "nothing", 0)
+    assert done.returncode == 0, done.stdout
+    assert "replica_zero: all ranks have ended, and none has called `fit`" in done.stdout
+
+
+def test_without_docstrings() -> None:
+    code = "import lightning_replica, lightning as L; L.Trainer(strategy='replica_zero', accelerator='cpu', devices=2)"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=200)
+    assert "this script came from `python -c`" in done.stderr  # it has come that far
+
+
+def ranks_of(process: "subprocess.Popen[Any]") -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(child) for child in children]
 
@@ -164,3 +195,52 @@ def test_without_a_script() -> None:
     for process, (_, typed, message) in zip(processes, cases, strict=True):
         output, _ = process.communicate(typed, timeout=200)
         assert message in output
+
+
+def in_terminal(*line: str, **environment: str) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start a program with a terminal of its own; return it with the terminal's other end."""
+    own, its = pty.openpty()
+    process = subprocess.Popen(
+        line,
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(its)
+    return process, own
+
+
+def read_until(terminal: int, text: str) -> None:
+    said = b""
+    while text.encode() not in said:
+        said += os.read(terminal, 2**16)  # an error once all programs at this terminal have ended
+
+
+def test_a_terminal_that_closes(tmp_path: Path) -> None:
+    """It sends SIGHUP to the supervisor and to all ranks, and nobody can print any more."""
+    line = (sys.executable, "-W", "ignore", str(SCRIPT), "wait", "1")
+    process, terminal = in_terminal(*line, GASP=str(tmp_path), STANDBY="1")
+    try:
+        read_until(terminal, "waiting")
+        pids = ranks_of(process)
+        os.close(terminal)
+        assert process.wait(100) == GASP_WRITTEN
+        path = CheckpointDirectory(tmp_path).latest(verify=True).path
+        assert path is not None
+        assert path.name == "step_00000003"
+        all_gone(pids)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_closed_terminal_means_nothing_under_nohup() -> None:
+    process = start("wait", 1, ("nohup",))
+    wait_for(process, "waiting")
+    os.killpg(process.pid, signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 128 + signal.SIGTERM, output
