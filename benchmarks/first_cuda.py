@@ -1207,7 +1207,12 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=max(1, min(4, cores // 4)), help="checks that run at once")
     parser.add_argument("--only", nargs="+", choices=BY_NAME, metavar="CHECK", help=f"of {', '.join(BY_NAME)}")
     parser.add_argument("--checks-only", action="store_true", help="leave out the tests")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for first_cuda.md, and for first_cuda_tests.log if a test has failed")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        help="folder for first_cuda.md, and for first_cuda_tests.log if a test has failed",
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

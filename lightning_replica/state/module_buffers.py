@@ -23,7 +23,7 @@ from lightning_replica.core.inexact import Report
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Work
 from lightning_replica.devices.host import on_host
-from lightning_replica.state.objects.contents import Contents, Held, same_pairs
+from lightning_replica.state.objects.contents import Contents, Held, plain_of, same_pairs
 
 OWN_BYTES: Final = 2**22
 """Size of a rank's own buffers up to which peers keep them."""
@@ -95,14 +95,14 @@ class BufferCopies:
             shared: The shared copies.
             own: The copies that this rank has instead.
         """
-        self.shared = {name: shared[name].to(buffer.device) for name, buffer in buffers.items() if name in shared}
-        self.own = {name: copy.to(buffers[name].device) for name, copy in own.items() if name in buffers}
+        self.shared = {name: _moved(shared[name], buffer) for name, buffer in buffers.items() if name in shared}
+        self.own = {name: _moved(copy, buffers[name]) for name, copy in own.items() if name in buffers}
         for name, copy in {**self.shared, **self.own}.items():
             self._put(name, buffers[name], copy)
 
     def follow(self, own: Mapping[str, Tensor]) -> None:
         """Share what the first rank had of its own; ``own`` is what it has packed."""
-        self.shared |= {name: copy.to(self.shared[name].device) for name, copy in own.items() if name in self.shared}
+        self.shared |= {name: _moved(copy, self.shared[name]) for name, copy in own.items() if name in self.shared}
 
     def load(self, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Take the buffers of a checkpoint, which the module holds, for the shared ones; see `put_back`."""
@@ -188,6 +188,12 @@ class BufferSync:
         came = {name: part.view(copy.shape) for part, (name, copy) in zip(parts, own.items(), strict=True)}
         same = same_pairs([(came[name], copy) for name, copy in own.items()])
         return {name: own[name] if equal else came[name].clone() for name, equal in zip(own, same, strict=True)}
+
+
+def _moved(copy: Tensor, where: Tensor) -> Tensor:
+    """Return a copy in the memory of the device that ``where`` is on."""
+    moved: Tensor = plain_of(where).new_empty(copy.shape, dtype=copy.dtype)
+    return moved.copy_(copy)
 
 
 def _by_kind(copies: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

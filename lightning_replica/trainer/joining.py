@@ -239,9 +239,15 @@ class Joining:
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all get after a step: the highest that has a batch in the next, as under DDP."""
-        after = self._of_epoch.present(self._loop.epoch_loop.batch_progress.current.ready, 0)
-        return max(rank for rank, here in enumerate(after if any(after) else self._present) if here)
+        """The rank whose buffers all get after a step: the highest that has a batch in the next, as under DDP.
+
+        After the last step of an epoch it is the highest that had a batch in that one, before any step it is rank 0.
+        """
+        ready = self._loop.epoch_loop.batch_progress.current.ready
+        for present in (self._of_epoch.present(ready, 0), self._present, self._of_epoch.present(ready - 1, 0)):
+            if any(present):  # a replacement and a fit that resumes have not begun a step
+                return max(rank for rank, here in enumerate(present) if here)
+        return 0
 
     def end_epoch(self, loop: "ReplicaEpochLoop") -> None:
         """Tell callbacks that all ranks have joined."""
