@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lightning_replica._compat.lightning_names import (
     _Loop,
     _WrappingCheckpointIO,
     load_hparams_from_yaml,
+    rank_zero_only,
     sized_len,
 )
 from lightning_replica.errors import ConfigurationError
@@ -207,7 +209,9 @@ class _ContinuedWriter(ExperimentWriter):
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
-        self.hparams.update(load_hparams_from_yaml(os.path.join(log_dir, self.NAME_HPARAMS_FILE)))
+        # The script logs its hyperparameters again. A file with objects in it cannot be read, as reading runs code.
+        with suppress(Exception):
+            self.hparams.update(load_hparams_from_yaml(os.path.join(log_dir, self.NAME_HPARAMS_FILE)))
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
                 self.metrics_keys = next(csv.reader(file), [])
@@ -220,6 +224,27 @@ def continue_csv(logger: CSVLogger) -> None:
     """Make a logger continue in the existing directory of its version."""
     if logger._experiment is None:
         logger._experiment = _ContinuedWriter(logger.log_dir)
+
+
+def continue_in_place(trainer: Any) -> None:
+    """Make a fit that resumes go on in the directories of the fit before: rows stay, a configuration may be there."""
+    for logger in trainer.loggers if getattr(rank_zero_only, "rank", 0) == 0 else ():
+        if isinstance(logger, CSVLogger):
+            continue_csv(logger)
+    for callback in _config_savers(trainer):
+        callback.overwrite = True
+
+
+def when_checkpoint_is_chosen(trainer: Any, call: Callable[[Any], None]) -> None:
+    """Call ``call`` with the path of the checkpoint that Lightning has chosen to load, or None, before it loads it."""
+    connector = trainer._checkpoint_connector
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        path = type(connector)._select_ckpt_path(connector, *args, **kwargs)
+        call(path)
+        return path
+
+    connector._select_ckpt_path = select
 
 
 def give_mesh(module: Any, mesh: Any) -> None:

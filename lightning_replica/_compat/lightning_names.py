@@ -173,7 +173,7 @@ with private_names_of(chosen().distribution):
     need(pl.Trainer, "_results")
     need_in_instances(pl.Trainer, "_checkpoint_connector", "_logger_connector", "_signal_connector", "fit_loop")
     need_in_instances(pl.LightningModule, "_current_fx_name", "_device_mesh", "_on_before_batch_transfer")
-    need(_CheckpointConnector, "dump_checkpoint")
+    need(_CheckpointConnector, "dump_checkpoint", "_select_ckpt_path")
     need_parameters(_CheckpointConnector.dump_checkpoint, "weights_only")
     need(_SignalConnector, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
     need_in_instances(_SignalConnector, "_original_handlers", "received_sigterm")

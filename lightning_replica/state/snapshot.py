@@ -273,6 +273,7 @@ def capture_progress(trainer: pl.Trainer, tree: Tree) -> dict[str, Any]:
         "accumulate": trainer.accumulate_grad_batches,
         "gradient": list(getattr(trainer.precision_plugin, "gradient", ())),
         "requires_grad": [parameter.requires_grad for parameter in tree.parameters],
+        "should_stop": trainer.should_stop,
     }
 
 
@@ -287,7 +288,6 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
         "groups": param_groups.take(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(stateful(trainer)),
-        "should_stop": trainer.should_stop,
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
         "buffers": copies.buffers.take(tree.buffers, window, whole),
         "buffers_due": copies.buffers.due,
@@ -323,7 +323,6 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     copies.reachable.put_back(snapshot.reached)
     for sent in snapshot.sent:
         copies.reachable.put_sent(sent)
-    trainer.should_stop = state["should_stop"]
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
@@ -345,6 +344,7 @@ def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
     connector._logged_metrics, connector._callback_metrics, connector._progress_bar_metrics = map(dict, state["logged"])
     connector._first_loop_iter, connector._current_fx = state["logger_fx"]
     trainer.accumulate_grad_batches = state["accumulate"]
+    trainer.should_stop = state.get("should_stop", False)  # an earlier version's checkpoint may have none
     if state.get("gradient"):  # an earlier version's checkpoint has none
         plugin: Any = trainer.precision_plugin
         plugin.recall(*state["gradient"])

@@ -270,7 +270,9 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
     now = snapshots.capture_progress(trainer, Tree.of(trainer.lightning_module))
     host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
     if own:
-        host |= {key: own["host"][key] for key in ("logged", "accumulate", "gradient") if key in own["host"]}
+        host |= {
+            key: own["host"][key] for key in ("logged", "accumulate", "gradient", "should_stop") if key in own["host"]
+        }
     place, batch = place_of(loops), host["loops"][_BATCHES]
     in_tail = bool(own) and own["host"]["place"] == "tail"
     done = batch["current"]["completed" if place == "batch" and not in_tail else "ready"]

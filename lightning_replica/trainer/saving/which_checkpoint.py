@@ -7,14 +7,19 @@ end this run, and the next run would choose it again.
 """
 
 import inspect
+import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from lightning_replica._compat.lightning import continue_in_place, when_checkpoint_is_chosen
 from lightning_replica.checkpoint.directory import CheckpointDirectory, newest
 from lightning_replica.core.messages import say
 from lightning_replica.errors import CheckpointError, ConfigurationError
+from lightning_replica.launch.environment import RankEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,8 @@ class WhichCheckpoint:
                 where checkpoints are.
         """
         bound = inspect.signature(function).bind(*args, **kwargs)
+        if trainer is not None and "ckpt_path" in bound.signature.parameters:
+            when_checkpoint_is_chosen(trainer, self._compare)
         asked = bound.arguments.get("ckpt_path")
         if self._resume not in (None, "auto") and asked is None and function.__name__ == "_fit_impl":
             bound.arguments["ckpt_path"] = self._resume
@@ -58,7 +65,27 @@ class WhichCheckpoint:
         found = self._once(lambda: self._newest(directories))
         if found:
             bound.arguments["ckpt_path"] = found
+            continue_in_place(trainer)
         return bound
+
+    def _compare(self, path: Any) -> None:
+        """Check that all ranks are about to load the same checkpoint. A replacement loads none, and may find another.
+
+        Raises:
+            ConfigurationError: On the ranks that have chosen another one than rank 0.
+        """
+        own = None if path is None else str(path)
+        host, theirs = json.loads(self._once(lambda: json.dumps([socket.gethostname(), own])))
+        environment = RankEnvironment.current()
+        if environment is not None and environment.generation:
+            return
+        same_place = host == socket.gethostname() or None in (own, theirs)
+        if own != theirs if same_place else Path(str(own)).name != Path(str(theirs)).name:
+            raise ConfigurationError(
+                f"This rank is to load {own or 'no checkpoint'}, but rank 0 {theirs or 'none'}. With ckpt_path='last',"
+                " 'best' or another name that Lightning looks up, every rank has to find the same one: let all ranks"
+                " see one directory, or give the path."
+            )
 
     def _is_ours(self, asked: object, function: Callable[..., Any]) -> bool:
         auto = self._resume == "auto" and function.__name__ == "_fit_impl"
