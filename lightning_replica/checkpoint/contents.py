@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_replica.checkpoint import publish
 from lightning_replica.checkpoint.boxes import Box
 from lightning_replica.checkpoint.files import Readable, damaged
+from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import CheckpointError
 
@@ -226,6 +227,41 @@ def merged(parts: Sequence[Contents]) -> Contents:
     return whole
 
 
+def as_bytes(content: Mapping[str, Any], what: str) -> bytes:
+    """Check that ``content`` can be read again, and return it as ``torch.save`` writes it."""
+    content = dict(content)
+    if not is_plain(content):
+        raise CheckpointError(
+            f"A checkpoint holds only tensors and plain data, but in {what}, {unsavable(content, 'checkpoint')}."
+            " Save numbers, strings, lists, dicts and tensors instead."
+        )
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def is_plain(content: Any) -> bool:
+    """Return whether `read_plain` could read it, which runs no code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        with plain.safe_types():
+            torch.load(buffer, weights_only=True, map_location="meta")
+    except Exception:
+        return False
+    return True
+
+
+def unsavable(content: Any, where: str) -> str:
+    """Name the innermost value that is not plain, and its type."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in inner:
+        if not is_plain(value):
+            return unsavable(value, f"{where}[{key!r}]")
+    return f"{where} is a {type(content).__module__}.{type(content).__qualname__}"
+
+
 def read_plain(directory: Readable, name: str) -> dict[str, Any]:
     """Return the tensors and plain data that ``torch.save`` wrote to the file ``name`` of a published directory.
 
@@ -234,7 +270,8 @@ def read_plain(directory: Readable, name: str) -> dict[str, Any]:
     """
     content = io.BytesIO(publish.read_file(directory, name))
     try:
-        read = torch.load(content, weights_only=True, map_location=HOST)
+        with plain.safe_types():
+            read = torch.load(content, weights_only=True, map_location=HOST)
     except Exception as error:  # torch promises no error type
         said = str(error).partition("\n")[0]
         raise damaged(directory, f"{name} cannot be loaded ({type(error).__name__}: {said})") from error

@@ -23,6 +23,7 @@ from lightning_replica.checkpoint.contents import (
     OptimizerInfo,
     StateInfo,
     TensorInfo,
+    as_bytes,
     dtype_name,
     in_part,
     main_key,
@@ -32,7 +33,7 @@ from lightning_replica.checkpoint.contents import (
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Given, Location
 from lightning_replica.checkpoint.manifest import Manifest
-from lightning_replica.checkpoint.sharded import Staged, as_bytes, write
+from lightning_replica.checkpoint.sharded import Staged, write
 from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.torch_dist import COMMON, KIND, TRACKER, name_of
 from lightning_replica.checkpoint.whole_model import box_of_all

@@ -11,7 +11,6 @@ The tensors are ``model.<name>``, ``main.<name>`` (32-bit main parameters where 
 ``optimizer.<number>.<key>.<name>``. See [Note: flat tensors] in `chunks`.
 """
 
-import io
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from lightning_replica.checkpoint.contents import (
     PLAIN,
     Contents,
     StateInfo,
+    as_bytes,
     check_model,
     merged,
     of_part,
@@ -315,37 +315,3 @@ def beside_trained(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor],
         elif id(tensor) not in trained:
             extra_tensors[name] = local_of(tensor)
     return extra_tensors, aliases
-
-
-def as_bytes(content: Mapping[str, Any], what: str) -> bytes:
-    """Check that ``content`` can be read again, and return it as ``torch.save`` writes it."""
-    content = dict(content)
-    if not _is_plain(content):
-        raise CheckpointError(
-            f"A checkpoint holds only tensors and plain data, but in {what}, {_not_plain(content, 'checkpoint')}."
-            " Save numbers, strings, lists, dicts and tensors instead."
-        )
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-def _is_plain(content: Any) -> bool:
-    """Return whether ``torch.load`` would read it with ``weights_only=True``."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(content, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="meta")
-    except Exception:
-        return False
-    return True
-
-
-def _not_plain(content: Any, where: str) -> str:
-    """Name the innermost value that is not plain."""
-    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    for key, value in inner:
-        if not _is_plain(value):
-            return _not_plain(value, f"{where}[{key!r}]")
-    return f"{where} is a {type(content).__module__}.{type(content).__qualname__}"

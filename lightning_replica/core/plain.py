@@ -13,6 +13,7 @@ import math
 import pathlib
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -207,11 +208,16 @@ def save(value: Any, also: Sequence[type] = ()) -> bytes:
     except Exception as error:  # of any class: a type of the user's may raise anything when it is pickled
         raise NotPlainError(f"it cannot be saved ({type(error).__name__}: {error})") from error
     buffer.seek(0)
-    with torch.serialization.safe_globals([*_SAFE, *also]):
+    with safe_types(also):
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise NotPlainError(f"it holds {', '.join(sorted(unsafe))}")
     return buffer.getvalue()
+
+
+def safe_types(also: Sequence[type] = ()) -> AbstractContextManager[Any]:
+    """Return a block in which ``torch.load`` with ``weights_only=True`` reads what `save` accepts."""
+    return torch.serialization.safe_globals([*_SAFE, *also])
 
 
 def load(data: bytes, also: Sequence[type] = ()) -> Any:
@@ -222,7 +228,7 @@ def load(data: bytes, also: Sequence[type] = ()) -> Any:
     Raises:
         TransferError: If ``data`` contains a type that `save` refuses, or is damaged.
     """
-    with torch.serialization.safe_globals([*_SAFE, *also]):
+    with safe_types(also):
         try:
             return torch.load(io.BytesIO(data), map_location=_own_place, weights_only=True)
         except Exception as error:

@@ -230,7 +230,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
         assert process.wait(100) == GASP_WRITTEN
         path = CheckpointDirectory(tmp_path).latest(verify=True).path
         assert path is not None
-        assert path.name == "step_00000003"
+        assert path.name in ("step_00000002", "step_00000003")  # before or after the update
         all_gone(pids)
     finally:
         if process.poll() is None:

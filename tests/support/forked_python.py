@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import spawn
+from multiprocessing import process, spawn
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ def _run(line: list[str], cwd: str, output: str, group: int) -> None:
     sys.argv, sys.orig_argv = line[1:], line
     sys.path[0:0] = [str(Path(line[1]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     _forget_main()
+    setattr(process, "_parent_process", None)  # noqa: B010  # the user has started it
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     setattr(rank_zero_only, "rank", _get_rank() or 0)  # noqa: B010  # as importing Lightning does

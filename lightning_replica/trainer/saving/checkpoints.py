@@ -20,6 +20,7 @@ from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving import resume
+from lightning_replica.trainer.saving.hyperparameters import made_plain
 from lightning_replica.trainer.saving.save_beside import SaveBeside
 from lightning_replica.trainer.session import Session
 from lightning_replica.trainer.steps import Training
@@ -177,6 +178,7 @@ class Checkpoints:
         extras = {name: shared.get(id(each), each) for name, each in extras.items()}  # each rank writes some
         others = {key: value for key, value in module.state_dict().items() if not isinstance(value, Tensor)}
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
+        checkpoint, _ = made_plain(checkpoint)
         plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}
         together = Together(None)
         staged = sharded.stage(

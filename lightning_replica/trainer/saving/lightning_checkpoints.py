@@ -1,7 +1,7 @@
 """The checkpoint methods that Lightning calls on a strategy, and those that this strategy adds."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_replica._compat.lightning_names import TrainerFn, pl
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
 from lightning_replica.checkpoint.location import Location, locate
-from lightning_replica.core.messages import say
+from lightning_replica.core.messages import say, warn
 from lightning_replica.core.points import begin
 from lightning_replica.errors import CheckpointError, CollectiveError, ReplicaError
 from lightning_replica.recovery.diagnosis import fault_behind
@@ -22,6 +22,7 @@ from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.lightning_collectives import LightningCollectives
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.trainer.saving.dying_gasp import DyingGasp
+from lightning_replica.trainer.saving.hyperparameters import left_out
 from lightning_replica.trainer.steps import Training
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class LightningCheckpoints(LightningCollectives):
 
     _checkpoints: Checkpoints
     _training: Training | None
+    _told_left_out: Sequence[str] = ()
 
     @property
     def training(self) -> Training:
@@ -167,8 +169,20 @@ class LightningCheckpoints(LightningCollectives):
         """
         trainer, training = self._fitting()
         self._checkpoints.publish_to(directory, keep_last)
+        self._tell_what_is_left_out(trainer)
         self.session.ending.leave_directory(str(directory.path))
         training.save_when_asked(partial(self._save_planned, trainer, training, directory))
+
+    def _tell_what_is_left_out(self, trainer: pl.Trainer) -> None:
+        """Say at the start of a fit what its sharded checkpoints will lack, once."""
+        left = left_out(trainer) if trainer.is_global_zero and not self._is_newborn else []
+        if left and left != self._told_left_out:
+            self._told_left_out = left
+            warn(
+                f"checkpoints in directories hold tensors and plain data only, and lack: {'; '.join(left)}."
+                " `save_hyperparameters(ignore=[...])` leaves it out everywhere. A run that starts again needs none of"
+                " it; for `load_from_checkpoint`, pass it as arguments."
+            )
 
     def _save_planned(self, trainer: pl.Trainer, training: Training, directory: CheckpointDirectory) -> None:
         path = directory.path_of(trainer.global_step)

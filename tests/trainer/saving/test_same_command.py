@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.sharded import read_plain
 from lightning_replica.exit_codes import GASP_WRITTEN
 from tests.support import job, world
 from tests.support.job import Case, Fault
@@ -30,7 +34,7 @@ class Scale:
 
 
 class Model(L.LightningModule):
-    def __init__(self, scale: Any) -> None:
+    def __init__(self, scale: Any, **more: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(16, 1)
@@ -107,6 +111,40 @@ def test_hyperparameters_that_cannot_be_read_again(tmp_path: Path) -> None:
     written = (killed / "log" / "hparams.yaml").read_text()
     assert written == (untouched / "log" / "hparams.yaml").read_text()
     assert "python/object" in written
+
+
+MORE = {
+    "rate": np.float32(0.5),
+    "rates": [np.int64(3), {"a": np.arange(3)}],
+    "folder": Path("somewhere"),
+    "nested": {"fine": 1, "scale": Scale(1.0)},
+}
+
+
+def with_many_kinds(case: Case, out: Path) -> None:
+    model = Model(Scale(2.0), config=OmegaConf.create({"a": [1, "${b}"], "b": 2}), **MORE)
+    fit(case, out, ReplicaZeroStrategy(resume="auto"), model, [DyingGaspCheckpoint(out / "gasp")])
+
+
+def test_hyperparameters_in_the_last_checkpoint(tmp_path: Path) -> None:
+    """What cannot be written is named when the fit begins. It costs nobody the checkpoint."""
+    case = Case((Fault("sigterm", 1, "train_batch_end", 6),), devices=2, gasp=True)
+    outcome = world.run(case, tmp_path, target=with_many_kinds)
+    assert outcome.code == GASP_WRITTEN, outcome.logs
+    (said,) = (line for line in outcome.logs.splitlines() if " and lack: " in line)
+    left = [f"hyper_parameters{key} is a {Scale.__module__}.Scale" for key in ("['scale']", "['nested']['scale']")]
+    assert sorted(said.partition(" and lack: ")[2].partition(". `save_hyper")[0].split("; ")) == sorted(left)
+    path = CheckpointDirectory(tmp_path / "gasp").latest(verify=True).path
+    assert path is not None
+    found = read_plain(path)["hyper_parameters"]
+    assert found.keys() == {"rate", "rates", "folder", "config"}
+    assert (type(found["rate"]), found["rate"]) == (np.float32, 0.5)
+    assert found["rates"][0] == 3
+    assert found["rates"][1]["a"].tolist() == [0, 1, 2]
+    assert found["folder"] == Path("somewhere")
+    assert found["config"] == {"a": [1, "${b}"], "b": 2}
+    outcome = world.run(case, tmp_path, target=with_many_kinds)
+    assert outcome.code == 0, outcome.logs
 
 
 class Stops(Callback):
