@@ -21,7 +21,7 @@ from lightning_replica.checkpoint.attempts import may_have
 from lightning_replica.checkpoint.contents import PLAIN, read_contents, read_plain
 from lightning_replica.checkpoint.files import Readable
 from lightning_replica.checkpoint.location import Given, Location, Url, by_kind, is_web, locate
-from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
+from lightning_replica.checkpoint.manifest import MANIFEST, Lineage, Manifest
 from lightning_replica.checkpoint.storage import STEP, TRACKER, storage_of
 from lightning_replica.core import checks
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -138,23 +138,34 @@ class CheckpointDirectory:
             path = self.path / name
             try:
                 found = self._storage.child(name)
-                yield _Aged(publish.read_manifest(found).age, path, found)
+                yield _Aged(publish.read_manifest(found), path, found)
             except Exception as error:  # after any error, other checkpoints may still be whole
                 yield Entry(path, None, _said(path, error))
 
-    def retain(self, keep_last: int) -> list[Location]:
+    @property
+    def last_run(self) -> int:
+        """The number of the last run that has written a checkpoint here; 0 if none has.
+
+        Raises:
+            CheckpointError: If a store cannot be listed.
+        """
+        return max((each.manifest.lineage.run for each in self.listed() if isinstance(each, _Aged)), default=0)
+
+    def retain(self, keep_last: int, lineage: Lineage | None = None) -> list[Location]:
         """Remove all but the newest whole checkpoints.
 
         Checkpoints that are damaged, that the tracker names, or whose name is not of the form of `path_of`, stay.
 
         Args:
             keep_last: How many whole checkpoints stay, 1 or more.
+            lineage: Of which training, with what it goes on from; all others stay. None for all.
 
         Returns:
             The checkpoints that were removed.
         """
         checks.whole(1, keep_last=keep_last)
-        whole = [each.path for each in self.entries() if each.problem is None and STEP.fullmatch(each.path.name)]
+        named = (each for each in self.entries() if each.problem is None and STEP.fullmatch(each.path.name))
+        whole = [each.path for each in named if lineage is None or _includes(lineage, each.manifest)]
         tracked = self.tracked
         removed = [path for path in whole[keep_last:] if path.name != tracked]
         for path in removed:
@@ -185,17 +196,21 @@ class _Aged:
     """A checkpoint of which only the age is known.
 
     Attributes:
-        age: `Manifest.age`.
+        manifest: Its manifest.
         path: The directory to load.
         found: The place to read the checkpoint from.
     """
 
-    age: tuple[int, int]
+    manifest: Manifest
     path: Location
     found: Readable
 
 
-def newest(directories: Iterable[CheckpointDirectory], verify: bool = False) -> Latest:
+def _includes(lineage: Lineage, manifest: Manifest | None) -> bool:
+    return manifest is not None and lineage.includes(manifest.lineage, manifest.step)
+
+
+def newest(directories: Iterable[CheckpointDirectory], verify: bool = False, fit: int | None = None) -> Latest:
     """Return the newest whole checkpoint of several directories; see `CheckpointDirectory.latest`.
 
     Older checkpoints than that one are not checked.
@@ -203,13 +218,14 @@ def newest(directories: Iterable[CheckpointDirectory], verify: bool = False) -> 
     Args:
         directories: The directories.
         verify: Whether to compare checksums too, which reads every byte.
+        fit: Of which fit of a script; see `Lineage`. None for all.
 
     Raises:
         CheckpointError: If a store cannot be listed.
     """
     directories, problems = list(directories), []
     whole = None
-    for entry in _entries(directories, verify):
+    for entry in _entries(directories, verify, fit):
         if entry.problem is None:
             whole = entry
             break
@@ -219,15 +235,15 @@ def newest(directories: Iterable[CheckpointDirectory], verify: bool = False) -> 
     return Latest(chosen, None if whole is None else whole.manifest, tuple(problems))
 
 
-def _entries(directories: Iterable[CheckpointDirectory], verify: bool) -> Iterator[Entry]:
+def _entries(directories: Iterable[CheckpointDirectory], verify: bool, fit: int | None = None) -> Iterator[Entry]:
     """Check and yield checkpoints: first those of unknown age, then the others from newest to oldest."""
     aged: list[_Aged] = []
     for found in (each for directory in directories for each in directory.listed()):
         if isinstance(found, Entry):
             yield found
-        else:
+        elif fit in (None, found.manifest.lineage.fit):
             aged.append(found)
-    for each in sorted(aged, key=lambda each: each.age, reverse=True):
+    for each in sorted(aged, key=lambda each: each.manifest.age, reverse=True):
         yield _examined(each.path, each.found, verify)
 
 

@@ -15,7 +15,8 @@ from lightning_replica._compat.packages import chosen
 MANIFEST = "manifest.json"
 # The names of all files that a save writes; see `sharded`.
 WRITTEN = re.compile(r"plain\.pt|contents\.pt|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)
 _READ_BYTES = 1 << 20
 
 
@@ -57,6 +58,31 @@ def _versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Lineage:
+    """Which training wrote a checkpoint, among those that have written to its directory.
+
+    Attributes:
+        run: The number of the run, 1 for the first one in the directory; 0 if unknown.
+        fit: The number of the fit in the run's script, 1 for the first one.
+        after: The runs that this one goes on from, each with the step at which the next one left it.
+    """
+
+    run: int = 0
+    fit: int = 1
+    after: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_plain(cls, read: Mapping[str, Any]) -> "Lineage":
+        """Build a lineage from plain data."""
+        return cls(read["run"], read["fit"], tuple((run, step) for run, step in read["after"]))
+
+    def includes(self, other: "Lineage", step: int | None) -> bool:
+        """Return whether a checkpoint of ``other`` at ``step`` is of this fit, or of what this fit goes on from."""
+        own = other.run == self.run or any(run == other.run and (step or 0) <= left for run, left in self.after)
+        return own and other.fit == self.fit
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a published directory holds.
 
@@ -70,7 +96,8 @@ class Manifest:
         writers: The ranks that wrote it, each with the name of its host.
         saved_ns: When the save began, in nanoseconds since 1970 by the clock of the rank that published it.
         versions: Versions of this package, lightning and torch.
-        format: Version of this layout on disk.
+        lineage: Which training wrote it.
+        format: Version of this layout on disk. Format 2 has no lineage.
     """
 
     files: Mapping[str, FileInfo]
@@ -82,15 +109,16 @@ class Manifest:
     writers: Mapping[int, str] = field(default_factory=dict)
     saved_ns: int = field(default_factory=time.time_ns)
     versions: Mapping[str, str] = field(default_factory=_versions)
+    lineage: Lineage = Lineage()
     format: int = FORMAT
 
     @property
-    def age(self) -> tuple[int, int]:
-        """The sort key of a run's checkpoints, higher for newer ones.
+    def age(self) -> tuple[int, ...]:
+        """The sort key of a directory's checkpoints, higher for newer ones.
 
-        The step comes before the time, as it does not depend on clocks.
+        A run that resumes from an older step gives up what was written after it. The time comes last, as clocks differ.
         """
-        return (-1 if self.step is None else self.step, self.saved_ns)
+        return (self.lineage.run, self.lineage.fit, -1 if self.step is None else self.step, self.saved_ns)
 
     @property
     def size_bytes(self) -> int:
@@ -116,10 +144,13 @@ class Manifest:
         content = {key: value for key, value in read.items() if key != "crc32"}
         if read["crc32"] != _crc(content):
             raise ValueError("its checksum differs from what was written")
+        if content["format"] == 2:
+            content["lineage"] = asdict(Lineage())
         _check_types(content)
         files = {name: FileInfo(**info) for name, info in content["files"].items()}
         writers = {int(rank): host for rank, host in content["writers"].items()}
-        return cls(**{**content, "files": files, "writers": writers})
+        lineage = Lineage.of_plain(content["lineage"])
+        return cls(**{**content, "files": files, "writers": writers, "lineage": lineage})
 
 
 def parse(written: bytes) -> Any:
@@ -161,12 +192,24 @@ def _are_files(value: Any) -> bool:
     )
 
 
+def _is_lineage(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == _LINEAGE.keys() and _have_types(value, _LINEAGE)
+
+
+def _are_runs(value: Any) -> bool:
+    whole = _whole(0, _MOST)
+    return isinstance(value, list | tuple) and all(
+        isinstance(each, list | tuple) and len(each) == 2 and all(map(whole, each)) for each in value
+    )
+
+
 def _have_types(content: Mapping[str, Any], types: Mapping[str, Callable[[Any], bool]]) -> bool:
     return all(fits(content[name]) for name, fits in types.items())
 
 
 _MOST = 2**63
 _INFO = {"size_bytes": _whole(0, _MOST), "crc32": _whole(0, 2**32)}
+_LINEAGE = {"run": _whole(0, _MOST), "fit": _whole(1, _MOST), "after": _are_runs}
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "files": _are_files,
     "world_size": _whole(1, _MOST),
@@ -177,6 +220,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "writers": lambda value: _are_texts(value) and all(rank.isdecimal() for rank in value),
     "saved_ns": _whole(0, _MOST),
     "versions": _are_texts,
+    "lineage": _is_lineage,
     "format": _whole(0, _MOST),
 }
 

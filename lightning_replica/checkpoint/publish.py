@@ -23,7 +23,7 @@ from typing import Any
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.checkpoint.files import Files, Readable, damaged, files_of, files_of_attempt
 from lightning_replica.checkpoint.location import Location, Url, by_kind
-from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, Manifest, parse
+from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, READABLE, FileInfo, Manifest, parse
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
 
@@ -173,7 +173,7 @@ def read_manifest(directory: Readable) -> Manifest:
     try:
         read: dict[str, Any] = parse(files.manifest)
         written_by = read["format"]
-        if written_by == FORMAT:
+        if written_by in READABLE:
             return Manifest.of_plain(read)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(files, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
@@ -296,7 +296,7 @@ def _published_attempt(url: Url) -> Files:
     if not committed:
         given_up = [each.url.name for each in found if each.given_up]
         raise _nothing_at(url, f"{min(given_up)} in it" if given_up else "")
-    whole: list[tuple[tuple[int, int], Files]] = []
+    whole: list[tuple[tuple[int, ...], Files]] = []
     for each in committed if len(committed) > 1 else ():  # a crash can leave two
         with suppress(CheckpointError):
             whole.append((check(each).age, each))

@@ -40,7 +40,7 @@ from lightning_replica.checkpoint.coverage import METADATA
 from lightning_replica.checkpoint.destination import destination
 from lightning_replica.checkpoint.files import Files
 from lightning_replica.checkpoint.location import Given, Location, locate
-from lightning_replica.checkpoint.manifest import FileInfo, Manifest
+from lightning_replica.checkpoint.manifest import FileInfo, Lineage, Manifest
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.resharding import Resharding
 from lightning_replica.checkpoint.sources import Boxes, Sources, is_needed
@@ -120,6 +120,7 @@ def stage(
     ranks: Collection[int] | None = None,
     step: int | None = None,
     written_for: str = "periodic",
+    lineage: Lineage | None = None,
 ) -> Staged:
     """Find out what this rank writes. Collective. This writes nothing and copies no tensors.
 
@@ -137,6 +138,7 @@ def stage(
             writes the pieces of a lost peer. The group as a whole must write the pieces of every rank once.
         step: Optimizer steps in the state. Readers use it to find the newer of two checkpoints.
         written_for: Why the checkpoint is written, for people who look at it later: "periodic", "gasp", "planned".
+        lineage: Which training writes it.
 
     Raises:
         CheckpointError: On every rank of the group, if the arguments cannot be saved.
@@ -179,7 +181,8 @@ def stage(
 
     files, found = together.run(pack)
     grid, partition = state.grid, state.settings.partition
-    described = Manifest({}, sum(sizes.values()), grid.replicas, partition, step, written_for, {})
+    size, lineage = sum(sizes.values()), lineage or Lineage()
+    described = Manifest({}, size, grid.replicas, partition, step, written_for, {}, lineage=lineage)
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 

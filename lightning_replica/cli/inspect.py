@@ -94,6 +94,8 @@ def _facts(entry: "Entry", tensors: bool) -> dict[str, Any]:
         saved = datetime.fromtimestamp(manifest.saved_ns // 10**9, timezone.utc)
         facts |= {
             "step": manifest.step,
+            "run": manifest.lineage.run,
+            "fit": manifest.lineage.fit,
             "written_for": manifest.written_for,
             "saved": saved.isoformat(sep=" "),
             "writers": {str(rank): host for rank, host in sorted(manifest.writers.items())},
@@ -133,9 +135,9 @@ def _overview(facts: list[dict[str, Any]], tracked: str | None) -> str:
     for each in facts:
         name = Path(each["path"]).name
         said = ("whole" if each["whole"] else "DAMAGED") + (", tracked" if name == tracked else "")
-        cells = [_of(each, "step"), _of(each, "written_for"), _of(each, "saved")]
+        cells = [_of(each, name) for name in ("run", "step", "written_for", "saved")]
         rows.append([name, *cells, size(each["size_bytes"]) if "size_bytes" in each else "?", said])
-    return table(["checkpoint", "step", "for", "saved (UTC)", "size", ""], rows, left=True)
+    return table(["checkpoint", "run", "step", "for", "saved (UTC)", "size", ""], rows, left=True)
 
 
 def _of(facts: dict[str, Any], key: str) -> str:
@@ -152,7 +154,8 @@ def _render(facts: dict[str, Any]) -> str:
             "step": _of(facts, "step"),
             "written for": facts["written_for"],
             "saved": f"{_of(facts, 'saved')} UTC by rank {', '.join(facts['writers'])} on {', '.join(hosts)}",
-            "run": f"{facts['world_size']} ranks, replicas={facts['replicas']}, partition={facts['partition']!r}",
+            "run": f"{facts['run']}, fit {facts['fit']} of its script",
+            "ranks": f"{facts['world_size']}, replicas={facts['replicas']}, partition={facts['partition']!r}",
             "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
             "size": f"{size(facts['size_bytes'])} in {facts['files']} files",
         }

@@ -63,7 +63,7 @@ def _ask(pid: int) -> None:
         raise ConfigurationError(f"Process {pid} belongs to another user: ask as that user, or as root.") from error
 
 
-def _age(latest: "Latest") -> tuple[int, int] | None:
+def _age(latest: "Latest") -> tuple[int, ...] | None:
     return None if latest.manifest is None else latest.manifest.age
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from lightning_replica._compat.lightning_names import pl
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_sharded
 from lightning_replica.checkpoint.location import Location
+from lightning_replica.checkpoint.manifest import Lineage
 from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -32,6 +34,21 @@ StateDictType: TypeAlias = Literal["full", "sharded"]
 OWN_KEY = "replica_zero"
 
 
+@dataclass(frozen=True)
+class _RunDirectory:
+    """A directory of checkpoints that callbacks have named.
+
+    Attributes:
+        directory: The directory.
+        keep_last: How many of this fit's checkpoints stay; None for all.
+        lineage: What this fit is among those that have written there.
+    """
+
+    directory: CheckpointDirectory
+    keep_last: int | None
+    lineage: Lineage
+
+
 class Checkpoints:
     """Lightning's checkpoint hooks, in two forms.
 
@@ -45,7 +62,7 @@ class Checkpoints:
     def __init__(self, form: StateDictType) -> None:
         self._form = form
         self._main: dict[int, dict[int, Tensor]] = {}
-        self._directories: dict[Location, tuple[CheckpointDirectory, int | None]] = {}  # the callbacks', by path
+        self._directories: dict[Location, _RunDirectory] = {}  # the callbacks', by path
         self._stand_in: dict[str, Any] = {}
         self._directory: Location | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -194,6 +211,7 @@ class Checkpoints:
             ranks=pieces,
             step=checkpoint["global_step"] if step is None else step,
             written_for=written_for,
+            lineage=self._directories[path.parent].lineage if path.parent in self._directories else None,
         )
         first = pieces is None and training.groups.rank == 0
 
@@ -207,21 +225,21 @@ class Checkpoints:
         self.settle(training.check)  # an abandoned one may still write its last file
         self._beside = SaveBeside(partial(write, together.run(staged.copied), beside), lambda: beside.waits)
 
-    def publish_to(self, directory: CheckpointDirectory, keep_last: int | None) -> None:
+    def publish_to(self, directory: CheckpointDirectory, keep_last: int | None, lineage: Lineage) -> None:
         """Make the tracker of ``directory`` name what is published there, and keep only the newest ``keep_last``."""
-        kept = self._directories.get(directory.path, (directory, None))[1]
-        self._directories[directory.path] = directory, keep_last or kept
+        known = self._directories.get(directory.path)
+        kept = None if known is None else known.keep_last
+        self._directories[directory.path] = _RunDirectory(directory, keep_last or kept, lineage)
 
     def _published(self, path: Location, first: bool) -> None:
         """Track a checkpoint that is whole on the disk, on one rank. A failure here is no reason to write it again."""
         found = self._directories.get(path.parent)
         if found is None or not first:
             return
-        directory, keep_last = found
         try:
-            directory.track(path.name)
-            if keep_last is not None:
-                directory.retain(keep_last)
+            found.directory.track(path.name)
+            if found.keep_last is not None:
+                found.directory.retain(found.keep_last, found.lineage)
         except (CheckpointError, OSError) as error:
             warn(f"{path} is written, but updating the tracker or removing older checkpoints failed: {error}")
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_replica._compat.lightning_names import TrainerFn, pl
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
 from lightning_replica.checkpoint.location import Location, locate
+from lightning_replica.checkpoint.manifest import Lineage
 from lightning_replica.core.messages import say, warn
 from lightning_replica.core.points import begin
 from lightning_replica.errors import CheckpointError, CollectiveError, ReplicaError
@@ -23,6 +25,7 @@ from lightning_replica.trainer.lightning_collectives import LightningCollectives
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.trainer.saving.dying_gasp import DyingGasp
 from lightning_replica.trainer.saving.hyperparameters import left_out
+from lightning_replica.trainer.saving.which_checkpoint import begin_run
 from lightning_replica.trainer.steps import Training
 
 log = logging.getLogger(__name__)
@@ -168,7 +171,11 @@ class LightningCheckpoints(LightningCollectives):
         A checkpoint that a user asks for is also written there; of several directories, to the first.
         """
         trainer, training = self._fitting()
-        self._checkpoints.publish_to(directory, keep_last)
+        begun = None
+        if self.is_global_zero and not self._is_newborn:
+            begun = asdict(begin_run(trainer, directory))
+        lineage = Lineage.of_plain(self.broadcast(begun))
+        self._checkpoints.publish_to(directory, keep_last, lineage)
         self._tell_what_is_left_out(trainer)
         self.session.ending.leave_directory(str(directory.path))
         training.save_when_asked(partial(self._save_planned, trainer, training, directory))

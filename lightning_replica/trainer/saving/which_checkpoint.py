@@ -12,11 +12,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lightning_replica._compat.lightning import continue_in_place, when_checkpoint_is_chosen
-from lightning_replica.checkpoint.directory import CheckpointDirectory, newest
+from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, newest
+from lightning_replica.checkpoint.location import locate
+from lightning_replica.checkpoint.manifest import Lineage
 from lightning_replica.core.messages import say
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
@@ -48,6 +52,7 @@ class WhichCheckpoint:
                 where checkpoints are.
         """
         bound = inspect.signature(function).bind(*args, **kwargs)
+        _count(function)
         if trainer is not None and "ckpt_path" in bound.signature.parameters:
             when_checkpoint_is_chosen(trainer, self._compare)
         asked = bound.arguments.get("ckpt_path")
@@ -62,7 +67,7 @@ class WhichCheckpoint:
                 "resume='auto' takes the newest checkpoint, but no callback names a directory of checkpoints. Add"
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
-        found = self._once(lambda: self._newest(directories))
+        found = self._once(lambda: self._newest(directories, None if asked == "last" else _fits))
         if found:
             bound.arguments["ckpt_path"] = found
             continue_in_place(trainer)
@@ -91,9 +96,10 @@ class WhichCheckpoint:
         auto = self._resume == "auto" and function.__name__ == "_fit_impl"
         return asked == "last" or (asked is None and auto)
 
-    def _newest(self, directories: Iterable[CheckpointDirectory]) -> str:
+    def _newest(self, directories: Iterable[CheckpointDirectory], fit: int | None) -> str:
+        """Return the newest checkpoint of a fit of this script; of all fits, if that is None."""
         try:
-            found = newest(directories, verify=True)
+            found = newest(directories, verify=True, fit=fit)
         except CheckpointError as error:
             raise ConfigurationError(f"The newest checkpoint cannot be determined: {error}") from error
         for problem in found.problems:
@@ -107,6 +113,37 @@ class WhichCheckpoint:
             path = path.removesuffix(".old")  # the run renames it to this when it begins; readers accept both
         say(f"resumes from {path}.")
         return path
+
+
+_fits = 0  # how many this process has begun: every start of a script begins the same ones in the same order
+
+
+def _count(function: Callable[..., Any]) -> None:
+    global _fits
+    _fits += function.__name__ == "_fit_impl"
+
+
+def begin_run(trainer: Any, directory: CheckpointDirectory) -> Lineage:
+    """Return what the present fit is among those that have written to a directory. One process calls this.
+
+    Args:
+        trainer: The trainer, which fits.
+        directory: One of the directories of its callbacks.
+
+    Raises:
+        CheckpointError: If a store cannot be listed.
+    """
+    run = 1 + max(each.last_run for each in (directory, *_directories(trainer.callbacks)))
+    lineage = Lineage(run, max(1, _fits))
+    loaded = None if trainer.ckpt_path is None else locate(trainer.ckpt_path)
+    if loaded is None or loaded.parent != directory.path:
+        return lineage
+    with suppress(CheckpointError):  # it may have been loaded by another name
+        manifest = examine(loaded).manifest
+        if manifest is not None:
+            before = manifest.lineage
+            return replace(lineage, after=(*before.after, (before.run, manifest.step or 0)))
+    return lineage
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
