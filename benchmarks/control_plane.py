@@ -32,7 +32,8 @@ from lightning_replica.control.gathering import Gathering, LocalRanks
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.grid import Grid
 from lightning_replica.nodes.log import Log
-from lightning_replica.nodes.membership import join, register
+from lightning_replica.nodes.meeting import join
+from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.recovery.conclusion import Conclusion, conclude
@@ -312,7 +313,7 @@ report, one makes the plan, all nodes read it. Median (least .. most) of {option
 the run; a message at rest is a sign of life, or a question for others'. All nodes share the cores of this machine,
 which is the slower way: in a cluster, they work at the same time.
 
-The rendezvous (torchelastic's), until all nodes know their place:
+Nodes that come at the same time, until all know their place:
 
 | nodes | seconds | messages |
 |---|---|---|

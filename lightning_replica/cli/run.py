@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning_replica.errors import ConfigurationError
@@ -17,6 +17,22 @@ T = TypeVar("T")
 _NODE_TIMEOUT_S = 10.0
 _PORT = 29500
 _ETCD_PORT = 2379
+_CONF = frozenset(("join_timeout", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key", "protocol"))
+_SUPPORTED = frozenset(
+    (
+        *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
+        *("master_addr", "master_port", "local_addr", "module", "no_python", "training_script", "training_script_args"),
+        *("spares", "node_timeout", "double_up_after"),
+    )
+)
+_OUTPUT = "the output of all ranks goes where this command's goes."
+_INSTEAD = {
+    "node_rank": "nodes have their ranks in the order in which they come.",
+    "max_restarts": "lost processes are replaced one by one; `ReplicaZeroStrategy(max_restarts=...)` says how many.",
+    "shutdown_timeout": "`DyingGaspCheckpoint(grace_s=...)` says how long ranks have.",
+    "signals_to_handle": "SIGTERM, SIGINT and SIGHUP are handled, and SIGUSR1 with a `DyingGaspCheckpoint`.",
+    **dict.fromkeys(("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs"), _OUTPUT),
+}
 _BACKENDS = ("c10d", "etcd", "etcd-v2")
 # What torchelastic calls the files, in its two ways to reach etcd.
 _FILES = (("ca_cert", "cacert"), ("ssl_cert", "cert"), ("ssl_cert_key", "key"))
@@ -42,8 +58,8 @@ def run(options: argparse.Namespace) -> NoReturn:
     """
     from lightning_replica.nodes import job
 
-    given = parser().parse_args(options.arguments)
-    command = job.training_command(given.training_script, given.training_script_args, given.module)
+    given = parse(options.arguments)
+    command = job.training_command(given.training_script, given.training_script_args, given.module, given.no_python)
     code = job.run(settings_of(given), command)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,6 +95,24 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line.
+
+    Raises:
+        ConfigurationError: If it has one of torchrun's options that this command does not support.
+    """
+    with_defaults = parser()
+    given, defaults = with_defaults.parse_args(arguments), vars(with_defaults.parse_args(["script"]))
+    for name, value in vars(given).items():
+        # What an operator sets for torchrun in PET_... variables are defaults.
+        if name not in _SUPPORTED and value != defaults[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(
+                f"{option}={value}: {_INSTEAD.get(name, f'this command has no {option}.')} Leave it out."
+            )
+    return given
+
+
 def settings_of(given: argparse.Namespace) -> "NodeSettings":
     """Return the nodes' settings, from what torchrun's parser has parsed.
 
@@ -94,13 +128,16 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
         raise ConfigurationError(f"--rdzv-backend={given.rdzv_backend}: choose one of {', '.join(_BACKENDS)}.")
     try:
         conf = rendezvous_config(given.rdzv_conf)
-        store = _store(given.rdzv_backend, given.rdzv_endpoint, conf)
+        store = _store(given, conf)
     except ValueError as error:
         raise ConfigurationError(f"--rdzv-endpoint or --rdzv-conf: {error}") from error
+    unknown = conf.keys() - _CONF
+    if unknown:
+        raise ConfigurationError(f"--rdzv-conf {min(unknown)}=...: known are {', '.join(sorted(_CONF))}.")
     join_timeout_s = _number("--rdzv-conf join_timeout", conf.get("join_timeout", "600"), float)
     return NodeSettings(
-        nnodes=_nodes(given.nnodes),
-        nproc_per_node=_number("--nproc-per-node", given.nproc_per_node, int),
+        nnodes=1 if given.standalone else _nodes(given.nnodes),
+        nproc_per_node=_processes(given.nproc_per_node),
         store=store,
         run_id=given.rdzv_id,
         address=given.local_addr or address_towards(store, join_timeout_s),
@@ -111,14 +148,25 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
     )
 
 
-def _store(backend: str, endpoint: str, conf: Mapping[str, str]) -> "Address":
+def _store(given: argparse.Namespace, conf: Mapping[str, str]) -> "Address":
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+    from lightning_replica.launch.place import LOOPBACK
     from lightning_replica.stores.address import EtcdAddress, StoreAddress
+    from lightning_replica.stores.tcp import listen
 
-    if not backend.startswith("etcd"):
-        return StoreAddress(*parse_rendezvous_endpoint(endpoint or "127.0.0.1", _PORT))
-    endpoints = tuple(parse_rendezvous_endpoint(each, _ETCD_PORT) for each in endpoint.split(","))
+    if given.standalone:
+        with listen(LOOPBACK) as free:
+            return StoreAddress(LOOPBACK, free.getsockname()[1])
+    if not given.rdzv_backend.startswith("etcd"):
+        static = f"[{given.master_addr}]" if ":" in given.master_addr else given.master_addr
+        endpoint = given.rdzv_endpoint or static
+        if endpoint.count(":") > 1 and not endpoint.startswith("["):
+            raise ConfigurationError(
+                f"--rdzv-endpoint={endpoint}: write an address of IPv6 in brackets, [{endpoint}]:PORT."
+            )
+        return StoreAddress(*parse_rendezvous_endpoint(endpoint, given.master_port or _PORT))
+    endpoints = tuple(parse_rendezvous_endpoint(each, _ETCD_PORT) for each in given.rdzv_endpoint.split(","))
     ca_cert, cert, key = (next((conf[name] for name in names if name in conf), None) for names in _FILES)
     return EtcdAddress(endpoints, ca_cert, cert, key)
 
@@ -130,6 +178,16 @@ def _nodes(given: str) -> int:
             f"--nnodes={given}: ranks keep their number here, so give one number of nodes, and --spares for more."
         )
     return _number("--nnodes", least, int)
+
+
+def _processes(given: str) -> int:
+    """Return the number of ranks of a node, which "auto", "gpu" and the like leave to torch."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return int(determine_local_world_size(given))
+    except ValueError as error:
+        raise ConfigurationError(f"--nproc-per-node={given}: {error}") from error
 
 
 def _number(name: str, given: str, kind: Callable[[str], T]) -> T:

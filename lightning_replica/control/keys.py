@@ -317,18 +317,6 @@ CLOSED = "closed"
 NODES_COME = "nodes/come"
 """How many nodes have come. A counter, which gives each node its number."""
 
-NODES_JOINED = "nodes/joined"
-"""How many nodes have joined the rendezvous, or come too late for that. A counter."""
-
-
-def joined(number: int) -> str:
-    """Return the key that is present once a node has joined the rendezvous. Written by that node."""
-    return f"nodes/joined/{number}"
-
-
-NODES_FULL = "nodes/full"
-"""Present once the round of the rendezvous is complete. Written by the node that has completed it."""
-
 NODES_FACTS = "nodes/facts"
 """The name of the node that came first, and how it was started, as JSON. Written once, by that node."""
 
@@ -349,13 +337,8 @@ def beat(number: int) -> str:
     return f"nodes/beat/{number}"
 
 
-def slot(number: int) -> str:
-    """Return the key of the node that the rendezvous has given a slot. Written once, by that node."""
-    return f"nodes/slot/{number}"
-
-
 NODES_FIRST = "nodes/first"
-"""The first placement of nodes. Written once, by the first node of the rendezvous. Others are in `generation`."""
+"""The first placement of nodes. Written once, by the first node that lives. Others are in `generation`."""
 
 
 def heir(number: int) -> str:

@@ -56,7 +56,7 @@ def _serve(store: StoreAddress, timeout_s: float) -> dist.TCPStore | None:
 
 def _resolve(host: str, timeout_s: float) -> str:
     """Return the IP address of a host. Its name may be unknown for some time, as names of new pods are."""
-    began = time.monotonic()
+    began, said = time.monotonic(), False
     while True:
         try:
             return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -65,6 +65,9 @@ def _resolve(host: str, timeout_s: float) -> str:
                 raise ConfigurationError(
                     f"The host {host!r} of the store has not been known for {timeout_s:g} s: {error}. {_ADVICE}"
                 ) from error
+            if time.monotonic() - began > _QUIET_S and not said:
+                said = True
+                say(f"waiting for the name of the host {host!r} to be known ({error}), for up to {timeout_s:g} s.")
         time.sleep(_PAUSE_S)
 
 

@@ -24,7 +24,8 @@ from lightning_replica.nodes.cluster import Cluster
 from lightning_replica.nodes.door import Door
 from lightning_replica.nodes.endpoint import interface_of, serve_or_wait
 from lightning_replica.nodes.failover import Stores
-from lightning_replica.nodes.membership import join, register
+from lightning_replica.nodes.meeting import join
+from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.placement import ranks_of
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
@@ -115,8 +116,10 @@ def compare(store: Store, own: Mapping[str, str], name: str) -> None:
             )
 
 
-def training_command(script: str, arguments: Sequence[str], module: bool) -> list[str]:
+def training_command(script: str, arguments: Sequence[str], module: bool, no_python: bool = False) -> list[str]:
     """Return the command line of a rank."""
+    if no_python:
+        return [script, *arguments]
     return [sys.executable, *(["-m"] if module else []), script, *arguments]
 
 

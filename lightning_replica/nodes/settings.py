@@ -14,7 +14,7 @@ class NodeSettings:
         nnodes: Number of nodes that train.
         nproc_per_node: Number of ranks on each of them.
         store: Where the whole store is. Each attempt of a run has a part of it; see `attempt`.
-        run_id: Name of the run, for torchelastic's rendezvous.
+        run_id: Name of the run.
         address: IP address of this node.
         spares: Number of further nodes that are expected. More may come.
         node_timeout_s: Time without a sign of life after which a node is lost.

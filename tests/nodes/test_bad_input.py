@@ -1,6 +1,7 @@
 """What users get wrong when they start several nodes: each is named before anyone waits."""
 
 import socket
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +79,13 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--nnodes", "1:4"], "--nnodes=1:4: ranks keep their number here, so give one number of nodes"),
         (["--nnodes", "two"], "--nnodes=two: must be a number here."),
-        (["--nproc-per-node", "auto"], "--nproc-per-node=auto: must be a number here."),
+        (["--nproc-per-node", "many"], "--nproc-per-node=many: "),
+        (["--rdzv-endpoint", "::1"], "--rdzv-endpoint=::1: write an address of IPv6 in brackets, [::1]:PORT."),
+        (["--rdzv-conf", "join_timeot=5"], "--rdzv-conf join_timeot=...: known are ca_cert, "),
+        (["--node-rank", "1"], "--node-rank=1: nodes have their ranks in the order in which they come. Leave it out."),
+        (["--max-restarts", "3"], "--max-restarts=3: lost processes are replaced one by one; "),
+        (["--tee", "3"], "--tee=3: the output of all ranks goes where this command's goes. Leave it out."),
+        (["--role", "x"], "--role=x: this command has no --role. Leave it out."),
         (["--rdzv-endpoint", "127.0.0.1:http"], "'127.0.0.1:http' must be an integer"),
         (["--rdzv-endpoint", "no host"], "'no host' must be a dot-separated list of labels"),
         (["--rdzv-conf", "join_timeout"], "--rdzv-endpoint or --rdzv-conf: "),
@@ -100,6 +107,42 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_options(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *options, "train.py"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoint"),
+    [
+        ([], "127.0.0.1:29500"),
+        (["--master-addr", "10.0.0.5", "--master-port", "1234"], "10.0.0.5:1234"),
+        (["--rdzv-endpoint", "10.0.0.5"], "10.0.0.5:29500"),
+        (["--rdzv-endpoint", "[::1]:5"], "[::1]:5"),
+    ],
+)
+def test_where_nodes_meet(options: list[str], endpoint: str) -> None:
+    given = run.parse(["--local-addr", "127.0.0.1", "--nnodes", "2", *options, "train.py"])
+    assert run.settings_of(given).store.endpoint == endpoint
+
+
+def test_one_node_alone() -> None:
+    settings = run.settings_of(run.parse(["--standalone", "--nnodes", "7", "train.py"]))
+    assert settings.nnodes == 1
+    assert settings.store.endpoint.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [([], [sys.executable, "x", "a"]), (["-m"], [sys.executable, "-m", "x", "a"]), (["--no-python"], ["x", "a"])],
+)
+def test_the_command_of_a_rank(options: list[str], line: list[str]) -> None:
+    given = run.parse([*options, "x", "a"])
+    assert (
+        job.training_command(given.training_script, given.training_script_args, given.module, given.no_python) == line
+    )
+
+
+def test_what_an_operator_sets_for_torchrun_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    assert run.parse(["x"]).node_rank == 1
 
 
 def test_options_of_the_script_are_not_taken_for_abbreviations() -> None:
