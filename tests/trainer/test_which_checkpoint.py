@@ -13,6 +13,7 @@ from lightning_replica import CheckpointPublisher, ConfigurationError, DyingGasp
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.control.once import once
+from lightning_replica.trainer.saving import which_checkpoint
 from lightning_replica.trainer.saving.which_checkpoint import WhichCheckpoint
 from tests.checkpoint.rewrite import rewrite
 from tests.checkpoint.small import directory_of, save
@@ -31,14 +32,24 @@ def _fit_impl(model: str, ckpt_path: str | None = None) -> None:
     """As the trainer's."""
 
 
+@pytest.fixture(autouse=True)
+def no_fit_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(which_checkpoint, "_fits", 0)
+
+
+def trainer_with(callbacks: list[Any]) -> Any:
+    return SimpleNamespace(callbacks=callbacks, loggers=[], _checkpoint_connector=SimpleNamespace())
+
+
 def fill_in(callbacks: list[Any], **given: str) -> dict[str, Any]:
+    which_checkpoint._fits = 0  # in another start of the script
     which = WhichCheckpoint("auto", once=lambda choose: choose())
-    return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), given).arguments
+    return which.fill_in(trainer_with(callbacks), _fit_impl, ("model",), given).arguments
 
 
 def test_a_checkpoint_that_is_given() -> None:
     which = WhichCheckpoint("there", once=lambda choose: pytest.fail(choose()))
-    trainer = SimpleNamespace(callbacks=[])
+    trainer = trainer_with([])
     assert which.fill_in(trainer, _fit_impl, ("model",), {}).arguments == {"model": "model", "ckpt_path": "there"}
     asked = {"ckpt_path": "elsewhere"}
     assert which.fill_in(trainer, _fit_impl, ("model",), asked).arguments == {"model": "model", **asked}
@@ -51,18 +62,20 @@ def test_only_our_callbacks_say_where_checkpoints_are(tmp_path: Path) -> None:
 
 
 def test_a_replacement_is_told_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs the script again, and must not find what was saved meanwhile; a second fit shall."""
+    """It runs the script again, and must not find what was saved meanwhile; another run shall."""
     callbacks, store = [DyingGaspCheckpoint(tmp_path)], dist.HashStore()
     directory = directory_of(tmp_path, 1)
 
     def chosen() -> Any:
         which = WhichCheckpoint("auto", once=lambda choose: once(0, store, choose))
-        return which.fill_in(SimpleNamespace(callbacks=callbacks), _fit_impl, ("model",), {}).arguments["ckpt_path"]
+        return which.fill_in(trainer_with(callbacks), _fit_impl, ("model",), {}).arguments["ckpt_path"]
 
     for _ in ("rank 0", "its replacement"):
         monkeypatch.setattr(lightning_replica.control.once, "_numbers", itertools.count())
+        monkeypatch.setattr(which_checkpoint, "_fits", 0)
         assert chosen() == str(directory.path_of(1))
         save(directory.path_of(2), 2, 2.0)
+    monkeypatch.setattr(which_checkpoint, "_fits", 0)
     assert chosen() == str(directory.path_of(2))
 
 

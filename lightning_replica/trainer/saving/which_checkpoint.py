@@ -14,8 +14,9 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from lightning_replica._compat.lightning import continue_in_place, when_checkpoint_is_chosen
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, newest
@@ -28,6 +29,7 @@ from lightning_replica.launch.environment import RankEnvironment
 log = logging.getLogger(__name__)
 
 Resume: TypeAlias = Literal["auto"] | None
+_LOOKED_UP: Final = (None, "last", "best", "hpc")  # by Lightning; None: in a job that Slurm has started again
 
 
 class WhichCheckpoint:
@@ -54,7 +56,8 @@ class WhichCheckpoint:
         bound = inspect.signature(function).bind(*args, **kwargs)
         _count(function)
         if trainer is not None and "ckpt_path" in bound.signature.parameters:
-            when_checkpoint_is_chosen(trainer, self._compare)
+            looked_up = bound.arguments.get("ckpt_path") in _LOOKED_UP
+            when_checkpoint_is_chosen(trainer, partial(self._compare, looked_up))
         asked = bound.arguments.get("ckpt_path")
         if self._resume not in (None, "auto") and asked is None and function.__name__ == "_fit_impl":
             bound.arguments["ckpt_path"] = self._resume
@@ -73,8 +76,12 @@ class WhichCheckpoint:
             continue_in_place(trainer)
         return bound
 
-    def _compare(self, path: Any) -> None:
+    def _compare(self, looked_up: bool, path: Any) -> None:
         """Check that all ranks are about to load the same checkpoint. A replacement loads none, and may find another.
+
+        Args:
+            looked_up: Whether Lightning has looked it up. If not, ranks may have copies of their own.
+            path: The checkpoint; None if there is none.
 
         Raises:
             ConfigurationError: On the ranks that have chosen another one than rank 0.
@@ -84,8 +91,9 @@ class WhichCheckpoint:
         environment = RankEnvironment.current()
         if environment is not None and environment.generation:
             return
-        same_place = host == socket.gethostname() or None in (own, theirs)
-        if own != theirs if same_place else Path(str(own)).name != Path(str(theirs)).name:
+        here, name = host == socket.gethostname(), Path(own or "").name
+        same = own == theirs if here else name == Path(theirs or "").name
+        if (own is None) != (theirs is None) or (looked_up and not same):
             raise ConfigurationError(
                 f"This rank is to load {own or 'no checkpoint'}, but rank 0 {theirs or 'none'}. With ckpt_path='last',"
                 " 'best' or another name that Lightning looks up, every rank has to find the same one: let all ranks"
