@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"manifest.json cannot be read \(ValueError: its checksum differs",
     ),
-    "format": (edit(lambda m: m.update(format=9)), r"has format 9, but this version.* reads format 2.*wrote it: \{'li"),
+    "format": (edit(lambda m: m.update(format=9)), r"has format 9, but this version.* reads format 3.*wrote it: \{'li"),
 }
 
 

@@ -28,7 +28,8 @@ def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     found = lines(text)
     assert (found["checkpoint"], found["step"], found["written for"]) == (str(path), "120", "gasp")
     assert re.fullmatch(rf"\d{{4}}-\S+ \S+ UTC by rank 0 on {re.escape(socket.gethostname())}", found["saved"])
-    assert found["run"] == "1 ranks, replicas=1, partition='element'"
+    assert found["run"] == "0, fit 1 of its script"
+    assert found["ranks"] == "1, replicas=1, partition='element'"
     assert f"torch {importlib.metadata.version('torch')}" in found["versions"]
     assert found["weights"] == "147 trained, 3 others"
     assert found["optimizers"] == "SGD"
@@ -58,7 +59,7 @@ def test_a_directory_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtur
     directory = directory_of(tmp_path, 10, 20, 30)
     assert main(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert re.findall(r"^  (step_\d+) +(\d+) +periodic .* (whole|whole, tracked)$", text, re.M) == [
+    assert re.findall(r"^  (step_\d+) +0 +(\d+) +periodic .* (whole|whole, tracked)$", text, re.M) == [
         ("step_00000030", "30", "whole, tracked"),
         ("step_00000020", "20", "whole"),
         ("step_00000010", "10", "whole"),
@@ -70,7 +71,7 @@ def test_a_directory_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["inspect", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert re.search(r"^  step_00000020 +\? .* DAMAGED$", text, re.M)
-    assert re.search(r"^  step_00000030 +30 .* DAMAGED, tracked$", text, re.M)
+    assert re.search(r"^  step_00000030 +0 +30 .* DAMAGED, tracked$", text, re.M)
     assert f"\ncheckpoint   {directory.path_of(10)}\n" in text
     problems = text.splitlines()[-3:]
     assert "step_00000020 cannot be used: it has no manifest.json" in problems[0]
@@ -107,7 +108,7 @@ def test_a_url(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (attempt,) = attempts_at(in_store(directory.path_of(20)))
     assert main(["inspect", bucket, "--verify"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^  step_00000020 +20 +periodic .* whole, tracked$", text, re.M)
+    assert re.search(r"^  step_00000020 +0 +20 +periodic .* whole, tracked$", text, re.M)
     assert f"\ncheckpoint   {bucket}/step_00000020\n" in text
     assert text.splitlines()[-1] == "whole, to the last byte"
     assert main(["inspect", f"{bucket}/step_00000020"]) == 0

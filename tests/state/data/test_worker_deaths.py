@@ -1,12 +1,18 @@
 """DataLoader workers that die, stop or raise: the run ends with the bits of the one that was left alone."""
 
+import os
+import signal
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_replica.errors import WorkerDiedError
+from lightning_replica.state.data import deaths
 from tests.state.data import traps
 from tests.state.data.traps import BATCHES, Plan, Trap
 from tests.support import world
@@ -117,3 +123,18 @@ def test_a_sample_that_cannot_be_read_without_workers(plan: Plan, place: str, un
     outcome.assert_same(untouched(str(plan)))
     assert outcome.said == []
     assert (tmp_path / "trap0").exists()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_connection_that_breaks(dies: bool) -> None:
+    """To a worker that dies while the rank receives what it has sent; or to something else."""
+    batches: Any = iter(DataLoader(TensorDataset(torch.arange(8)), num_workers=1))
+    next(batches)
+    deaths.hold()
+    try:
+        with pytest.raises(WorkerDiedError if dies else ConnectionResetError), deaths.loading():
+            if dies:
+                os.kill(batches._workers[0].pid, signal.SIGKILL)
+            raise ConnectionResetError
+    finally:
+        deaths.release()
