@@ -125,6 +125,12 @@ def test_a_sample_that_cannot_be_read_without_workers(plan: Plan, place: str, un
     assert (tmp_path / "trap0").exists()
 
 
+def breaks(worker: int) -> None:
+    if worker:
+        os.kill(worker, signal.SIGKILL)
+    raise ConnectionResetError
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_connection_that_breaks(dies: bool) -> None:
     """To a worker that dies while the rank receives what it has sent; or to something else."""
@@ -133,8 +139,6 @@ def test_a_connection_that_breaks(dies: bool) -> None:
     deaths.hold()
     try:
         with pytest.raises(WorkerDiedError if dies else ConnectionResetError), deaths.loading():
-            if dies:
-                os.kill(batches._workers[0].pid, signal.SIGKILL)
-            raise ConnectionResetError
+            breaks(batches._workers[0].pid if dies else 0)
     finally:
         deaths.release()
