@@ -19,7 +19,8 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
     Args:
         dirpath: The directory, or its URL ("s3://bucket/run").
         every_n_train_steps: Write a checkpoint each time this number of optimizer steps is done; None writes none.
-        keep_last: How many checkpoints named ``step_...`` to keep; None keeps all. The tracked one is always kept.
+        keep_last: How many checkpoints named ``step_...`` to keep, of this fit and of the runs that it goes on from;
+            None keeps all. Those of other runs and fits stay, and the tracked one.
         async_save: Whether training continues while a checkpoint is written to the disk. Training still waits for a
             copy of what is written, which takes memory for the shard and its part of the weights. It also waits for a
             checkpoint that is still under way when the next is due, or at the end. If a rank is lost before a

@@ -12,9 +12,10 @@ class DyingGaspCheckpoint(RunDirectory):
     """Makes the survivors write a complete checkpoint and shut down when the run cannot continue.
 
     This happens when a rank is lost and cannot be replaced, when recovery fails, when every rank raises, and when the
-    supervisor or any rank receives SIGTERM, SIGINT (Ctrl-C) or SIGUSR1. At most the step in flight is lost. The process
-    ends with an exit code of `lightning_replica.exit_codes`. To resume, call ``trainer.fit(model, ckpt_path="last")``,
-    or use ``ReplicaZeroStrategy(resume="auto")`` and the same command. The third run in a row that fails at one step
+    supervisor or any rank receives SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, or the supervisor SIGHUP, as from a terminal
+    that is closed. At most the step in flight is lost. The process ends with an exit code of
+    `lightning_replica.exit_codes`. To resume, call ``trainer.fit(model, ckpt_path="last")``, or use
+    ``ReplicaZeroStrategy(resume="auto")`` and the same command. The third run in a row that fails at one step
     ends with a code that says not to resume (`exit_codes.NO_PROGRESS`).
 
     Args:

@@ -17,7 +17,6 @@ T = TypeVar("T")
 _NODE_TIMEOUT_S = 10.0
 _PORT = 29500
 _ETCD_PORT = 2379
-_CONF = frozenset(("join_timeout", "ca_cert", "cacert", "ssl_cert", "cert", "ssl_cert_key", "key", "protocol"))
 _SUPPORTED = frozenset(
     (
         *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
@@ -36,6 +35,7 @@ _INSTEAD = {
 _BACKENDS = ("c10d", "etcd", "etcd-v2")
 # What torchelastic calls the files, in its two ways to reach etcd.
 _FILES = (("ca_cert", "cacert"), ("ssl_cert", "cert"), ("ssl_cert_key", "key"))
+_CONF = frozenset(("join_timeout", *(name for names in _FILES for name in names)))
 
 
 def add_parser(commands: Any) -> None:
@@ -129,6 +129,8 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
     try:
         conf = rendezvous_config(given.rdzv_conf)
         store = _store(given, conf)
+    except ConfigurationError:
+        raise
     except ValueError as error:
         raise ConfigurationError(f"--rdzv-endpoint or --rdzv-conf: {error}") from error
     unknown = conf.keys() - _CONF

@@ -159,9 +159,9 @@ def beside(number: int, use: int) -> str:
 
 
 def left(rank: int) -> str:
-    """Return the key that says that the rank's process is about to close its connections, as its script is over.
+    """Return the key that says whether the rank's process is about to leave (`departures`).
 
-    Written by the rank.
+    Written by the rank; changes.
     """
     return f"left/{rank}"
 
@@ -250,6 +250,11 @@ def once(number: int) -> str:
     Written by rank 0.
     """
     return f"once/{number}"
+
+
+def once_begun(number: int) -> str:
+    """Return the key that is present once rank 0 does the ``number``-th of these tasks. Written by rank 0."""
+    return f"once/{number}/begun"
 
 
 # Keys of the end

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from lightning_replica.control import keys
+from lightning_replica.control.departures import has_left
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.stores.interface import Store
 
@@ -13,27 +14,37 @@ _POLL_S = 0.05
 _numbers = itertools.count()  # of this process: every rank runs the same script, and so calls `once` in the same order
 
 
-def once(rank: int, store: Store, work: Callable[[], str]) -> str:
+def once(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> str:
     """Call ``work`` on rank 0, and return its result on every rank. A replacement gets the same result.
 
-    The wait has no time-out, as ``work`` may have much to read. It ends only with a result, the store or this process.
+    Once rank 0 works, the wait has no time-out, as ``work`` may have much to read.
 
     Args:
         rank: This rank.
         store: The store that keeps the result.
         work: The work of rank 0, which returns the result.
+        timeout_s: How long the other ranks wait until rank 0 begins to work, in seconds.
 
     Raises:
-        ConfigurationError: On every rank, if ``work`` raised it.
+        ConfigurationError: On every rank, if ``work`` raised it; on the other ranks, if rank 0 makes no such call.
     """
-    key = keys.once(next(_numbers))
+    number = next(_numbers)
+    key, begun = keys.once(number), keys.once_begun(number)
     if rank == 0 and not store.check([key]):
+        store.set(begun, "yes")  # an empty value would count as none
         try:
             store.set(key, json.dumps({"result": work()}))
         except ConfigurationError as error:
             store.set(key, json.dumps({"error": str(error)}))
             raise
+    deadline = time.monotonic() + timeout_s
     while not store.check([key]):
+        missing = not store.check([begun])
+        if missing and (has_left(store, 0) or time.monotonic() > deadline):
+            raise ConfigurationError(
+                "This rank waits for rank 0, which has ended or has not made the same call of the trainer within"
+                f" {timeout_s:g} s (rendezvous_timeout_s): `fit`, `validate`, `test` and `predict` are for all ranks."
+            )
         time.sleep(_POLL_S)
     found: dict[str, str] = json.loads(store.get(key))
     if "error" in found:

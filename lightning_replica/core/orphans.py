@@ -9,7 +9,7 @@ from functools import partial
 
 from lightning_replica.exit_codes import ORPHANED
 
-__all__ = ["ORPHANED", "die_with", "is_alive"]
+__all__ = ["ORPHANED", "die_with"]
 
 _PR_SET_PDEATHSIG = 1
 # Looked up at import: between fork and exec a process may do hardly more than call it.
@@ -37,17 +37,6 @@ def _die_with(parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # the parent has already ended
         os._exit(ORPHANED)
-
-
-def is_alive(process: int) -> bool:
-    """Return whether a process runs."""
-    try:
-        os.kill(process, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def end_with_parent() -> None:

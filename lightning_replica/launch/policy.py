@@ -255,7 +255,8 @@ class Policy:
                 Send(signal.SIGTERM),
             )
         again = self._told is not None
-        actions = self._fail(f"The run was stopped by {told.name}.", 128 + told, facts, forward=told, asked=True)
+        forward = signal.SIGTERM if told == signal.SIGHUP else told  # ranks ignore SIGHUP
+        actions = self._fail(f"The run was stopped by {told.name}.", 128 + told, facts, forward=forward, asked=True)
         if again:
             self.state, self.code, self._saves = State.KILLED, 128 + told, False
             actions += (EndRanks(signal.SIGKILL),)

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from lightning_replica._compat.lightning_names import _Launcher
-from lightning_replica.core.orphans import is_alive
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
 
@@ -66,7 +67,7 @@ def refuse_grandchildren(environment: RankEnvironment) -> None:
         ConfigurationError: If another process has started it, such as a rank, whose environment it has inherited.
     """
     supervisor = environment.supervisor
-    if os.getppid() != supervisor and is_alive(supervisor):
+    if os.getppid() != supervisor and psutil.pid_exists(supervisor):
         raise ConfigurationError(
             f"This process has the environment of a rank, but was not started by the supervisor, process {supervisor}."
             " A rank may have started it. Only ranks themselves can train together. To train here apart from them,"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_replica.control import keys, planned_save
+from lightning_replica.control.departures import has_left
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import Phase, phase_of
@@ -292,9 +293,9 @@ class Supervisor:
         processes = [(child.rank, child.generation) for child in (own, *others)]
         words = LastWords.heard(self._store, processes) if code > 0 and code != DEVICE_LOST else []
         waited = bool(words) and not words[0].own and words[0].rank == own.rank and words[0].place
-        left = [rank for rank in range(self._world_size) if self._store.check([keys.left(rank)])]
-        if waited and set(left) - {own.rank}:
-            gone = ", ".join(f"rank {rank}" for rank in left if rank != own.rank)
+        asked = (rank for rank in range(self._world_size) if waited and rank != own.rank)
+        gone = ", ".join(f"rank {rank}" for rank in asked if has_left(self._store, rank))
+        if gone:
             together = "all ranks have to make this call, or none"
             return f"Rank {own.rank}{self._on_node} waited at {waited} for {gone}, which had ended ({together})"
         if words and (words[0].own or words[0].rank == own.rank):

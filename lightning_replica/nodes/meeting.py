@@ -48,8 +48,8 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     """
     meeting = _Meeting(store, member, settings)
     while not store.check([keys.NODES_FIRST]):
-        meeting.look()
-        meeting.wait()
+        if not meeting.look():
+            meeting.wait()
     store.set(keys.beat(member.number), Sign().to_json())  # from here on, `pulse` gives signs
     return first_placement(store)
 
@@ -74,8 +74,11 @@ class _Meeting:
         self._next_word = self._began + _FIRST_WORD_S
         self._is_first = False
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """Give a sign of life. If no node with a lower number lives, and enough nodes do, place the ranks.
+
+        Returns:
+            Whether the ranks are placed.
 
         Raises:
             ConfigurationError: If the time is over.
@@ -87,28 +90,28 @@ class _Meeting:
         left_s = self._began + self._settings.join_timeout_s - now
         self._is_first = not any(self._living([number]) for number in range(self._own.number))
         if not self._is_first and now < self._next_word and left_s > 0:
-            return
+            return False
         living = self._living(range(come(self._store)))
         if self._is_first and len(living) >= self._settings.nnodes:
-            self._place(living[: self._settings.nnodes])
-        elif left_s <= 0:
+            placement = Placement(tuple(living[: self._settings.nnodes]))
+            self._store.compare_set(keys.NODES_FIRST, "", placement.to_json())
+            return True
+        if left_s <= 0:
             raise ConfigurationError(
                 f"Only {len(living)} of nnodes={self._settings.nnodes} nodes have come to"
                 f" {self._settings.store.endpoint} within {self._settings.join_timeout_s:g} s. Start the same command"
                 " on the other nodes, or raise the time-out of the rendezvous (--rdzv-conf join_timeout=...)."
             )
-        elif now >= self._next_word:
+        if now >= self._next_word:
             self._next_word = now + _WORD_S
             self._tell(living, left_s)
+        return False
 
     def wait(self) -> None:
         """Wait for the placement, for a short time only; the node that makes it waits for the next node."""
         sought = keys.node(max(self._members) + 1) if self._is_first else keys.NODES_FIRST
         with suppress(dist.DistStoreError):
             self._store.wait([sought], timedelta(seconds=self._look_s))
-
-    def _place(self, numbers: list[int]) -> None:
-        self._store.compare_set(keys.NODES_FIRST, "", Placement(tuple(numbers)).to_json())
 
     def _living(self, numbers: Iterable[int]) -> list[int]:
         """Return those of some nodes that live, in order, as far as is known."""
@@ -132,11 +135,12 @@ class _Meeting:
         sign = read(keys.beat(number), value, Sign.from_json, None) if value else None
         if before is None or sign != before.sign:
             self._seen[number] = _Seen(sign, self._awake_s)
+        if before is not None and sign != before.sign:
             return True
         if is_dead(self._members[number]):
             self._dead.add(number)
             return False
-        return self._awake_s - before.at_s < self._settings.node_timeout_s
+        return self._awake_s - self._seen[number].at_s < self._settings.node_timeout_s
 
     def _tell(self, living: list[int], left_s: float) -> None:
         here = ", ".join(self._members[number].name for number in living)

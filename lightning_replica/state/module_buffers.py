@@ -95,14 +95,14 @@ class BufferCopies:
             shared: The shared copies.
             own: The copies that this rank has instead.
         """
-        self.shared = {name: _moved(shared[name], buffer) for name, buffer in buffers.items() if name in shared}
-        self.own = {name: _moved(copy, buffers[name]) for name, copy in own.items() if name in buffers}
+        self.shared = {name: shared[name].to(buffer.device) for name, buffer in buffers.items() if name in shared}
+        self.own = {name: copy.to(buffers[name].device) for name, copy in own.items() if name in buffers}
         for name, copy in {**self.shared, **self.own}.items():
             self._put(name, buffers[name], copy)
 
     def follow(self, own: Mapping[str, Tensor]) -> None:
         """Share what the first rank had of its own; ``own`` is what it has packed."""
-        self.shared |= {name: _moved(copy, self.shared[name]) for name, copy in own.items() if name in self.shared}
+        self.shared |= {name: copy.to(self.shared[name].device) for name, copy in own.items() if name in self.shared}
 
     def load(self, buffers: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Take the buffers of a checkpoint, which the module holds, for the shared ones; see `put_back`."""
@@ -179,7 +179,10 @@ class BufferSync:
 
     def _broadcast(self, own: dict[str, Tensor], group: dist.ProcessGroup, source: int) -> dict[str, Tensor]:
         """Return what the source holds where this rank holds ``own``, which itself is returned where it is the same."""
-        flat = torch.cat([copy.reshape(-1) for copy in own.values()])
+        name, first = next(iter(own.items()))
+        buffer = plain_of(self._buffers()[name])
+        flat: Tensor = buffer.new_empty(sum(copy.numel() for copy in own.values()), dtype=first.dtype)
+        torch.cat([copy.reshape(-1) for copy in own.values()], out=flat)
         if flat.numel():
             self._wait(dist.broadcast(flat, group=group, group_src=source, async_op=True), flat)
         if group.rank() == source:
@@ -188,12 +191,6 @@ class BufferSync:
         came = {name: part.view(copy.shape) for part, (name, copy) in zip(parts, own.items(), strict=True)}
         same = same_pairs([(came[name], copy) for name, copy in own.items()])
         return {name: own[name] if equal else came[name].clone() for name, equal in zip(own, same, strict=True)}
-
-
-def _moved(copy: Tensor, where: Tensor) -> Tensor:
-    """Return a copy in the memory of the device that ``where`` is on."""
-    moved: Tensor = plain_of(where).new_empty(copy.shape, dtype=copy.dtype)
-    return moved.copy_(copy)
 
 
 def _by_kind(copies: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

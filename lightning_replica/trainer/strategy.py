@@ -251,7 +251,8 @@ class ReplicaZeroStrategy(ModelParallel):
 
     def _once(self, work: Callable[[], str]) -> str:
         rank = self.node_rank * self.num_processes + self.local_rank  # `set_world_ranks` has not been called yet
-        return once(rank, surroundings(self.cluster_environment, rank, self.num_nodes).connect(), work)
+        store = surroundings(self.cluster_environment, rank, self.num_nodes).connect()
+        return once(rank, store, work, self._given_options.rendezvous_timeout_s)
 
     def _device(self) -> Device:
         return device_for(self.root_device, self.accelerator)

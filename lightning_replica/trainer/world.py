@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica.checkpoint.together import TogetherBeside
-from lightning_replica.control import keys
+from lightning_replica.control import departures, keys
 from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.journal import Journal
@@ -90,6 +90,7 @@ class World:
     def open(self) -> None:
         """Open the process groups. A replacement has only handles until it joins the other ranks."""
         if self.born > 0:
+            departures.come_back(self.generations.store, self.rank)
             self.process_groups.hold()
         else:
             self.process_groups.open(0, self.make_groups)
@@ -187,7 +188,7 @@ class World:
         """Leave the world."""
         self.let_go()
         with suppress(OSError, dist.DistError):  # the store may be gone
-            self.generations.store.set(keys.left(self.rank), "1")
+            departures.leave(self.generations.store, self.rank)
         self.process_groups.close()
         self.generations.gathering.close()
         if not self._surroundings.supervised:

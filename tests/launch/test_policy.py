@@ -164,6 +164,12 @@ def test_a_signal_gives_ranks_the_grace() -> None:
     assert run.final_code(saved=False) == NOTHING_SAVED
 
 
+def test_ranks_ignore_what_a_closed_terminal_sends() -> None:
+    """So they are told otherwise."""
+    actions = Policy(RecoveryOptions()).signalled(signal.SIGHUP, 0.0, Facts("fit"))
+    assert Send(signal.SIGTERM) in actions
+
+
 def test_a_second_signal_ends_ranks_at_once() -> None:
     run = policy(gasp=True)
     run.signalled(signal.SIGTERM, 0.0, FIT)

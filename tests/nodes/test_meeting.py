@@ -131,7 +131,7 @@ def test_who_waits_says_for_whom(
     own = register(store, HOST, open_door(doors).port, "first")
     other = register(store, HOST, open_door(doors).port, "second")
     meets = meeting._Meeting(store, own, settings(4))
-    meets.look()  # nothing shows yet that one is dead
+    meets.look()
     meets._next_word = 0.0
     store.set(keys.beat(other.number), Sign(-1).to_json())
     meets.look()

@@ -1,5 +1,6 @@
 import itertools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import lightning_replica.control.once
 from lightning_replica import CheckpointPublisher, ConfigurationError, DyingGaspCheckpoint
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import attempts_at
+from lightning_replica.control import departures, keys
 from lightning_replica.control.once import once
 from lightning_replica.trainer.saving import which_checkpoint
 from lightning_replica.trainer.saving.which_checkpoint import WhichCheckpoint
@@ -67,7 +69,7 @@ def test_a_replacement_is_told_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     directory = directory_of(tmp_path, 1)
 
     def chosen() -> Any:
-        which = WhichCheckpoint("auto", once=lambda choose: once(0, store, choose))
+        which = WhichCheckpoint("auto", once=lambda choose: once(0, store, choose, 60))
         return which.fill_in(trainer_with(callbacks), _fit_impl, ("model",), {}).arguments["ckpt_path"]
 
     for _ in ("rank 0", "its replacement"):
@@ -106,14 +108,14 @@ def choose(rank: int, store: Any, out: str) -> str:
             file.write(f"{rank}")
         return "the newest"
 
-    return once(rank, store, work)
+    return once(rank, store, work, 60)
 
 
 def refuse(rank: int, store: Any) -> str:
     def work() -> str:
         raise ConfigurationError("cannot be told")
 
-    return once(rank, store, work)
+    return once(rank, store, work, 60)
 
 
 def test_one_rank_chooses_for_all(tmp_path: Path) -> None:
@@ -144,3 +146,27 @@ def test_a_store_that_says_nothing_is_no_empty_one(bucket: str, monkeypatch: pyt
     ):
         fill_in(callbacks)
     fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_a_call_that_rank_0_does_not_make() -> None:
+    """It has ended, or is late; one that was replaced has not ended."""
+    store = dist.HashStore()
+    departures.leave(store, 0)
+    with pytest.raises(ConfigurationError, match=r"waits for rank 0, which has ended .* are for all ranks"):
+        once(1, store, pytest.fail, 1e6)
+    departures.come_back(store, 0)
+    with pytest.raises(ConfigurationError, match=r"within 0.1 s \(rendezvous_timeout_s\)"):
+        once(1, store, pytest.fail, 0.1)
+
+
+def test_rank_0_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(lightning_replica.control.once, "_numbers", numbers)
+    store = dist.HashStore()
+    store.set(keys.once_begun(0), "yes")
+    departures.leave(store, 0)  # another fit's
+    waits = ThreadPoolExecutor(1).submit(once, 1, store, pytest.fail, 0.0)
+    with pytest.raises(TimeoutError):
+        waits.result(0.3)
+    store.set(keys.once(0), '{"result": "found"}')
+    assert waits.result(60) == "found"

@@ -211,7 +211,7 @@ class Checkpoints:
             ranks=pieces,
             step=checkpoint["global_step"] if step is None else step,
             written_for=written_for,
-            lineage=self._directories[path.parent].lineage if path.parent in self._directories else None,
+            lineage=self.lineage_in(path.parent),
         )
         first = pieces is None and training.groups.rank == 0
 
@@ -224,6 +224,11 @@ class Checkpoints:
             return
         self.settle(training.check)  # an abandoned one may still write its last file
         self._beside = SaveBeside(partial(write, together.run(staged.copied), beside), lambda: beside.waits)
+
+    def lineage_in(self, directory: Location) -> Lineage | None:
+        """Return what the last fit was in a directory; None if no callback has named that."""
+        known = self._directories.get(directory)
+        return None if known is None else known.lineage
 
     def publish_to(self, directory: CheckpointDirectory, keep_last: int | None, lineage: Lineage) -> None:
         """Make the tracker of ``directory`` name what is published there, and keep only the newest ``keep_last``."""

@@ -22,11 +22,15 @@ def made_plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         if key in checkpoint:
             made[key] = _plain(checkpoint[key])
             names = [name for name, value in made[key].items() if not is_plain(value)]
-            left += [unsavable(made[key][name], f"{key}[{name!r}]") for name in names]
-            for name in names:
-                del made[key][name]
+            left += [_why(f"{key}[{name!r}]", made[key].pop(name)) for name in names]
             made.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)  # a class
     return made, left
+
+
+def _why(name: str, value: Any) -> str:
+    """Return which value is left out and why: it may be something in it that cannot be written."""
+    said = unsavable(value, name)
+    return said if said.startswith(f"{name} is ") else f"{name}, as {said}"
 
 
 def left_out(trainer: pl.Trainer) -> list[str]:

@@ -25,7 +25,7 @@ from lightning_replica.trainer.lightning_collectives import LightningCollectives
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.trainer.saving.dying_gasp import DyingGasp
 from lightning_replica.trainer.saving.hyperparameters import left_out
-from lightning_replica.trainer.saving.which_checkpoint import begin_run
+from lightning_replica.trainer.saving.which_checkpoint import begin_run, fit_number
 from lightning_replica.trainer.steps import Training
 
 log = logging.getLogger(__name__)
@@ -171,10 +171,12 @@ class LightningCheckpoints(LightningCollectives):
         A checkpoint that a user asks for is also written there; of several directories, to the first.
         """
         trainer, training = self._fitting()
-        begun = None
-        if self.is_global_zero and not self._is_newborn:
-            begun = asdict(begin_run(trainer, directory))
-        lineage = Lineage.of_plain(self.broadcast(begun))
+        lineage = self._checkpoints.lineage_in(directory.path)
+        if lineage is None or lineage.fit != fit_number():  # the first of the callbacks with this directory
+            begun = None
+            if self.is_global_zero and not self._is_newborn:
+                begun = asdict(begin_run(trainer, directory))
+            lineage = Lineage.of_plain(self.broadcast(begun))
         self._checkpoints.publish_to(directory, keep_last, lineage)
         self._tell_what_is_left_out(trainer)
         self.session.ending.leave_directory(str(directory.path))

@@ -36,6 +36,7 @@ from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes
+from lightning_replica.core.messages import say
 from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders
@@ -210,6 +211,11 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
                 ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
             )
     taken.replicated["loops"] = _between_epochs(taken.replicated["loops"])
+    if taken.replicated.get("should_stop") and session.rank == 0:
+        say(
+            "when the checkpoint was written, the fit had been told to stop (trainer.should_stop, as by EarlyStopping)."
+            " It ends as soon as `min_epochs` and `min_steps` allow; raise them to train on."
+        )
     return taken
 
 

@@ -113,7 +113,10 @@ class WhichCheckpoint:
         for problem in found.problems:
             log.warning("Passed over: %s", problem)
         if found.path is None:
-            if found.problems:
+            others = None if fit is None else newest(directories).path
+            if others is not None:
+                say(f"{others} is of another fit of the script than this one, its fit {fit}: this one starts anew.")
+            elif found.problems:
                 say("no checkpoint is whole: the run starts anew.")
             return ""
         path = str(found.path)
@@ -131,6 +134,11 @@ def _count(function: Callable[..., Any]) -> None:
     _fits += function.__name__ == "_fit_impl"
 
 
+def fit_number() -> int:
+    """Return the number of the present fit in the script."""
+    return max(1, _fits)
+
+
 def begin_run(trainer: Any, directory: CheckpointDirectory) -> Lineage:
     """Return what the present fit is among those that have written to a directory. One process calls this.
 
@@ -141,8 +149,8 @@ def begin_run(trainer: Any, directory: CheckpointDirectory) -> Lineage:
     Raises:
         CheckpointError: If a store cannot be listed.
     """
-    run = 1 + max(each.last_run for each in (directory, *_directories(trainer.callbacks)))
-    lineage = Lineage(run, max(1, _fits))
+    directories = {each.path: each for each in (directory, *_directories(trainer.callbacks))}
+    lineage = Lineage(1 + max(each.last_run for each in directories.values()), fit_number())
     loaded = None if trainer.ckpt_path is None else locate(trainer.ckpt_path)
     if loaded is None or loaded.parent != directory.path:
         return lineage

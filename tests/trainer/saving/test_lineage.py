@@ -113,6 +113,11 @@ def test_without_an_interruption(untouched: Any, tmp_path: Path) -> None:
     outcome = world.run(case_of(), tmp_path, target=two_fits)
     assert outcome.code == 0, outcome.logs
     assert outcome.ranks == untouched
+    last = tmp_path / "saved" / f"step_{STEPS:08d}"
+    assert (
+        outcome.logs.count(f"{last} is of another fit of the script than this one, its fit 2: this one starts anew")
+        == 1
+    )
 
 
 def one_fit(case: Any, out: Path) -> None:

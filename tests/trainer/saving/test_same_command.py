@@ -132,7 +132,8 @@ def test_hyperparameters_in_the_last_checkpoint(tmp_path: Path) -> None:
     outcome = world.run(case, tmp_path, target=with_many_kinds)
     assert outcome.code == GASP_WRITTEN, outcome.logs
     (said,) = (line for line in outcome.logs.splitlines() if " and lack: " in line)
-    left = [f"hyper_parameters{key} is a {Scale.__module__}.Scale" for key in ("['scale']", "['nested']['scale']")]
+    name, kind = "hyper_parameters", f"is a {Scale.__module__}.Scale"
+    left = [f"{name}['scale'] {kind}", f"{name}['nested'], as {name}['nested']['scale'] {kind}"]
     assert sorted(said.partition(" and lack: ")[2].partition(". `save_hyper")[0].split("; ")) == sorted(left)
     path = CheckpointDirectory(tmp_path / "gasp").latest(verify=True).path
     assert path is not None
@@ -165,7 +166,9 @@ def test_a_decision_to_stop_is_remembered(epoch: int, tmp_path: Path) -> None:
     outcome = world.run(Case(devices=2), untouched, target=stops_early)
     assert outcome.ranks == [{"epoch": 3}, {"epoch": 3}], outcome.logs
     load = str(untouched / f"epoch={epoch}.ckpt")
-    assert world.run(Case(devices=2, load=load), resumed, target=stops_early).ranks == outcome.ranks
+    again = world.run(Case(devices=2, load=load), resumed, target=stops_early)
+    assert again.ranks == outcome.ranks
+    assert again.logs.count("the fit had been told to stop (trainer.should_stop") == 1
 
 
 def looks_for_the_last(case: Case, out: Path) -> None:
