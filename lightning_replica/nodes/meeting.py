@@ -10,6 +10,7 @@ A node that comes later, or is not needed, is a spare. Which node has which rank
 A wait in the store is a call into C++, in which Python hears no signal. So all waits here are short.
 """
 
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -93,7 +94,8 @@ class _Meeting:
             return False
         living = self._living(range(come(self._store)))
         if self._is_first and len(living) >= self._settings.nnodes:
-            placement = Placement(tuple(living[: self._settings.nnodes]))
+            chosen = sorted(living[: self._settings.nnodes], key=self._by_name)
+            placement = Placement(tuple(chosen))
             self._store.compare_set(keys.NODES_FIRST, "", placement.to_json())
             return True
         if left_s <= 0:
@@ -141,6 +143,14 @@ class _Meeting:
             self._dead.add(number)
             return False
         return self._awake_s - self._seen[number].at_s < self._settings.node_timeout_s
+
+    def _by_name(self, number: int) -> tuple[list[tuple[int, str]], int]:
+        """Return what nodes are ordered by: whoever starts the same nodes again finds the same ranks on each.
+
+        Parts that are numbers count as such: node2 comes before node10.
+        """
+        parts = re.split(r"(\d+)", self._members[number].name)
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], number
 
     def _tell(self, living: list[int], left_s: float) -> None:
         here = ", ".join(self._members[number].name for number in living)

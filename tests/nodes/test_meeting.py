@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -52,17 +52,20 @@ class Nodes:
     def __init__(self, store: dist.TCPStore, doors: ExitStack) -> None:
         self._store, self._doors = store, doors
         self.found: dict[int, Placement] = {}
+        self.names: dict[int, str] = {}
 
-    def come(self, count: int, chosen: NodeSettings) -> None:
-        threads = [threading.Thread(target=self._come, args=(chosen,)) for _ in range(count)]
+    def come(self, count: int, chosen: NodeSettings, names: Sequence[str] = ()) -> None:
+        named = names or ["node"] * count
+        threads = [threading.Thread(target=self._come, args=(chosen, name)) for name in named]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _come(self, chosen: NodeSettings) -> None:
+    def _come(self, chosen: NodeSettings, name: str) -> None:
         store = connect(HOST, self._store.port)
-        member = register(store, HOST, open_door(self._doors).port, "node")
+        member = register(store, HOST, open_door(self._doors).port, name)
+        self.names[member.number] = name
         self.found[member.number] = join(store, member, chosen)
 
 
@@ -75,6 +78,13 @@ def test_all_learn_the_same_placement(nnodes: int, spares: int, doors: ExitStack
     assert len(set(nodes.found.values())) == 1
     assert len(nodes.found[0].nodes) == nnodes
     assert store.get(keys.beat(0)).decode() == Sign().to_json()  # as `pulse` expects
+
+
+def test_ranks_follow_the_names_of_the_nodes(doors: ExitStack) -> None:
+    """A second run on the same nodes has the same ranks on each, in whatever order they come."""
+    nodes = Nodes(serve(HOST), doors)
+    nodes.come(4, settings(4), ["gpu10", "gpu2", "gpu1", "cpu"])
+    assert [nodes.names[number] for number in nodes.found[0].slots] == ["cpu", "gpu1", "gpu2", "gpu10"]
 
 
 def test_a_node_that_has_died_is_not_counted(doors: ExitStack) -> None:
