@@ -237,6 +237,9 @@ class Cluster:
         if found is None:
             return False
         self._placement = found
+        if self._own.number in before.nodes - found.nodes:
+            # This process was paused (a snapshot of its virtual machine, a migration), its clock with it.
+            self._give_up("this node gave no sign of life for too long, and other nodes have its ranks now")
         self.pulse.bury(before.nodes - self._placement.nodes)  # this node may not watch them
         self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
         mine = [slot for slot in self._placement.moved if self._placement.slots[slot] == self._own.number]

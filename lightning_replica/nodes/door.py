@@ -6,6 +6,7 @@ the store is lost, the supervisor may serve another one at this port, which all 
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -16,6 +17,7 @@ from lightning_replica.nodes.membership import Member
 from lightning_replica.stores.tcp import listen, serve_at
 
 _PROBE_S: Final = 1.0
+_PAUSE_S: Final = 0.1
 
 
 class Door:
@@ -58,7 +60,11 @@ class Door:
 
     def _accept(self) -> None:
         while not self._over:
-            self._listening.accept()[0].close()
+            try:
+                self._listening.accept()[0].close()
+            except OSError:  # for example, this process has too many open files
+                time.sleep(_PAUSE_S)
+                continue
             self._knocked()
 
 

@@ -27,6 +27,8 @@ from lightning_replica.stores.tagged import peek
 
 _FENCE_LOOKS: Final = 50  # during the time-out
 _LATE_S: Final = 1.0
+# A machine that is killed loses its ranks and its supervisor one after the other.
+_PROBES_S: Final = (0.0, 0.5)
 _WATCHERS: Final = 3  # so many may be lost at once before the next one has to find out by itself
 
 
@@ -252,10 +254,11 @@ class Pulse:
         while True:
             self._news.wait()
             self._news.clear()
-            if self._stopped.is_set():
-                return
-            watched = set(self.watched)
-            self.bury([each.number for each in self.others() if each.number in watched and is_dead(each)])
+            for pause_s in _PROBES_S:
+                if self._stopped.wait(pause_s):
+                    return
+                watched = set(self.watched)
+                self.bury([each.number for each in self.others() if each.number in watched and is_dead(each)])
 
 
 def _give(number: int, before: Sign, own: Sign, store: dist.Store) -> None:

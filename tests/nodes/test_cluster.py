@@ -12,12 +12,13 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
+from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.cluster import Cluster
-from lightning_replica.nodes.door import Door
+from lightning_replica.nodes.door import Door, is_dead
 from lightning_replica.nodes.failover import Stores
 from lightning_replica.nodes.line import Line, StoreGoneError
-from lightning_replica.nodes.membership import register
+from lightning_replica.nodes.membership import Member, register
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
@@ -42,6 +43,9 @@ class Node:
         self.heard.append(("start", ranks, generation))
 
     stalls = False
+
+    def kill(self) -> None:
+        self.heard.append(("killed",))
 
     def called_back(self) -> None:
         self.heard.append(("called back",))
@@ -133,6 +137,25 @@ def test_without_a_spare_the_ranks_wait_for_a_node_that_comes(make: Callable[...
     assert c.cluster.restarts == 1
 
 
+def test_a_supervisor_that_dies_after_its_ranks_is_found_at_once(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make("a"), make("b")
+    know(a, count=1)
+    probes: list[bool] = []
+
+    def probe(member: Member) -> bool:
+        probes.append(is_dead(member))
+        b.die()
+        return probes[-1]
+
+    monkeypatch.setattr("lightning_replica.nodes.pulse.is_dead", probe)
+    a.cluster.pulse.look_at_once()
+    a.until(lambda: bool(a.heard))
+    assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "")]
+    assert probes == [False, True]
+
+
 def test_the_wait_for_a_node_ends(make: Callable[..., Node]) -> None:
     a, b = make("a", patience_s=0.1), make("b")
     know(a, count=1)
@@ -181,6 +204,27 @@ def test_a_bad_placement_starts_no_rank_a_second_time(make: Callable[..., Node])
     assert log.begin_first(1, FAULT, Placement((0, 2), (1,)).to_json())
     assert log.begin_first(2, FAULT, "what?")
     c.until(lambda: c.cluster._known == 2)
+    assert c.heard == [("start", (2, 3), 1)]
+
+
+def test_a_node_whose_ranks_others_have_ends(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was paused, and its clock with it: it does not know that it was silent."""
+    exits: list[int] = []
+
+    def leave(code: int) -> None:
+        exits.append(code)
+        raise SystemExit(code)
+
+    _, b, c = (make(name) for name in "abc")
+    monkeypatch.setattr("lightning_replica.nodes.cluster.os._exit", leave)
+    assert Generations(b.store).begin_first(1, FAULT, Placement((0, 2), (1,)).to_json())
+    with pytest.raises(SystemExit):
+        b.until(lambda: False)
+    assert (b.heard, exits) == ([("killed",)], [GAVE_UP])
+    assert "this node gave no sign of life for too long" in caplog.text
+    c.until(lambda: bool(c.heard))
     assert c.heard == [("start", (2, 3), 1)]
 
 
