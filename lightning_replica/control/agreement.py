@@ -5,7 +5,7 @@ import json
 import platform
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from lightning_replica.control.gathering import Conclude
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.grids import Grids
 from lightning_replica.errors import ConfigurationError
+
+_MOST_SAID: Final = 5
 
 
 def versions() -> dict[str, str]:
@@ -101,6 +103,78 @@ def _agree(
         return generations.gathering.result(topic)
     ranks = range(world_size)
     return generations.conclude(topic, rank, own, generations.current, ranks, timeout_s, conclude)
+
+
+def compare_sources(
+    generations: Generations, rank: int, world_size: int, own: Mapping[str, str], timeout_s: float
+) -> None:
+    """Check that all ranks run the same sources, as far as they have them in common with rank 0 (`core.runtime`).
+
+    Raises:
+        ConfigurationError: On every rank, if they do not; or on a replacement that runs other sources than the run.
+    """
+    digest = hashlib.sha256(json.dumps(sorted(own.items())).encode()).hexdigest()
+    first = {"sources": dict(own)} if rank == 0 else {}
+
+    def conclude(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        digests = {each["digest"] for each in everyone}
+        return {"sources": everyone[0]["sources"], "digest": digest if digests == {digest} else None}
+
+    agreed = _agree(generations, "sources", rank, world_size, {"digest": digest, **first}, timeout_s, conclude)
+    if agreed["digest"] == digest:
+        return
+    changed = sorted(name for name, value in agreed["sources"].items() if own.get(name, value) != value)
+    if generations.current > 0 and changed:
+        raise ConfigurationError(
+            f"This replacement of rank {rank} runs other sources than the run began with:"
+            f" {_say_sources(changed, own, agreed['sources'])}. It would train something else. Start the whole run"
+            " again; it continues from its newest checkpoint."
+        )
+    if agreed["digest"] is None:
+        _agree(
+            generations,
+            "sources/changed",
+            rank,
+            world_size,
+            {"changed": _say_sources(changed, own, agreed["sources"]), "node": node()},
+            timeout_s,
+            _refuse_other_sources,
+        )
+
+
+def _say_sources(changed: list[str], own: Mapping[str, str], first: Mapping[str, str]) -> str:
+    packages = [f"{name} is {own[name]}, not {first[name]}" for name in changed if name.startswith("package ")]
+    files = [f"{name} has other contents" for name in changed if not name.startswith("package ")]
+    return ", ".join([*files, *packages][:_MOST_SAID])
+
+
+def _refuse_other_sources(everyone: list[dict[str, Any]]) -> None:
+    said: dict[str, list[str]] = {}
+    for rank, each in enumerate(everyone):
+        if each["changed"]:
+            said.setdefault(f"{each['changed']} on node {each['node']}", []).append(str(rank))
+    if said:
+        what = "; ".join(
+            f"{difference} (rank{'s' * (len(who) > 1)} {', '.join(who)})" for difference, who in said.items()
+        )
+        raise ConfigurationError(
+            f"Ranks run other sources than rank 0: {what}. They would train something else. Install the same sources"
+            " and packages on all nodes."
+        )
+
+
+def agree_on_hardware(
+    generations: Generations, rank: int, world_size: int, own: Mapping[str, str], threads: int, timeout_s: float
+) -> tuple[dict[str, str], int]:
+    """Return on what a rank has begun the run: its hardware (`core.runtime`), and its number of threads."""
+
+    def conclude(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return everyone if any(each != everyone[0] for each in everyone) else everyone[:1]
+
+    own_part = {"hardware": dict(own), "threads": threads}
+    agreed = _agree(generations, "hardware", rank, world_size, own_part, timeout_s, conclude)
+    began = agreed[rank if len(agreed) > 1 else 0]
+    return began["hardware"], began["threads"]
 
 
 def compare_models(

@@ -14,4 +14,9 @@ _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))  # in an envir
 def is_users(file: str) -> bool:
     """Return whether code that was compiled from ``file`` is the user's."""
     no_file = file.startswith("<")  # <frozen importlib._bootstrap>, <string>
-    return not (no_file or file.startswith(_OTHERS) or _INSTALLED.intersection(Path(file).parts))
+    return not (no_file or file.startswith(_OTHERS) or is_installed(file))
+
+
+def is_installed(file: str) -> bool:
+    """Return whether ``file`` belongs to an installed package."""
+    return bool(_INSTALLED.intersection(Path(file).parts))

@@ -1,11 +1,13 @@
 """A run on several nodes, as one of them sees it from start to end."""
 
+import hashlib
 import json
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
@@ -95,9 +97,16 @@ def facts(settings: NodeSettings, command: Sequence[str]) -> dict[str, str]:
         "--node-timeout": f"{settings.node_timeout_s:g}",
         "--double-up-after": str(settings.double_up_after_s),
         "the script and its arguments": " ".join(command[1:]),
+        "the contents of the script": _contents(command),
         **agreement.versions(),
         "lightning_replica": lightning_replica.__version__,
     }
+
+
+def _contents(command: Sequence[str]) -> str:
+    """Return a digest of the script, so that a node with another one does not even become a spare."""
+    files = [Path(each) for each in command[:2] if each != sys.executable]
+    return next((hashlib.sha256(each.read_bytes()).hexdigest()[:16] for each in files if each.is_file()), "")
 
 
 def compare(store: Store, own: Mapping[str, str], name: str) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import chosen
 from lightning_replica.control import agreement, keys, planned_save
-from lightning_replica.core import points
+from lightning_replica.core import points, runtime
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.interface import Device
@@ -69,6 +70,7 @@ class Session:
         options: RecoveryOptions,
     ) -> None:
         self.rank, self.options, self.fits = rank, options, 0
+        self._runtimes_compared = False
         planned_save.ignore()
         newborn = surroundings.generation > 0
         _refuse_shared_devices(surroundings, device)
@@ -130,6 +132,33 @@ class Session:
         """Check that all ranks are about to train the same parameters."""
         topic, timeout_s = keys.model(self.fits), self.options.rendezvous_timeout_s
         agreement.compare_models(self.world.generations, topic, self.rank, self.world.grids, module, timeout_s)
+
+    def compare_runtimes(self) -> dict[str, str]:
+        """Check that this rank runs what the run has begun with, on the same number of threads.
+
+        Returns:
+            Why a replacement may compute other bits than the rank that it replaces, by name.
+
+        Raises:
+            ConfigurationError: If the sources differ.
+        """
+        if self._runtimes_compared:
+            return {}
+        self._runtimes_compared = True
+        world, timeout_s = self.world, self.options.rendezvous_timeout_s
+        agreement.compare_sources(world.generations, self.rank, world.size, runtime.sources(), timeout_s)
+        own, threads = runtime.hardware(world.device.kind), torch.get_num_threads()
+        began, began_threads = agreement.agree_on_hardware(
+            world.generations, self.rank, world.size, own, threads, timeout_s
+        )
+        if threads != began_threads:
+            torch.set_num_threads(began_threads)  # sums are cut by threads
+        return {
+            f"the {name} of rank {self.rank}": f"it was {began.get(name)!r} and is {own.get(name)!r} in this"
+            " replacement, so last bits may differ from now on"
+            for name in sorted({*began, *own})
+            if began.get(name) != own.get(name)
+        }
 
     def attach(self, state: Engine, hook: Callable[[RecoveryContext], None] | None) -> None:
         """Begin a fit: ``state`` uses this session's groups, now and after every regroup.

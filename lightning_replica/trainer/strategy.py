@@ -304,6 +304,7 @@ class ReplicaZeroStrategy(ModelParallel):
         if not self.session.newborn:
             self._sync_module()
         if fitting:
+            moved = self.session.compare_runtimes()
             self.session.compare_models(trainer.lightning_module)
             fit_loop.adopt(trainer)
             if self._uneven_inputs == "join":
@@ -325,6 +326,8 @@ class ReplicaZeroStrategy(ModelParallel):
                 self.part(),
                 self.joining,
             )
+            for name, why in moved.items():
+                self._training.inexact.report(name, why, "once")
         self.setup_precision_plugin()
 
     @property

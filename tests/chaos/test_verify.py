@@ -24,6 +24,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.combinations
 def test_a_script_that_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with scripts_are_forked():
         assert main(["verify", "--steps", "3", "--out", str(tmp_path / "out"), "--", *FORKED, "2", "clock"]) == 0
@@ -37,6 +38,7 @@ def test_a_script_that_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert text.splitlines()[-1] == "3 steps on 2 ranks, proven: every run has the bits of the untouched one"
 
 
+@pytest.mark.combinations
 def test_a_script_with_state_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with scripts_are_forked():
         assert main(["verify", "--out", str(tmp_path / "out"), "--", sys.executable, ZOO]) == 0, capsys.readouterr().out
@@ -46,6 +48,7 @@ def test_a_script_with_state_of_every_kind(tmp_path: Path, capsys: pytest.Captur
     assert text.splitlines()[-1] == "6 steps on 2 ranks, proven: every run has the bits of the untouched one"
 
 
+@pytest.mark.combinations
 def test_a_script_that_depends_on_a_global(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with scripts_are_forked():
         assert main(["verify", "--steps", "3", "--out", str(tmp_path / "out"), "--", *FORKED, "2", "hidden"]) == 1

@@ -96,6 +96,7 @@ def test_fabric_of_either_package(tmp_path: Path) -> None:
 
 
 @both
+@pytest.mark.combinations
 def test_a_killed_rank_under_either_package(tmp_path: Path) -> None:
     found = {}
     runs: list[tuple[packages.Package, list[str]]] = [

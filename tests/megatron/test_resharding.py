@@ -26,7 +26,17 @@ EXPERTS = {
 WITH_HEAD = {name: replace(case, head=True) for name, case in DENSE.items()}
 
 
-@pytest.fixture(scope="module", params=[WITH_HEAD, GATED, EXPERTS], ids=["dense", "gated", "experts"])
+LARGE = pytest.mark.combinations
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(WITH_HEAD, id="dense", marks=LARGE),
+        pytest.param(GATED, id="gated"),
+        pytest.param(EXPERTS, id="experts", marks=LARGE),
+    ],
+)
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What ranks say when each division loads what each has written."""
     cases, folder = request.param, tmp_path_factory.mktemp("saved")

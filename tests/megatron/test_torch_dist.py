@@ -38,6 +38,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return found
 
 
+@pytest.mark.combinations
 def test_both_directions_to_the_last_bit(said: Said) -> None:
     """Weights, main parameters, the optimizer's state and its steps."""
     assert len(said) == 21

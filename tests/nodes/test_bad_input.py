@@ -3,6 +3,7 @@
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ def test_nodes_that_were_started_differently(changes: dict[str, Any], command: l
         job.compare(store, job.facts(replace(first, **changes), command), "b")
     assert said in str(raised.value)
     assert "Start the same command on all nodes." in str(raised.value)
+
+
+@pytest.mark.parametrize("python", [[sys.executable], []])
+def test_another_script_at_the_same_path(python: list[str], tmp_path: Path) -> None:
+    store, script = serve("127.0.0.1"), tmp_path / "train.py"
+    script.write_text("Dropout(0.2)")
+    command = [*python, str(script), "--epochs", "3"]
+    job.compare(store, job.facts(settings(), command), "a")
+    job.compare(store, job.facts(settings(), command), "b")
+    script.write_text("Dropout(0.3)")
+    with pytest.raises(ConfigurationError, match="Nodes disagree on the contents of the script: it is"):
+        job.compare(store, job.facts(settings(), command), "b")
 
 
 def test_other_versions() -> None:

@@ -105,6 +105,7 @@ def train_all(rank: int, store: Any) -> list[Any]:
     return results
 
 
+@pytest.mark.combinations
 def test_the_bits_depend_on_the_nodes_and_the_gradients_only() -> None:
     found: dict[tuple[Any, ...], set[str]] = {}
     for nodes, *settings, weights in (run for rank in run_ranks(SIZE, train_all, timeout_s=300) for run in rank):

@@ -1,0 +1,110 @@
+"""What a rank computes with: the files of the script, the packages that it has imported, and the hardware."""
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lightning_replica.core.user_code import is_installed, is_users
+
+_CONFIGS: Final = frozenset((".cfg", ".conf", ".ini", ".json", ".toml", ".yaml", ".yml"))
+_MAX_BYTES: Final = 2**20  # of a configuration file
+_VARIABLES: Final = (  # choose kernels whose last bits differ
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+
+def sources() -> dict[str, str]:
+    """Return what this process runs, each with its version or a digest.
+
+    That is the script, the modules of the user's that were imported, the configuration files on the command line and
+    those that Hydra has read, and the packages that were imported. Ranks may import different modules: only what two of
+    them have in common can be compared.
+    """
+    found: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        names = vars(module) if hasattr(module, "__dict__") else {}
+        file = names.get("__file__")
+        if not isinstance(file, str) or name == "__mp_main__":
+            continue
+        if is_installed(file):
+            version = names.get("__version__")
+            if "." not in name and isinstance(version, str):
+                found[f"package {name}"] = version
+        elif file.endswith(".py") and is_users(file) and not _is_made_by_a_package(name):
+            found.update(_digest_of("script" if name == "__main__" else f"module {name}", Path(file)))
+    for path in _named_on_the_command_line():
+        found.update(_digest_of(f"file {path}", path))
+    for name, path in _of_hydra():
+        found.update(_digest_of(f"file {name}", path))
+    return found
+
+
+def hardware(kind: str) -> dict[str, str]:
+    """Return what last bits depend on besides the sources.
+
+    Args:
+        kind: ``torch.device.type`` of the rank's tensors.
+    """
+    found = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    if kind == "cpu":
+        found["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
+        found["device"] = kind if name_of is None else str(name_of())
+    found["precision of float32 products"] = torch.get_float32_matmul_precision()
+    return found
+
+
+def _is_made_by_a_package(name: str) -> bool:
+    """True if the module belongs to an installed package, which has made its file. torch.compile makes such files."""
+    top = sys.modules.get(name.partition(".")[0])
+    file = getattr(top, "__file__", None)
+    return isinstance(file, str) and is_installed(file)
+
+
+def _digest_of(name: str, path: Path) -> dict[str, str]:
+    try:
+        return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+    except OSError:  # removed since it was imported, or in an archive
+        return {}
+
+
+def _named_on_the_command_line() -> Iterator[Path]:
+    for argument in sys.argv[1:]:
+        path = Path(argument.rpartition("=")[2])
+        if path.suffix in _CONFIGS and path.is_file() and path.stat().st_size <= _MAX_BYTES:
+            yield path
+
+
+def _of_hydra() -> Iterator[tuple[str, Path]]:
+    """Yield the files of which Hydra has composed this process's configuration, with their names in its folder."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return
+    config = hydra.HydraConfig.get()
+    chosen = [f"{group.partition('@')[0]}/{name}" for group, name in config.runtime.choices.items()]
+    for source in config.runtime.config_sources:
+        if source.schema == "file":
+            for name in (config.job.config_name, *chosen):
+                yield f"{name}.yaml", Path(source.path, f"{name}.yaml")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
