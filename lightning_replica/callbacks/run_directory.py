@@ -7,6 +7,7 @@ from lightning_replica._compat.lightning_names import Callback, pl
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import absolute
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.trainer.saving import occupation
 
 
 class RunDirectory(Callback):
@@ -21,8 +22,9 @@ class RunDirectory(Callback):
         directory: ``dirpath`` as a `CheckpointDirectory`.
 
     Raises:
-        ConfigurationError: At the start of ``fit``, on every rank, if the directory cannot be written to, or the
-            trainer has another strategy; at once, if ``dirpath`` is a URL that no installed package can reach.
+        ConfigurationError: At the start of ``fit``, on every rank, if the directory cannot be written to, another run
+            writes to it, some rank does not see it, or the trainer has another strategy. At once, if ``dirpath`` is a
+            URL that no installed package can reach.
     """
 
     def __init__(self, dirpath: str | Path, keep_last: int | None = None) -> None:
@@ -38,15 +40,15 @@ class RunDirectory(Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the directory on rank 0 and broadcast the result. A replacement gets its predecessor's result."""
+        """Check the directory, and write checkpoints to it."""
         strategy: Any = trainer.strategy
-        problem = None
-        if trainer.is_global_zero and not strategy.session.newborn:
-            try:
-                self.directory.prepare()
-            except ConfigurationError as error:
-                problem = str(error)
-        problem = strategy.broadcast(problem)
-        if problem is not None:
-            raise ConfigurationError(problem)
         strategy.publishes_to(self.directory, self._keep_last)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let other runs write to the directory."""
+        if stage == "fit":
+            occupation.leave(self.directory)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Let other runs write to the directory."""
+        occupation.leave(self.directory)

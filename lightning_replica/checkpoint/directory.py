@@ -5,14 +5,17 @@
       step_00000120.old/              the former checkpoint of that name, while it is replaced
       step_00000120.tmp-<8 hex>/      being written; after a crash, the files written so far
       step_00000120.gone-<8 hex>/     being removed
+      .lease                          locked by the ranks of the run that writes here (`lease`)
       latest                          the tracker: one line, the name of a whole checkpoint
       failures.json                   how often runs have failed at one step (`failures`)
 
-Runs write and remove only these names, and ``latest.tmp`` and ``failures.json.tmp`` while they replace the two files.
-Any other directory with a manifest is a checkpoint too: it is found and loaded, but never removed. A store of objects
-holds only ``step_...``, ``latest``, ``failures.json`` and, at the start of a run, ``latest.tmp``; see `attempts`.
+Runs write and remove only these names (the lease stays), and ``latest.tmp`` and ``failures.json.tmp`` while they
+replace the two files. Any other directory with a manifest is a checkpoint too: it is found and loaded, but never
+removed. A store of objects holds only ``step_...``, ``latest``, ``failures.json`` and, at the start of a run,
+``latest.tmp``; see `attempts`.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -268,7 +271,7 @@ def holds_others(path: Location) -> bool:
         names = store.listed(url)
         return bool(names) and not may_have(names)
 
-    return by_kind(path, lambda place: place.is_dir() and not (place / MANIFEST).exists(), in_store)
+    return by_kind(path, lambda place: place.is_dir() and not os.path.exists(place / MANIFEST), in_store)
 
 
 def exists(path: Location) -> bool:

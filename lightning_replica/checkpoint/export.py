@@ -26,7 +26,7 @@ def export(path: Given, file: str | Path) -> None:
         file: The file to write. An existing file is replaced atomically.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, or holds a model in parts.
+        CheckpointError: If the checkpoint is damaged, or holds a model in parts; or if the file cannot be written.
     """
     directory = publish.published(locate(path))
     publish.check(directory)
@@ -81,8 +81,14 @@ def _optimizer_state(number: int, contents: Contents, reads: Reads) -> dict[str,
 def _replace(file: Path, checkpoint: dict[str, Any]) -> None:
     """Write to a temporary file and rename it to ``file``, so that ``file`` is never half-written."""
     unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("wb") as stream:
-        torch.save(checkpoint, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
+    try:
+        with publish.naming(file), unfinished.open("wb") as stream:
+            torch.save(checkpoint, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        with publish.naming(file):
+            unfinished.replace(file)
+            publish.sync(file.parent)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

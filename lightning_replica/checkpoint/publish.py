@@ -10,6 +10,8 @@ other ranks gave it up; it cannot write into the directory of another save. Once
 directories of all other saves of this path are removed, so those saves fail.
 """
 
+import errno
+import logging
 import os
 import re
 import secrets
@@ -27,7 +29,10 @@ from lightning_replica.checkpoint.manifest import FORMAT, MANIFEST, READABLE, Fi
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 _THREADS = 8  # at most; zlib and file reads release the GIL
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # directories of some network file systems and of FUSE
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp|gone)-[0-9a-f]{8}")
 
 
@@ -56,7 +61,8 @@ def staged(path: Path) -> Iterator[Path]:
 def publish(directory: Path, path: Path, manifest: Manifest) -> None:
     """Write the manifest to ``directory`` and rename ``directory`` to ``path``, in place of what was there.
 
-    Every file in ``manifest`` must have been flushed to the disk already (`write_file` does so).
+    Every file in ``manifest`` must have been flushed to the disk already (`write_file` does so). What fails after the
+    directory has its name is only logged.
     """
     write_file(directory / MANIFEST, manifest.as_bytes())
     sync(directory)
@@ -66,11 +72,18 @@ def publish(directory: Path, path: Path, manifest: Manifest) -> None:
         path.rename(former)
         reach("publish")
     directory.rename(path)
-    sync(path.parent)
-    discard(former)
-    for given_up in path.parent.iterdir():
-        if temporary_of(given_up.name) == path.name and ".tmp-" in given_up.name:
-            discard(given_up)
+    try:
+        sync(path.parent)
+        discard(former)
+        for given_up in path.parent.iterdir():
+            if temporary_of(given_up.name) == path.name and ".tmp-" in given_up.name:
+                discard(given_up)
+    except OSError as error:  # readers see it: whoever took this save for failed would end a run that has saved
+        log.warning(
+            "%s is written, but its name could not be flushed, or the former checkpoint not be removed: %s",
+            path,
+            error,
+        )
 
 
 def published(path: Readable) -> Files:
@@ -222,6 +235,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

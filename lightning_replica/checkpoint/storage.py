@@ -1,6 +1,7 @@
 """What a run does differently with its directory of checkpoints on a file system and in a store."""
 
 import re
+from os.path import exists  # unlike `Path.exists`, False for what may not be looked at: `lost+found`
 from pathlib import Path
 from typing import Protocol
 
@@ -85,7 +86,7 @@ class _OnDisk:
         return [
             entry.name
             for entry in entries
-            if not publish.temporary_of(entry.name) and (STEP.fullmatch(entry.name) or (entry / MANIFEST).exists())
+            if not publish.temporary_of(entry.name) and (STEP.fullmatch(entry.name) or exists(entry / MANIFEST))
         ]
 
     def child(self, name: str) -> Path:

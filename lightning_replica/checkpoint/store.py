@@ -61,11 +61,18 @@ def objects(url: Url) -> dict[str, int]:
 
 
 def is_object(url: Url) -> bool:
-    """Return whether there is an object of that name that this process may read."""
+    """Return whether there is an object of that name.
+
+    Raises:
+        CheckpointError: If the store does not say; fsspec's ``isfile`` is False then, too.
+    """
     with _naming(url, "looked for"):
         system, place = _connect(url)
         system.invalidate_cache()
-        return bool(system.isfile(place))
+        try:
+            return bool(system.info(place)["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def read(url: Url) -> bytes | None:

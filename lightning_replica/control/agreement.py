@@ -78,7 +78,7 @@ def compare(
                 raise ConfigurationError(f"Ranks disagree on {name}: {said}. {advice}")
         return {"facts": everyone[0], "also": also(everyone)}
 
-    agreed = _agree(generations, topic, rank, world_size, dict(facts), timeout_s, conclude)
+    agreed = agree(generations, topic, rank, world_size, dict(facts), timeout_s, conclude)
     for name, value in agreed["facts"].items():
         own = json.loads(json.dumps(facts.get(name)))
         if not name.startswith("_") and own != value:
@@ -89,7 +89,7 @@ def compare(
     return agreed["also"]
 
 
-def _agree(
+def agree(
     generations: Generations,
     topic: str,
     rank: int,
@@ -98,6 +98,10 @@ def _agree(
     timeout_s: float,
     conclude: Conclude,
 ) -> Any:
+    """Return what one rank concludes from the parts of all, once for each topic.
+
+    A replacement gets what was concluded before.
+    """
     topic = keys.facts(topic)
     if generations.current > 0 and generations.gathering.known(topic):
         return generations.gathering.result(topic)
@@ -120,7 +124,7 @@ def compare_sources(
         digests = {each["digest"] for each in everyone}
         return {"sources": everyone[0]["sources"], "digest": digest if digests == {digest} else None}
 
-    agreed = _agree(generations, "sources", rank, world_size, {"digest": digest, **first}, timeout_s, conclude)
+    agreed = agree(generations, "sources", rank, world_size, {"digest": digest, **first}, timeout_s, conclude)
     if agreed["digest"] == digest:
         return
     changed = sorted(name for name, value in agreed["sources"].items() if own.get(name, value) != value)
@@ -131,7 +135,7 @@ def compare_sources(
             " again; it continues from its newest checkpoint."
         )
     if agreed["digest"] is None:
-        _agree(
+        agree(
             generations,
             "sources/changed",
             rank,
@@ -172,7 +176,7 @@ def agree_on_hardware(
         return everyone if any(each != everyone[0] for each in everyone) else everyone[:1]
 
     own_part = {"hardware": dict(own), "threads": threads}
-    agreed = _agree(generations, "hardware", rank, world_size, own_part, timeout_s, conclude)
+    agreed = agree(generations, "hardware", rank, world_size, own_part, timeout_s, conclude)
     began = agreed[rank if len(agreed) > 1 else 0]
     return began["hardware"], began["threads"]
 
@@ -199,7 +203,7 @@ def compare_models(
         found = [{everyone[rank]["model"] for rank in grid.ranks} for grid in grids.grids]
         return [each for digests in found for each in digests] if all(len(digests) == 1 for digests in found) else []
 
-    agreed = _agree(generations, topic, rank, grids.size, {"model": digest}, timeout_s, only)
+    agreed = agree(generations, topic, rank, grids.size, {"model": digest}, timeout_s, only)
     if agreed and agreed[grids.number_of(rank)] != digest:
         raise ConfigurationError(f"This replacement of rank {rank} has built another model than all ranks. {advice}")
     if agreed:
@@ -209,7 +213,7 @@ def compare_models(
         for grid in grids.grids:
             _compare_parameters({rank: everyone[rank] for rank in grid.ranks}, advice)
 
-    _agree(generations, f"{topic}/parameters", rank, grids.size, own, timeout_s, name_difference)
+    agree(generations, f"{topic}/parameters", rank, grids.size, own, timeout_s, name_difference)
 
 
 def _compare_parameters(models: Mapping[int, Mapping[str, str]], advice: str) -> None:

@@ -116,6 +116,11 @@ def model(fit: int) -> str:
     return f"model/{fit}"
 
 
+def directory(fit: int, number: int) -> str:
+    """Return where ranks say whether they see a directory of checkpoints, one of a fit's. A topic of `facts`."""
+    return f"directory/{fit}/{number}"
+
+
 def report(number: int) -> str:
     """Return the topic of the reports from which the plan of a recovery is made, in a generation."""
     return f"report/{number}"

@@ -51,14 +51,15 @@ def sources() -> dict[str, str]:
     return found
 
 
-def hardware(kind: str) -> dict[str, str]:
+def hardware(kind: str, is_host: bool) -> dict[str, str]:
     """Return what last bits depend on besides the sources.
 
     Args:
         kind: ``torch.device.type`` of the rank's tensors.
+        is_host: Whether these lie in the host's memory.
     """
     found = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    if kind == "cpu":
+    if is_host:
         found["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
     else:
         name_of = getattr(torch.get_device_module(kind), "get_device_name", None)

@@ -1,10 +1,11 @@
 """Recovery of one rank: from a fault to the point where training resumes."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -29,6 +30,9 @@ from lightning_replica.recovery.planner import Mirror, Move, Plan, Report
 from lightning_replica.recovery.transfer import Channel, Tag
 
 log = logging.getLogger(__name__)
+
+_NAMED_S: Final = 1.0
+_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -160,11 +164,21 @@ class Recovery:
                         f"Recovery has not completed within {timeline.elapsed_s:.0f} s: {error}"
                     ) from error
 
+    def _ended(self) -> tuple[int, ...]:
+        """Return the ranks that ended the run. The supervisor names them right after it has given the run up."""
+        deadline = time.monotonic() + _NAMED_S
+        while True:
+            newest = self._generations.newest(self.generation)
+            end = self._generations.fault(newest) if newest else None
+            if end is not None and end.detected == "end":
+                return end.ranks
+            if self._generations.verdict() is None or time.monotonic() > deadline:
+                return ()
+            time.sleep(_POLL_S)
+
     def _standing(self, state: Recoverable) -> str:
         """Return sentences that name the shards of the ranks that ended the run, and who still holds these shards."""
-        newest = self._generations.newest(self.generation)
-        end = self._generations.fault(newest) if newest else None
-        ranks = end.ranks if end is not None and end.detected == "end" else ()
+        ranks = self._ended()
         return "".join(
             f" Rank {rank} held shard {self._table.shard_name(self._table.shard_of(rank))} at step {state.step}; "
             f"{_still_hold([peer for peer in self._table.peers(rank) if peer not in ranks])}."

@@ -88,8 +88,9 @@ def restore_callbacks(callbacks: Mapping[str, Any], saved: Mapping[str, Any]) ->
             continue
         if state["state"]:
             callback.load_state_dict(copy.deepcopy(state["state"]))
-        for name, value in state["extras"].items():
-            setattr(callback, name, copy.deepcopy(value))
+        for name in _extras(callback):  # a file may name any other
+            if name in state["extras"]:
+                setattr(callback, name, copy.deepcopy(state["extras"][name]))
         if "model" in state and isinstance(callback, _WITH_MODEL) and callback._average_model is not None:
             with torch.no_grad():
                 for name, tensor in callback._average_model.state_dict().items():

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import chosen
 from lightning_replica.control import agreement, keys, planned_save
+from lightning_replica.control.gathering import Conclude
 from lightning_replica.core import points, runtime
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
@@ -133,6 +134,11 @@ class Session:
         topic, timeout_s = keys.model(self.fits), self.options.rendezvous_timeout_s
         agreement.compare_models(self.world.generations, topic, self.rank, self.world.grids, module, timeout_s)
 
+    def agree(self, topic: str, own: dict[str, Any], conclude: Conclude) -> Any:
+        """Return what one rank concludes from the parts of all; see `agreement.agree`."""
+        timeout_s = self.options.rendezvous_timeout_s
+        return agreement.agree(self.world.generations, topic, self.rank, self.world.size, own, timeout_s, conclude)
+
     def compare_runtimes(self) -> dict[str, str]:
         """Check that this rank runs what the run has begun with, on the same number of threads.
 
@@ -147,7 +153,7 @@ class Session:
         self._runtimes_compared = True
         world, timeout_s = self.world, self.options.rendezvous_timeout_s
         agreement.compare_sources(world.generations, self.rank, world.size, runtime.sources(), timeout_s)
-        own, threads = runtime.hardware(world.device.kind), torch.get_num_threads()
+        own, threads = runtime.hardware(world.device.kind, world.device.is_host), torch.get_num_threads()
         began, began_threads = agreement.agree_on_hardware(
             world.generations, self.rank, world.size, own, threads, timeout_s
         )

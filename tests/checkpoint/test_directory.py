@@ -1,7 +1,9 @@
 """The newest whole checkpoint is found, whatever the others have become; what is ours is kept in order, and no more."""
 
+import multiprocessing
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory, find
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.small import directory_of, load, save
 from tests.support.typed import on_disk
+
+NOBODY = 65534
 
 
 def names(path: Path) -> list[str]:
@@ -218,6 +222,28 @@ def test_a_directory_that_cannot_be_written_is_found_at_the_start(tmp_path: Path
         (tmp_path / "shut").mkdir(mode=0o500)
         with pytest.raises(ConfigurationError, match=r"Permission denied"):
             CheckpointDirectory(tmp_path / "shut").prepare()
+
+
+def test_a_folder_that_this_user_may_not_read() -> None:
+    """`lost+found`, in the root of a file system."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # below that of the tests, only this user may look
+        (Path(place) / "lost+found").mkdir(mode=0o700 if os.geteuid() == 0 else 0)
+        os.chown(place, NOBODY if os.geteuid() == 0 else -1, -1)
+
+        def use() -> None:
+            if os.geteuid() == 0:
+                os.setuid(NOBODY)
+            directory = CheckpointDirectory(place)
+            directory.prepare()
+            save(directory.path_of(1), 1, 1.5)
+            save(directory.path_of(2), 2, 2.5)
+            assert directory.retain(1) == [directory.path_of(1)]
+            assert directory.latest().path == directory.path_of(2)
+
+        used = multiprocessing.get_context("fork").Process(target=use)
+        used.start()
+        used.join()
+        assert used.exitcode == 0
 
 
 def test_steps_are_whole_numbers(tmp_path: Path) -> None:

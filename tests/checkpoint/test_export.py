@@ -1,5 +1,6 @@
 """What is exported is what plain torch saves, and plain Lightning goes on from it."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,22 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp has \d+ bytes, but was written with \d+"):
         export(tmp_path / "step", tmp_path / "one.ckpt")
     assert not (tmp_path / "one.ckpt").exists()
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """As on a full disk: the error says which, the former file stays, and nothing is left beside it."""
+    assert run_ranks(2, train_one, str(tmp_path)) == [{}, {}]
+    file = tmp_path / "one.ckpt"
+    file.write_text("the former one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"{file} could not be written: "):
+            export(tmp_path / "step", file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text() == "the former one"
+    assert not (tmp_path / "one.ckpt.tmp").exists()
 
 
 def train_one(rank: int, store: Any, root: str) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """A published directory is there as a whole, and knows when it was damaged."""
 
+import errno
 import json
+import os
 import shutil
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -199,3 +202,46 @@ def test_whatever_has_the_name_is_replaced(tmp_path: Path, before: str) -> None:
     assert not path.is_symlink()
     assert publish.read_file(path, "a") == b"newest"
     assert publish.read_file(other, "a") == b"some content"
+
+
+@pytest.mark.parametrize("fails", ["sync", "discard"])
+def test_what_has_its_name_is_written(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What follows may fail. A run that took the save for failed would end without it, or write it again."""
+    path = tmp_path / "step=1.ckpt"
+    write(path)
+    calls: list[Path] = []
+    original = getattr(publish, fails)
+
+    def fail(at: Path) -> None:
+        calls.append(at)
+        if path.is_dir() and (path / "b").read_bytes() == b"other content":
+            raise OSError(errno.EIO, "Input/output error")
+        original(at)
+
+    monkeypatch.setattr(publish, fails, fail)
+    write(path, b"other content")
+    assert calls
+    assert publish.verify(path)
+    assert publish.read_file(path, "b") == b"other content"
+    assert "is written, but its name could not be flushed" in caplog.text
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP])
+def test_directories_that_cannot_be_flushed(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in some network file systems. What a file holds must be flushed nevertheless."""
+    refused: list[bool] = []
+
+    def fsync(descriptor: int) -> None:
+        refused.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        if refused[-1]:
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    publish.make_directory(tmp_path / "a" / "b")
+    assert publish.verify(write(tmp_path / "a" / "b" / "step"))
+    assert set(refused) == {True, False}
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.close(-1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        publish.sync(tmp_path / "a" / "b")

@@ -240,6 +240,8 @@ def test_what_cannot_be_written_is_found_at_the_start(bucket: str, monkeypatch: 
     assert "NoCredentialsError: Unable to locate credentials" in refused(bucket)
     with pytest.raises(CheckpointError, match="could not be listed: NoCredentialsError"):
         CheckpointDirectory(bucket).latest()
+    with pytest.raises(CheckpointError, match="could not be looked for: NoCredentialsError"):
+        exists(Url(f"{bucket}/last.ckpt"))  # fsspec says that there is none, and it would be loaded unchecked
     fsspec.filesystem("s3").clear_instance_cache()
 
 

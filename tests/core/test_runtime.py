@@ -88,7 +88,7 @@ def test_configuration_files_that_hydra_has_read(tmp_path: Path) -> None:
 
 
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = runtime.hardware("cpu")
+    before = runtime.hardware("cpu", True)
     assert torch.backends.cpu.get_cpu_capability() in before["processor"]
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    assert dict(runtime.hardware("cpu").items() - before.items()) == {"MKL_CBWR": "AVX2"}
+    assert dict(runtime.hardware("cpu", True).items() - before.items()) == {"MKL_CBWR": "AVX2"}

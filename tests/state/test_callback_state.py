@@ -31,6 +31,14 @@ def test_the_score_of_a_checkpoint_callback(tmp_path: Path) -> None:
         assert (callback.current_score.item(), callback.best_model_score.item()) == (2.0, 1.0)
 
 
+def test_a_file_sets_no_other_attribute(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path)
+    crafted = {"state": {}, "extras": {"dirpath": "/elsewhere", "current_score": 1.0}}
+    restore_callbacks({"callback": callback}, {"callback": crafted})
+    assert vars(callback)["dirpath"] == str(tmp_path)
+    assert vars(callback)["current_score"] == 1.0
+
+
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_momenta_that_weight_averaging_takes_away(joins: bool) -> None:
     """In its last epoch BatchNorm layers have none; it gives them back in the end, in a replacement too."""

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.together import Together
+from lightning_replica.core.messages import warn
 from lightning_replica.core.points import reach
-from lightning_replica.errors import CollectiveError
+from lightning_replica.errors import CheckpointError, CollectiveError
 from lightning_replica.recovery.diagnosis import fault_behind
 from lightning_replica.recovery.gasp import GaspPlan
 from lightning_replica.recovery.mirror import Mirrors
@@ -78,9 +79,13 @@ class DyingGasp:
         return str(path)
 
     def _track(self, name: str, step: int, plan: GaspPlan) -> None:
-        if self._rank == plan.ranks[0]:
+        if self._rank != plan.ranks[0]:
+            return
+        self._gasped(step)
+        try:
             self._directory.track(name)
-            self._gasped(step)
+        except (CheckpointError, OSError) as error:  # for example, the checkpoint has filled the disk
+            warn(f"{name} is written, but the tracker was not updated: {error}")
 
     def _private(self, taken: Snapshot, rank: int) -> bytes:
         if rank == self._rank:

@@ -25,6 +25,7 @@ from lightning_replica.trainer.lightning_collectives import LightningCollectives
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, absent, is_absent
 from lightning_replica.trainer.saving.dying_gasp import DyingGasp
 from lightning_replica.trainer.saving.hyperparameters import left_out
+from lightning_replica.trainer.saving.occupation import occupy
 from lightning_replica.trainer.saving.which_checkpoint import begin_run, fit_number
 from lightning_replica.trainer.steps import Training
 
@@ -37,6 +38,7 @@ class LightningCheckpoints(LightningCollectives):
     _checkpoints: Checkpoints
     _training: Training | None
     _told_left_out: Sequence[str] = ()
+    _occupied: Mapping[int, tuple[Location, ...]] = {}
 
     @property
     def training(self) -> Training:
@@ -169,8 +171,15 @@ class LightningCheckpoints(LightningCollectives):
         """Make the tracker of ``directory`` name every checkpoint that appears there. See `CheckpointPublisher`.
 
         A checkpoint that a user asks for is also written there; of several directories, to the first.
+
+        Raises:
+            ConfigurationError: On every rank, if the run cannot write there; see `occupation`.
         """
         trainer, training = self._fitting()
+        occupied = self._occupied.get(self.session.fits, ())
+        if directory.path not in occupied:
+            self._occupied = {self.session.fits: (*occupied, directory.path)}
+            occupy(directory, len(occupied), self.session, self.broadcast)
         lineage = self._checkpoints.lineage_in(directory.path)
         if lineage is None or lineage.fit != fit_number():  # the first of the callbacks with this directory
             begun = None

@@ -25,6 +25,7 @@ from lightning_replica.checkpoint.manifest import Lineage
 from lightning_replica.core.messages import say
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.launch.environment import RankEnvironment
+from lightning_replica.trainer.saving.occupation import take_lease
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class WhichCheckpoint:
                 "resume='auto' takes the newest checkpoint, but no callback names a directory of checkpoints. Add"
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
-        found = self._once(lambda: self._newest(directories, None if asked == "last" else _fits))
+        fits = function.__name__ == "_fit_impl"
+        found = self._once(lambda: self._newest(directories, None if asked == "last" else _fits, fits))
         if found:
             bound.arguments["ckpt_path"] = found
             continue_in_place(trainer)
@@ -104,8 +106,16 @@ class WhichCheckpoint:
         auto = self._resume == "auto" and function.__name__ == "_fit_impl"
         return asked == "last" or (asked is None and auto)
 
-    def _newest(self, directories: Iterable[CheckpointDirectory], fit: int | None) -> str:
-        """Return the newest checkpoint of a fit of this script; of all fits, if that is None."""
+    def _newest(self, directories: Iterable[CheckpointDirectory], fit: int | None, writes: bool) -> str:
+        """Return the newest checkpoint of a fit of this script; of all fits, if that is None.
+
+        Args:
+            directories: Where to look.
+            fit: The number of the fit.
+            writes: Whether this run will write there. Another run may still do so, and its last checkpoint is awaited.
+        """
+        for each in directories if writes else ():
+            take_lease(each)
         try:
             found = newest(directories, verify=True, fit=fit)
         except CheckpointError as error:

@@ -1,7 +1,6 @@
 """A run that cannot go on, and the one that goes on from what it left: the untouched run, to the last bit."""
 
 import itertools
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning_replica.checkpoint.publish import temporary_of
 from lightning_replica.checkpoint.storage import FAILURES
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
+from tests.support.directories import names_in
 from tests.support.job import Case, Fault
 
 
@@ -182,7 +182,7 @@ def test_every_rank_raises_while_its_shard_changes(tmp_path: Path) -> None:
     ended = world.run(case, tmp_path, max_restarts=0)
     assert ended.code == NOTHING_SAVED
     assert "Shards 0, 1 were being updated, and are lost at step 2" in ended.logs
-    assert os.listdir(tmp_path / "gasp") == [FAILURES]
+    assert names_in(tmp_path / "gasp") == [FAILURES]
 
 
 @pytest.mark.parametrize("point", ["gasp_write", "save"])
@@ -193,4 +193,4 @@ def test_no_holder_is_left(point: str, tmp_path: Path) -> None:
     assert ended.code == NOTHING_SAVED
     assert (tmp_path / "fired1").exists()
     assert "Every holder of shard 1 is lost (ranks 1, 3)" in ended.logs
-    assert [path.name for path in (tmp_path / "gasp").iterdir() if temporary_of(path.name) is None] == [FAILURES]
+    assert [name for name in names_in(tmp_path / "gasp") if temporary_of(name) is None] == [FAILURES]

@@ -16,6 +16,7 @@ from lightning_replica import CheckpointPublisher, ConfigurationError
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.storage import TRACKER
 from tests.support import job, world
+from tests.support.directories import names_in
 from tests.support.job import Case, Fault
 from tests.support.typed import on_disk
 
@@ -79,7 +80,7 @@ def test_training_goes_on_and_the_next_is_written(name: str, pair: world.Outcome
     outcome.assert_same(pair)
     directory = CheckpointDirectory(tmp_path / "gasp")
     whole = [f"step_{step:08d}" for step in range(2, 13, 2) if step not in failed]
-    assert sorted(entry.name for entry in on_disk(directory.path).iterdir()) == [TRACKER, *whole]
+    assert names_in(on_disk(directory.path)) == [TRACKER, *whole]
     assert directory.tracked == whole[-1]
     assert directory.latest(verify=True).problems == ()
     for step in failed:

@@ -15,8 +15,9 @@ from lightning_replica import CheckpointPublisher
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.storage import FAILURES, TRACKER
 from lightning_replica.core.points import listen
-from lightning_replica.exit_codes import NOTHING_SAVED
+from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from tests.support import job, world
+from tests.support.directories import names_in
 from tests.support.job import Case, Fault
 from tests.support.typed import on_disk
 
@@ -73,7 +74,7 @@ def check(case: Full, out: Path, rank: int, file: str, reason: str, pair: world.
     directory = CheckpointDirectory(out / "gasp")
     (on_disk(directory.path) / FILLER).unlink(missing_ok=True)
     failed = {FAILURES} if case.must_save else set()  # else it was told to end
-    assert {entry.name for entry in on_disk(directory.path).iterdir()} == {TRACKER, "step_00000002", *failed}
+    assert set(names_in(on_disk(directory.path))) == {TRACKER, "step_00000002", *failed}
     assert directory.tracked == "step_00000002"
     assert directory.latest(verify=True).problems == ()
     world.run(Full(()), out, max_restarts=0).assert_same(pair)
@@ -114,9 +115,10 @@ def test_a_full_disk(small_disk: Path, pair: world.Outcome) -> None:
 
 
 def test_the_tracker_cannot_be_written(pair: world.Outcome, tmp_path: Path) -> None:
-    """What is published is found nevertheless; the tracker names the one before, which is whole."""
+    """The last checkpoint is there, so the run is to be started again; the tracker names the one before."""
     ended = world.run(Full(limit_bytes=0, point="track"), tmp_path, max_restarts=0, target=trains)
-    assert ended.code == NOTHING_SAVED, ended.logs
+    assert ended.code == GASP_WRITTEN, ended.logs
+    assert "step_00000003 is written, but the tracker was not updated" in ended.logs
     directory = CheckpointDirectory(tmp_path / "gasp")
     assert directory.tracked == "step_00000002"
     latest = directory.latest(verify=True)

@@ -13,6 +13,7 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.storage import FAILURES
 from lightning_replica.exit_codes import GAVE_UP
 from tests.support import job, world
+from tests.support.directories import names_in
 from tests.support.job import Case, Fault
 
 
@@ -56,7 +57,7 @@ def trains(case: Kept, out: Path) -> None:
 
 
 def entries(out: Path) -> set[str]:
-    return {entry.name for entry in (out / "kept").iterdir()}
+    return set(names_in(out / "kept"))
 
 
 def test_the_tracker_follows_and_each_removes_its_own(pair: world.Outcome, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Runs that fail again and again at one step: the third says that it is not worth starting another."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NO_PROGRESS
 from tests.launch.test_external import slurm
 from tests.launch.test_external import start as start_ranks
 from tests.support import job, world
+from tests.support.directories import names_in
 from tests.support.job import Case, Fault
 from tests.support.typed import on_disk
 
@@ -123,12 +123,12 @@ def counts(place: str) -> None:
 
 def test_the_file(tmp_path: Path) -> None:
     counts(str(tmp_path))
-    assert os.listdir(tmp_path) == ["failures.json"]
+    assert names_in(tmp_path) == ["failures.json"]
     for damaged in ("", "[]", "{}", '{"step": "5", "failures": 2}', '{"step": 5, "failures": -2}', "[" * 10_000, "\0"):
         (tmp_path / "failures.json").write_text(damaged)
         assert Failures(tmp_path).add(5, "why") == 1
     CheckpointDirectory(tmp_path).prepare()
-    assert os.listdir(tmp_path) == ["failures.json"]
+    assert names_in(tmp_path) == ["failures.json"]
 
 
 def test_the_object_in_a_store(bucket: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from lightning_replica import CheckpointPublisher, ConfigurationError, DyingGaspCheckpoint
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from tests.support import job, world
+from tests.support.directories import names_in
 from tests.support.job import Case, Fault
 from tests.support.typed import on_disk
 
@@ -26,7 +27,7 @@ def test_the_newest_stay_and_a_run_goes_on_from_each(rank: int, pair: world.Outc
     world.run(case, tmp_path, target=publishes).assert_same(pair)
     assert (tmp_path / "fired0").exists()
     directory = CheckpointDirectory(tmp_path / "kept")
-    entries = sorted(entry.name for entry in on_disk(directory.path).iterdir())
+    entries = names_in(on_disk(directory.path))
     assert entries == ["latest", "step_00000010", "step_00000012"]
     assert directory.tracked == "step_00000012"
     assert not directory.latest(verify=True).problems

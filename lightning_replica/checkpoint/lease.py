@@ -1,0 +1,150 @@
+"""One run at a time writes to a directory of checkpoints: its ranks hold locks on a file there as long as they live.
+
+The file also shows whether all ranks see one directory. Nodes that mount different disks at one path would each write a
+part of every checkpoint, and none would be whole.
+
+[Note: locks]
+Rank 0 locks the file exclusively, writes who it is, and turns the lock into a shared one, which every rank gets. So a
+run that starts finds the file locked while any process of another run lives: also while survivors write a last
+checkpoint without their rank 0. The operating system ends the lock of a process that dies. Locks are those of
+``fcntl.lockf``, which children do not inherit, and which network file systems pass to their server. They end when the
+process closes the file, wherever it was opened: so nothing else opens it. Where a file system has no locks, nothing
+keeps two runs apart.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_replica.checkpoint import publish
+from lightning_replica.core.messages import say
+from lightning_replica.errors import ConfigurationError
+
+LEASE: Final = ".lease"
+_GRACE_S: Final = 60.0  # in which a run that was told to end writes its last checkpoint
+_SEEN_S: Final = 20.0  # after which a network file system shows to one machine what another has written
+_POLL_S: Final = 0.2
+_TAKEN: Final = (errno.EACCES, errno.EAGAIN)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A lease that this process holds: its file, which stays open, and its token."""
+
+    file: int
+    token: str
+
+
+_held: dict[Path, _Held] = {}
+
+
+def take(directory: Path, grace_s: float = _GRACE_S) -> str:
+    """Take the lease of a directory for a new run, and create the directory if need be. One rank calls this.
+
+    Args:
+        directory: The directory.
+        grace_s: How long to wait for another run to end, in seconds.
+
+    Returns:
+        A token, which the other ranks need for `share`.
+
+    Raises:
+        ConfigurationError: If another run holds it.
+        OSError: If the file cannot be written; also CheckpointError.
+    """
+    place = directory.resolve() / LEASE
+    if place in _held:
+        return _held[place].token
+    publish.make_directory(directory)
+    file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _wait_for_others(file, directory, grace_s)
+        token = secrets.token_hex(8)
+        about = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(about).encode(), 0)
+        os.fsync(file)
+        _lock(file, fcntl.LOCK_SH)
+    except BaseException:
+        os.close(file)
+        raise
+    _held[place] = _Held(file, token)
+    return token
+
+
+def share(directory: Path, token: str, seen_s: float = _SEEN_S) -> bool:
+    """Share the lease that rank 0 of this run has taken.
+
+    Args:
+        directory: The directory.
+        token: What `take` has returned on rank 0.
+        seen_s: How long to wait until the file that rank 0 has written is seen here, in seconds.
+
+    Returns:
+        Whether this process sees that file. If not, this is another directory than that of rank 0.
+    """
+    place = directory.resolve() / LEASE
+    if place in _held:
+        return _held[place].token == token
+    deadline = time.monotonic() + seen_s
+    while True:
+        try:
+            file = os.open(place, os.O_RDONLY)
+        except OSError:
+            file = -1
+        if file >= 0:
+            if _about(file).get("token") == token:
+                _lock(file, fcntl.LOCK_SH)
+                _held[place] = _Held(file, token)
+                return True
+            os.close(file)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+def release(directory: Path) -> None:
+    """Give up this process's part of the lease, if it has one."""
+    held = _held.pop(directory.resolve() / LEASE, None)
+    if held is not None:
+        os.close(held.file)
+
+
+def _wait_for_others(file: int, directory: Path, grace_s: float) -> None:
+    deadline, told = time.monotonic() + grace_s, False
+    while not _lock(file, fcntl.LOCK_EX):
+        about = _about(file)
+        who = f"of process {about.get('pid', 'unknown')} on {about.get('host', 'an unknown host')}"
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"Another run, {who}, writes to dirpath={str(directory)!r}. Two runs would remove each other's"
+                " checkpoints. End that run, or give this one another directory."
+            )
+        if not told:
+            say(f"waits for another run, {who}, which still writes to {directory}, for up to {grace_s:g} s.")
+            told = True
+        time.sleep(_POLL_S)
+
+
+def _lock(file: int, kind: int) -> bool:
+    """Lock a file. Return False if others hold a lock that excludes this one."""
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _TAKEN  # any other: this file system has no locks
+    return True
+
+
+def _about(file: int) -> dict[str, object]:
+    try:
+        read = json.loads(os.pread(file, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

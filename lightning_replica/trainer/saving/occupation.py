@@ -1,0 +1,86 @@
+"""Before a fit writes to a directory of checkpoints: it can be written to, no other run does, and all ranks see it."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_replica.checkpoint import lease
+from lightning_replica.checkpoint.directory import CheckpointDirectory
+from lightning_replica.checkpoint.location import by_kind
+from lightning_replica.control import agreement, keys
+from lightning_replica.errors import CheckpointError, ConfigurationError
+from lightning_replica.trainer.session import Session
+
+
+def occupy(directory: CheckpointDirectory, number: int, session: Session, broadcast: Callable[[Any], Any]) -> None:
+    """Prepare a directory on rank 0, and check it on all ranks. Collective.
+
+    A replacement gets its predecessor's result.
+
+    Args:
+        directory: The directory.
+        number: Its number among those of this fit.
+        session: The session of this process.
+        broadcast: Returns rank 0's object on every rank.
+
+    Raises:
+        ConfigurationError: On every rank, if the directory cannot be written to, another run writes to it, or some rank
+            does not see what rank 0 has written there.
+    """
+    begun = _begin(directory) if session.rank == 0 and not session.newborn else None
+    problem, token = broadcast(begun)
+    if problem is not None:
+        raise ConfigurationError(problem)
+    by_kind(directory.path, partial(_share, number=number, session=session, token=token), lambda _: None)
+
+
+def take_lease(directory: CheckpointDirectory) -> str:
+    """Wait until no other run writes to the directory, and return the token of the lease. One rank calls this.
+
+    A store of objects has no leases.
+
+    Raises:
+        ConfigurationError: If the directory cannot be written to, or another run goes on writing to it.
+    """
+    try:
+        return by_kind(directory.path, lease.take, lambda _: "")
+    except (OSError, CheckpointError) as error:
+        raise ConfigurationError(
+            f"dirpath={str(directory.path)!r} cannot be written to: {error}. Choose another directory."
+        ) from error
+
+
+def leave(directory: CheckpointDirectory) -> None:
+    """Let other runs write to the directory."""
+    by_kind(directory.path, lease.release, lambda _: None)
+
+
+def _begin(directory: CheckpointDirectory) -> tuple[str | None, str]:
+    try:
+        token = take_lease(directory)
+        directory.prepare()
+    except ConfigurationError as error:
+        return str(error), ""
+    return None, token
+
+
+def _share(path: Path, number: int, session: Session, token: str) -> None:
+    sees, name = lease.share(path, token), f"dirpath={str(path)!r}"
+    advice = "Let all nodes see one directory (a shared file system), or give the URL of an object store."
+    if not sees and session.newborn:
+        raise ConfigurationError(
+            f"{name} is another directory on node {agreement.node()}, where rank {session.rank} was replaced, than on"
+            f" the other nodes. {advice}"
+        )
+
+    def conclude(everyone: list[dict[str, Any]]) -> None:
+        blind = {each["node"]: rank for rank, each in reversed(list(enumerate(everyone))) if not each["sees"]}
+        if blind:
+            nodes = ", ".join(f"{node} (rank {rank})" for node, rank in sorted(blind.items()))
+            raise ConfigurationError(
+                f"{name} is not one directory: what rank 0 has written there on node {everyone[0]['node']} is not seen"
+                f" on node {nodes}. No checkpoint would be whole. {advice}"
+            )
+
+    session.agree(keys.directory(session.fits, number), {"sees": sees, "node": agreement.node()}, conclude)

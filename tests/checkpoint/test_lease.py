@@ -1,0 +1,150 @@
+"""One run at a time writes to a directory: real processes, real locks."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_replica.checkpoint import lease
+from lightning_replica.errors import ConfigurationError
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Rank:
+    """A process that does what it is told, one call after the other."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=_serve, args=(theirs,))
+        self.process.start()
+
+    def call(self, name: str, *args: Any) -> Any:
+        self._pipe.send((name, args))
+        found = self._pipe.recv()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        name, args = pipe.recv()
+        try:
+            pipe.send(getattr(lease, name)(*args))
+        except Exception as error:
+            pipe.send(error)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    made = [Rank() for _ in range(3)]
+    yield made
+    for each in made:
+        each.kill()
+
+
+def test_ranks_of_one_run_share_it(ranks: list[Rank], tmp_path: Path) -> None:
+    token = ranks[0].call("take", tmp_path / "new" / "folder")
+    assert ranks[0].call("share", tmp_path / "new" / "folder", token)
+    assert ranks[1].call("share", tmp_path / "new" / "folder", token)
+    assert ranks[0].call("take", tmp_path / "new" / "folder") == token  # in a second fit
+
+
+def test_another_run_is_refused_by_name(ranks: list[Rank], tmp_path: Path) -> None:
+    ranks[0].call("take", tmp_path)
+    with pytest.raises(ConfigurationError, match=rf"Another run, of process {ranks[0].process.pid} on .*, writes to"):
+        ranks[1].call("take", tmp_path, 0.1)
+
+
+def test_another_run_waits_while_any_rank_lives(
+    ranks: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its rank 0 is dead: the others may be writing the last checkpoint."""
+    token = ranks[0].call("take", tmp_path)
+    ranks[1].call("share", tmp_path, token)
+    ranks[0].kill()
+    with pytest.raises(ConfigurationError, match="Another run"):
+        ranks[2].call("take", tmp_path, 0.1)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        ranks[1].kill()
+
+    monkeypatch.setattr(lease, "say", say)
+    assert lease.take(tmp_path) != token
+    lease.release(tmp_path)
+    assert len(said) == 1
+    assert f"which still writes to {tmp_path}, for up to 60 s." in said[0]
+
+
+def test_a_run_that_has_ended_leaves_it(ranks: list[Rank], tmp_path: Path) -> None:
+    token = ranks[0].call("take", tmp_path)
+    ranks[1].call("share", tmp_path, token)
+    for each in ranks[:2]:
+        each.call("release", tmp_path)
+        each.call("release", tmp_path)  # two callbacks with one directory
+    assert ranks[2].call("take", tmp_path, 0.0) != token
+
+
+def test_children_of_a_rank_do_not_hold_it(ranks: list[Rank], tmp_path: Path) -> None:
+    until, end = os.pipe()
+
+    def work() -> None:
+        os.close(end)
+        os.read(until, 1)  # a worker that outlives its rank
+
+    def run() -> None:
+        lease.take(tmp_path)
+        FORK.Process(target=work).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rank = FORK.Process(target=run)
+    rank.start()
+    os.close(until)
+    rank.join()
+    assert rank.exitcode == -signal.SIGKILL
+    assert ranks[0].call("take", tmp_path, 0.0)
+    os.close(end)
+
+
+@pytest.mark.parametrize("there", [None, "", "[]", "{}", "\xff", '{"token": "of another run"}'])
+def test_a_rank_that_sees_another_directory(there: str | None, tmp_path: Path) -> None:
+    if there is not None:
+        (tmp_path / lease.LEASE).write_text(there)
+    assert not lease.share(tmp_path, "a token", 0.0)
+
+
+def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def fail(file: int, kind: int) -> None:
+        calls.append(kind)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    token = lease.take(tmp_path, 0.0)
+    lease.release(tmp_path)
+    assert lease.share(tmp_path, token, 0.0)
+    lease.release(tmp_path)
+    assert json.loads((tmp_path / lease.LEASE).read_text())["token"] == token
+    assert len(calls) == 3
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / lease.LEASE).mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        lease.take(tmp_path)
