@@ -1,6 +1,8 @@
 """torch's TCPStore: served on one address only, and reached with errors that say why it cannot be."""
 
+import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
@@ -11,6 +13,8 @@ from lightning_replica.stores.tagged import with_tags
 _CONNECT: Final = timedelta(seconds=60)
 _FOREVER: Final = timedelta(days=3650)
 _TRY_S: Final = 5.0  # for one connection
+# In seconds. A link that is down for minutes breaks no connection: whether a node is lost is decided elsewhere.
+_KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 127}
 
 
 def connect(host: str, port: int) -> dist.Store:
@@ -23,7 +27,27 @@ def _connect(host: str, port: int) -> dist.TCPStore:
     # Ranks wait for a key in slices only. A request takes long only if the process of the store is stopped (Ctrl-Z),
     # and that process resumes some day. A store that is gone closes the connection.
     store.set_timeout(_FOREVER)
+    _keep_alive(port)
     return store
+
+
+def _keep_alive(port: int) -> None:
+    """Have the kernel send something over this process's idle connections to a port.
+
+    Firewalls and NAT forget a connection that is idle for some minutes, and drop without a word what comes later. torch
+    does not say which sockets are its own. To set this at other connections to such a port does no harm.
+    """
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError, IndexError):  # it is no socket of the internet, not connected, or was closed meanwhile
+            found = socket.socket(fileno=int(name))
+            try:
+                if found.getpeername()[1] == port:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in _KEEP_ALIVE.items():
+                        if hasattr(socket, option):
+                            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            finally:
+                found.detach()
 
 
 def reach(host: str, port: int) -> dist.TCPStore:

@@ -5,6 +5,8 @@ marker "combinations".
 """
 
 import re
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,11 +56,13 @@ def running(
     store: str,
     relayed: bool = False,
     options: tuple[str, ...] = (),
+    prepare: Callable[[list[Machine]], None] = lambda made: None,
     **environment: str,
 ) -> Iterator[tuple[Run, list[Machine]]]:
     """A run, and all its machines: those that train come first, then spares, then those that serve the store."""
     count = nodes + spares
     with machines(count + SERVE[store], relayed) as made:
+        prepare(made)
         endpoint = start_store(store, made, out)
         all_options = ("--node-timeout", "6", *options)
         run = Run(out, nodes, 2, STEPS, endpoint, stops, all_options, environment, spares=spares)
@@ -182,8 +186,8 @@ def test_everywhere(fault: str, nodes: int, store: str, rank: int, untouched: Or
 def check(fault: str, nodes: int, store: str, stops: tuple[Stop, ...], untouched: Oracle, tmp_path: Path) -> None:
     blinks = fault == "link down for 3 s"
     patience = ("--node-timeout", "10") if blinks else ()
-    slow = {"PAUSE_S": "1"} if blinks else {}  # with faster steps, five blips of 3 s are one of 15 s
-    with running(tmp_path, nodes, 1, stops, store, "nothing" in fault, patience, **slow) as (run, _):
+    pause_s = "1" if blinks else "0"  # with faster steps, five blips of 3 s are one of 15 s
+    with running(tmp_path, nodes, 1, stops, store, "nothing" in fault, patience, PAUSE_S=pause_s) as (run, _):
         strike(run, fault)
         assert_same(run, untouched)
         replaced = run.text().count("takes its place")
@@ -233,6 +237,33 @@ def test_two_nodes_and_a_member_of_etcd_are_lost(untouched: Oracle, tmp_path: Pa
         come_back(run, lose_node(run, 0, 0))
         run.reach(1)
         lose_node(run, 1, 3)
+        assert_same(run, untouched)
+
+
+def forget_idle_connections(made: list[Machine]) -> None:
+    """A firewall at the second machine, which forgets connections that were idle for some seconds."""
+    inside = ["ip", "netns", "exec", made[1].namespace]
+    for name, value in (("timeout_established", 6), ("loose", 0)):
+        setting = f"net.netfilter.nf_conntrack_tcp_{name}={value}"
+        subprocess.run([*inside, "sysctl", "-w", setting], check=True, capture_output=True)
+    rules = """
+    table inet firewall {
+        chain sent { type filter hook output priority 0; tcp dport 29500 ct state invalid drop; }
+        chain received { type filter hook input priority 0; tcp sport 29500 ct state invalid drop; }
+    }
+    """
+    subprocess.run([*inside, "nft", "-f", "-"], input=rules.encode(), check=True)
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nftables")
+def test_a_firewall_forgets_idle_connections(untouched: Oracle, tmp_path: Path) -> None:
+    """All other connections of the node to the store pass, and training goes on, until there is a fault."""
+    stops = ((5, "forward", 0),)
+    with running(tmp_path, 2, 0, stops, "first", prepare=forget_idle_connections) as (run, nodes):
+        run.reach(0)
+        time.sleep(12)  # the fault
+        assert run.machine_of(0) is nodes[0]
+        lose_rank(run, 0, 0)
         assert_same(run, untouched)
 
 

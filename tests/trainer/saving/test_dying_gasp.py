@@ -1,6 +1,7 @@
 """A run that cannot go on, and the one that goes on from what it left: the untouched run, to the last bit."""
 
 import itertools
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,7 @@ class LosesItsDirectory(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.is_global_zero and not self.directory.is_file():
-            self.directory.rmdir()
+            shutil.rmtree(self.directory)
             self.directory.write_text("not a directory")
 
 

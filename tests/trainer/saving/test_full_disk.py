@@ -118,7 +118,6 @@ def test_the_tracker_cannot_be_written(pair: world.Outcome, tmp_path: Path) -> N
     """The last checkpoint is there, so the run is to be started again; the tracker names the one before."""
     ended = world.run(Full(limit_bytes=0, point="track"), tmp_path, max_restarts=0, target=trains)
     assert ended.code == GASP_WRITTEN, ended.logs
-    assert "step_00000003 is written, but the tracker was not updated" in ended.logs
     directory = CheckpointDirectory(tmp_path / "gasp")
     assert directory.tracked == "step_00000002"
     latest = directory.latest(verify=True)
