@@ -3,12 +3,17 @@
 import argparse
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from lightning_replica.launch.rank_logs import RankLogs
     from lightning_replica.nodes.settings import NodeSettings
     from lightning_replica.stores.address import Address
 
@@ -21,16 +26,16 @@ _SUPPORTED = frozenset(
     (
         *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
         *("master_addr", "master_port", "local_addr", "module", "no_python", "training_script", "training_script_args"),
-        *("spares", "node_timeout", "double_up_after"),
+        *("spares", "node_timeout", "double_up_after", "log_dir", "redirects", "tee"),
     )
 )
-_OUTPUT = "the output of all ranks goes where this command's goes."
+_OUTPUT = "--redirects and --tee say for each rank where its output goes."
 _INSTEAD = {
     "node_rank": "nodes have their ranks in the order in which they come.",
     "max_restarts": "lost processes are replaced one by one; `ReplicaZeroStrategy(max_restarts=...)` says how many.",
     "shutdown_timeout": "`DyingGaspCheckpoint(grace_s=...)` says how long ranks have.",
     "signals_to_handle": "SIGTERM, SIGINT and SIGHUP are handled, and SIGUSR1 with a `DyingGaspCheckpoint`.",
-    **dict.fromkeys(("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs"), _OUTPUT),
+    **dict.fromkeys(("local_ranks_filter", "logs_specs"), _OUTPUT),
 }
 _BACKENDS = ("c10d", "etcd", "etcd-v2")
 # What torchelastic calls the files, in its two ways to reach etcd.
@@ -60,7 +65,8 @@ def run(options: argparse.Namespace) -> NoReturn:
 
     given = parse(options.arguments)
     command = job.training_command(given.training_script, given.training_script_args, given.module, given.no_python)
-    code = job.run(settings_of(given), command)
+    settings = settings_of(given)
+    code = job.run(settings, command, logs_of(given, settings.nproc_per_node))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads wait for the store in C++. If they got an answer while the interpreter ends, it would abort.
@@ -148,6 +154,42 @@ def settings_of(given: argparse.Namespace) -> "NodeSettings":
         double_up_after_s=given.double_up_after,
         join_timeout_s=join_timeout_s,
     )
+
+
+def logs_of(given: argparse.Namespace, nproc_per_node: int) -> "RankLogs | None":
+    """Return the files for the ranks' output; None if no stream of any rank is to go to one.
+
+    Raises:
+        ConfigurationError: If an option has a value that torchrun does not know either.
+    """
+    from lightning_replica.launch.rank_logs import RankLogs
+
+    redirects, tee = (_streams(f"--{name}", getattr(given, name), nproc_per_node) for name in ("redirects", "tee"))
+    if not any((*redirects.values(), *tee.values())):
+        return None
+    root = given.log_dir or tempfile.mkdtemp(prefix="lightning_replica_logs-")
+    name = f"{given.rdzv_id}_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}"
+    directory = Path(root, name).absolute()
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigurationError(f"--log-dir={root}: {error}. Choose another directory.") from error
+    say(f"the output of ranks is in {directory}.")
+    return RankLogs(directory, redirects, tee)
+
+
+def _streams(option: str, given: str, nproc_per_node: int) -> dict[int, int]:
+    from torch.distributed.elastic.multiprocessing import Std
+
+    try:
+        found = Std.from_str(given)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{option}={given}: give 0, 1 (stdout), 2 (stderr) or 3 (both), or one of them for each local rank, as in"
+            " 0:3,1:2."
+        ) from error
+    every = found if isinstance(found, dict) else dict.fromkeys(range(nproc_per_node), found)
+    return {rank: int(streams) for rank, streams in every.items()}
 
 
 def _store(given: argparse.Namespace, conf: Mapping[str, str]) -> "Address":

@@ -13,8 +13,8 @@
 
 GLIBC_TUNABLES turns the caches of malloc's threads off, unless the user has set them (see `allocator`).
 
-LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them. On several
-nodes RANK is set too, as torchrun sets it.
+LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as Lightning's own launcher sets them. Under
+`lightning-replica run`, RANK is set too, as torchrun sets it.
 """
 
 import os
@@ -176,7 +176,7 @@ class RankEnvironment:
             _WORLD_SIZE: str(place.world_size),
             **({} if self.spool is None else {SPOOL: str(self.spool)}),
             **({_DOUBLES_UP: "1"} if self.doubles_up else {}),
-            **({} if place.is_alone else {"RANK": str(rank)}),  # else code that is imported takes LOCAL_RANK for it
+            **({} if self.node_store is None else {"RANK": str(rank)}),  # as torchrun does
             "LOCAL_RANK": str(place.local_rank(rank)),
             "LOCAL_WORLD_SIZE": str(place.local_world_size),
             "NODE_RANK": str(place.node_rank(rank)),

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -21,6 +22,7 @@ from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.place import Place
 from lightning_replica.launch.policy import END_S
+from lightning_replica.launch.rank_logs import STREAMS, RankLogs
 from lightning_replica.launch.repeats import Repeats
 from lightning_replica.launch.spool import Spool
 from lightning_replica.launch.standby import Standbys
@@ -62,7 +64,12 @@ def start_script(command: Callable[[int], tuple[Sequence[str], str | None]]) -> 
 
     def start(rank: int, environment: dict[str, str]) -> Process:
         line, cwd = command(rank)
-        return subprocess.Popen(line, env=environment, cwd=cwd, preexec_fn=born_mortal())
+        with ExitStack() as files:
+            out, err = (
+                files.enter_context(open(environment[variable], "ab")) if variable in environment else None
+                for _, variable in STREAMS.values()
+            )
+            return subprocess.Popen(line, env=environment, cwd=cwd, preexec_fn=born_mortal(), stdout=out, stderr=err)
 
     return start
 
@@ -116,15 +123,22 @@ class Node:
         options: What the user has chosen about recovery, as far as known at the start.
         directory: Where the stacks of ranks are written when one hangs.
         standbys: Processes that wait to become ranks; None if there are none.
+        logs: Files for the ranks' output; None if it goes where this process's goes.
 
     Attributes:
         has_had_ranks: Whether a process of this machine has been a rank.
     """
 
     def __init__(
-        self, start: Start, world_size: int, options: RecoveryOptions, directory: Path, standbys: Standbys | None
+        self,
+        start: Start,
+        world_size: int,
+        options: RecoveryOptions,
+        directory: Path,
+        standbys: Standbys | None,
+        logs: RankLogs | None = None,
     ) -> None:
-        self._start, self._standbys = start, standbys
+        self._start, self._standbys, self._logs = start, standbys, logs
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._children: dict[int, Child] = {}
         self._watch = Watch(world_size, HangLimits.of(options), directory)
@@ -158,6 +172,8 @@ class Node:
         if self._standbys is not None:
             self._standbys.end()
         self._spool.close()
+        if self._logs is not None:
+            self._logs.close()
 
     def use(self, options: RecoveryOptions, directory: Path) -> None:
         """Use other options from now on."""
@@ -191,6 +207,8 @@ class Node:
             place.store, os.getpid(), generation, self._spool.path, place.node_store, doubles_up=place.doubles_up
         )
         variables = environment.variables(rank, place, os.environ) | self._watch.variables
+        if self._logs is not None:
+            variables |= self._logs.open(rank, rank % place.local_world_size, generation)
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
         child = Child(rank, standby or self._start(rank, variables), generation)

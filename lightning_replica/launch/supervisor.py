@@ -41,6 +41,7 @@ from lightning_replica.launch.policy import (
     Say,
     Send,
 )
+from lightning_replica.launch.rank_logs import RankLogs
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.recovery.diagnosis import explain
 from lightning_replica.recovery.gasp import Gasp
@@ -65,6 +66,7 @@ class Supervisor:
         standbys: Processes that wait to become ranks.
         asks: Whether ranks report further options and the directory (`Told`).
         notes: Entries that the supervisor puts into the store for the ranks.
+        logs: Files for the ranks' output; None if it goes where this process's goes.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class Supervisor:
         standbys: Standbys | None = None,
         asks: bool = False,
         notes: Mapping[str, str] | None = None,
+        logs: RankLogs | None = None,
     ) -> None:
         self._world_size, self._say, self._asks, self._notes = world_size, say, asks, notes or {}
-        self._node = Node(start, world_size, options, directory, standbys)
+        self._node = Node(start, world_size, options, directory, standbys, logs)
         self._policy = Policy(options)
         self._has_failed = False
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_replica.core.orphans import die_with
+from lightning_replica.launch import rank_logs
 from lightning_replica.launch.environment import rank_here
 from lightning_replica.launch.rank import enter
 
@@ -89,6 +90,7 @@ def become(command: Sequence[str], cwd: str | None, environment: dict[str, str])
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)
+    rank_logs.redirect()
     enter()
     _set_rank(rank_here())
     if command[1] == "-m":

@@ -158,9 +158,9 @@ class Cluster:
         """See `Listener`."""
         self._put(self._call_back)
 
-    def node_is_over(self, code: int) -> None:
+    def node_is_over(self, node: int, code: int) -> None:
         """See `Listener`."""
-        self._put(partial(self._end, code))
+        self._put(partial(self._end, node, code))
 
     def store_is_gone(self) -> None:
         """Agree with the other nodes on another store, in which the run is given up. See `failover`."""
@@ -215,7 +215,9 @@ class Cluster:
         how = f"{how}, and {self._say_who(lost)} is lost" if lost else how
         self._supervisor.store_lost(ranks_of(slots, self._settings.nproc_per_node), f"{how}.")
 
-    def _end(self, code: int) -> None:
+    def _end(self, node: int, code: int) -> None:
+        if code and self.code is None and not self._over:  # its messages may be on another console
+            say(f"the ranks of node {self.pulse.name(node)} have ended with exit code {code}.")
         self.code, self._over = code if self.code is None else self.code, True
 
     def _read_and_decide(self, number: int, fault: Fault, note: str) -> None:

@@ -19,6 +19,7 @@ from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.node import start_script
 from lightning_replica.launch.place import LOOPBACK, Place
+from lightning_replica.launch.rank_logs import RankLogs
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes import attempt
@@ -38,12 +39,13 @@ from lightning_replica.stores.tcp import serve
 _PAUSE_S: Final = 0.05
 
 
-def run(settings: NodeSettings, command: Sequence[str]) -> int:
+def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = None) -> int:
     """Run a training command on this node, together with the other nodes, and return the exit code.
 
     Args:
         settings: The nodes' settings.
         command: The command line of a rank.
+        logs: Files for the ranks' output; None if it goes where this process's goes.
 
     Raises:
         ConfigurationError: If nobody serves the store, or too few nodes come.
@@ -65,6 +67,7 @@ def run(settings: NodeSettings, command: Sequence[str]) -> int:
         say,
         standbys=standbys,
         asks=True,
+        logs=logs,
     )
     cluster = Cluster(settings, stores, node_store, own, door, placement, supervisor)
     place = Place(

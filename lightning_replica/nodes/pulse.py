@@ -53,7 +53,7 @@ class Listener(Protocol):
     def all_stall(self) -> None:
         """All ranks of all nodes wait for each other."""
 
-    def node_is_over(self, code: int) -> None:
+    def node_is_over(self, node: int, code: int) -> None:
         """The ranks of another node have ended, with an exit code."""
 
     def store_is_gone(self) -> None:
@@ -215,7 +215,7 @@ class Pulse:
         for number, sign in signs.items():
             if sign.code is not None and number not in self._over:
                 self._over |= {number}
-                self._listener.node_is_over(sign.code)
+                self._listener.node_is_over(number, sign.code)
 
     def _meet(self, line: Line, wanted: Collection[int]) -> None:
         """Get to know the nodes that this one watches: where they are, and what they are called."""

@@ -97,7 +97,7 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
         (["--rdzv-conf", "join_timeot=5"], "--rdzv-conf join_timeot=...: known are ca_cert, "),
         (["--node-rank", "1"], "--node-rank=1: nodes have their ranks in the order in which they come. Leave it out."),
         (["--max-restarts", "3"], "--max-restarts=3: lost processes are replaced one by one; "),
-        (["--tee", "3"], "--tee=3: the output of all ranks goes where this command's goes. Leave it out."),
+        (["--local-ranks-filter", "0"], "--local-ranks-filter=0: --redirects and --tee say for each rank where"),
         (["--role", "x"], "--role=x: this command has no --role. Leave it out."),
         (["--rdzv-endpoint", "127.0.0.1:http"], "'127.0.0.1:http' must be an integer"),
         (["--rdzv-endpoint", "no host"], "'no host' must be a dot-separated list of labels"),
