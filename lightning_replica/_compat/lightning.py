@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_replica._compat.lightning_names import (
     _HYDRA_AVAILABLE,
     _SUPPORTED_MODES,
     Accelerator,
+    AsyncCheckpointIO,
     CheckpointIO,
     CombinedLoader,
     CPUAccelerator,
@@ -156,6 +158,22 @@ def writes_archives(plugin: CheckpointIO | None) -> bool:
     while isinstance(plugin, _WrappingCheckpointIO):
         plugin = plugin.checkpoint_io
     return isinstance(plugin, TorchCheckpointIO)
+
+
+def after_saves(plugin: CheckpointIO | None, work: Callable[[], None]) -> None:
+    """Do ``work`` after what an `AsyncCheckpointIO` is still writing, in its thread; with any other plugin, now."""
+    executor: Executor | None = getattr(plugin, "_executor", None) if isinstance(plugin, AsyncCheckpointIO) else None
+    if executor is None:
+        work()
+        return
+
+    def keep_error() -> None:
+        try:
+            work()
+        except BaseException as error:
+            vars(plugin)["_error"] = error  # raised where it raises those of its own
+
+    executor.submit(keep_error)
 
 
 def let_config_be_saved_again(trainer: Any) -> None:

@@ -59,6 +59,7 @@ with private_names_of(chosen().distribution):
         from lightning.pytorch.loops.optimization.manual import _ManualOptimization
         from lightning.pytorch.loops.progress import _BaseProgress
         from lightning.pytorch.plugins import (
+            AsyncCheckpointIO,
             CheckpointIO,
             ClusterEnvironment,
             MixedPrecision,
@@ -134,6 +135,7 @@ with private_names_of(chosen().distribution):
         from pytorch_lightning.loops.optimization.manual import _ManualOptimization
         from pytorch_lightning.loops.progress import _BaseProgress
         from pytorch_lightning.plugins import (
+            AsyncCheckpointIO,
             CheckpointIO,
             ClusterEnvironment,
             MixedPrecision,
@@ -199,6 +201,7 @@ with private_names_of(chosen().distribution):
     need(fabric_strategies.DDPStrategy, "_configure_launcher", "_set_world_ranks", "_setup_distributed")
 
 __all__ = [
+    "AsyncCheckpointIO",
     "Accelerator",
     "AcceleratorRegistry",
     "BackboneFinetuning",

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_replica._compat.lightning import checkpoint_exists
 from lightning_replica._compat.lightning_names import Callback, ModelCheckpoint, pl
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
@@ -26,11 +27,14 @@ class CheckpointFiles:
         callbacks: The trainer's callbacks; others than `ModelCheckpoint` are ignored.
         newborn: Whether this process is a replacement.
         writes: Whether this rank keeps the record.
+        report: Called with checkpoints that the predecessor was still writing when it was lost.
     """
 
-    def __init__(self, store: Store, callbacks: Sequence[Callback], newborn: bool, writes: bool) -> None:
+    def __init__(
+        self, store: Store, callbacks: Sequence[Callback], newborn: bool, writes: bool, report: Report = warn
+    ) -> None:
         self._written = Written(store, "checkpoints", newborn and writes)
-        self._writes = writes
+        self._writes, self._report, self._joins = writes, report, newborn and writes
         self._callbacks = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in self._callbacks:
             vars(callback)["file_exists"] = self._exists(callback)
@@ -47,6 +51,9 @@ class CheckpointFiles:
     def restored(self, kind: Kind, step: int) -> None:
         """Note that this rank goes back to a snapshot."""
         self._written.restored(kind, step)
+        if self._joins:
+            self._joins = False
+            self._name_missing()
 
     def is_written(self, path: str | os.PathLike[str]) -> None:
         """Note that a checkpoint is about to be written.
@@ -56,6 +63,14 @@ class CheckpointFiles:
         if self._writes:
             self._written.add(os.fspath(path))
             self._written.wait_for_store()
+
+    def _name_missing(self) -> None:
+        """Name checkpoints that callbacks know of, and that are not there: `AsyncCheckpointIO` writes in a thread."""
+        for callback in self._callbacks:
+            known = dict.fromkeys((*callback.best_k_models, callback.best_model_path, callback.last_model_path))
+            for path in filter(None, known):
+                if not checkpoint_exists(callback, path) and not self._written.is_there(path):
+                    self._report(path, "it is not there; rank 0 may have been writing it when it was lost", "once")
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:

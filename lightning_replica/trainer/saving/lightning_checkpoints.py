@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_replica._compat.lightning import writes_archives
+from lightning_replica._compat.lightning import after_saves, writes_archives
 from lightning_replica._compat.lightning_names import TrainerFn, pl
 from lightning_replica.checkpoint.archive import can_be_checked, check_archive, reading
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, exists
@@ -126,9 +126,12 @@ class LightningCheckpoints(LightningCollectives):
         return self._session is not None and self._session.world.is_over and self.world_size > 1
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint. A replacement that has not joined yet removes none."""
+        """Remove a checkpoint, after all that is still being written: that one is to take its place.
+
+        A replacement that has not joined yet removes none.
+        """
         if not self._is_newborn:
-            super().remove_checkpoint(filepath)
+            after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
 
     def save_periodic(self, path: Location) -> None:
         """Write a sharded checkpoint, whatever form the others have. Collective.
