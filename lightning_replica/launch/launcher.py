@@ -18,6 +18,7 @@ from lightning_replica.launch.node import start_script
 from lightning_replica.launch.rank import enter
 from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor
+from lightning_replica.stores.secret import make_secret
 
 
 def supervise(world_size: int, options: RecoveryOptions, notes: Mapping[str, str]) -> NoReturn:
@@ -34,6 +35,7 @@ def supervise(world_size: int, options: RecoveryOptions, notes: Mapping[str, str
         SystemExit: Once all ranks have ended, with the exit code of the run.
         ConfigurationError: If there is no script to run again.
     """
+    make_secret()  # the store is on loopback, which all users of this machine can reach
     standbys = Standbys(rerun_command, options.standby)
     start = start_script(rerun_command)
     sys.exit(Supervisor(start, world_size, options, say, standbys=standbys, asks=True, notes=notes).run())

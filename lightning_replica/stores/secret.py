@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -39,6 +40,12 @@ def own_secret(environment: Mapping[str, str] = os.environ) -> bytes:
             f"{where}: the secret has {len(found.strip())} characters, but needs {_LEAST} or more. {_ADVICE}"
         )
     return found.strip().encode()
+
+
+def make_secret() -> None:
+    """Give this process, and those that it starts, a secret of their own, unless it was started with one."""
+    if VARIABLE not in os.environ and FILE_VARIABLE not in os.environ:
+        os.environ[VARIABLE] = secrets.token_hex(32)
 
 
 def name_of(secret: bytes) -> str:
