@@ -1,5 +1,6 @@
 """What a rank computes with: the files of the script, the packages that it has imported, and the hardware."""
 
+import ast
 import hashlib
 import os
 import platform
@@ -77,9 +78,18 @@ def _is_made_by_a_package(name: str) -> bool:
 
 def _digest_of(name: str, path: Path) -> dict[str, str]:
     try:
-        return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+        content = path.read_bytes()
     except OSError:  # removed since it was imported, or in an archive
         return {}
+    return {name: hashlib.sha256(_meaning(content) if path.suffix == ".py" else content).hexdigest()[:16]}
+
+
+def _meaning(source: bytes) -> bytes:
+    """Return what a source says apart from comments and layout: who edits only these changes no training."""
+    try:
+        return ast.dump(ast.parse(source)).encode()
+    except (SyntaxError, ValueError, RecursionError):  # it is being edited
+        return source
 
 
 def _named_on_the_command_line() -> Iterator[Path]:

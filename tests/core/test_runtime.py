@@ -35,6 +35,16 @@ def test_modules_of_the_user_that_were_imported(folder: Path) -> None:
     assert {name for name in first if first[name] != second[name]} == {"module mine.model"}
 
 
+def test_comments_and_layout_do_not_count(folder: Path) -> None:
+    importlib.import_module("mine.model")
+    file = folder / "mine" / "model.py"
+    first = runtime.sources()
+    file.write_text("# How wide it is\n\nWIDTH  =  2\n")
+    assert runtime.sources() == first
+    file.write_text("WIDTH = (2")
+    assert runtime.sources() != first
+
+
 def test_a_file_that_an_installed_package_has_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile loads what it writes as a module of its own, and each rank may have compiled something else."""
     made = importlib.import_module("mine.model")
