@@ -21,7 +21,7 @@ blocked = {signal.SIGTERM, signal.SIGINT}
 signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
 print("blocks", flush=True)
 while True:
-    print(signal.sigwait(blocked), flush=True)
+    print(int(signal.sigwait(blocked)), flush=True)
 """
 
 
