@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_replica._compat.lightning_names import Callback, pl
+from lightning_replica._compat.lightning_names import Callback, pl, rank_zero_only
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.location import absolute
+from lightning_replica.checkpoint.location import absolute, by_kind
+from lightning_replica.core.messages import warn
+from lightning_replica.core.runtime import directory_of_this_start
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.trainer.saving import occupation
 
@@ -30,6 +32,8 @@ class RunDirectory(Callback):
     def __init__(self, dirpath: str | Path, keep_last: int | None = None) -> None:
         self.directory = CheckpointDirectory(absolute(dirpath))
         self._keep_last = keep_last
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            by_kind(self.directory.path, _warn_if_of_this_start, lambda _: None)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise an error for other strategies, which would never write to the directory."""
@@ -52,3 +56,14 @@ class RunDirectory(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Let other runs write to the directory."""
         occupation.leave(self.directory)
+
+
+def _warn_if_of_this_start(path: Path) -> None:
+    """Tell the user in the first process: the ranks that it starts get Hydra's directory as a fixed name."""
+    made = directory_of_this_start()
+    if made is not None and path.is_relative_to(made):
+        warn(
+            f"dirpath={str(path)!r} is in the directory that Hydra has made for this start, so the same command, when"
+            " started again, finds no checkpoint there. Give a dirpath elsewhere, or set hydra.run.dir to a name"
+            " without the time."
+        )

@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -99,12 +99,29 @@ def _named_on_the_command_line() -> Iterator[Path]:
             yield path
 
 
+def directory_of_this_start() -> Path | None:
+    """Return the directory that Hydra has made for this start of the script; None if the next start has the same.
+
+    Hydra's own default has the time in its name.
+    """
+    config = _hydra()
+    if config is None:
+        return None
+    chosen = config.sweep if config.mode is not None and config.mode.name == "MULTIRUN" else config.run
+    text = sys.modules["omegaconf"].OmegaConf.to_container(chosen, resolve=False)["dir"]
+    return Path(config.runtime.output_dir) if "${now:" in str(text) else None
+
+
+def _hydra() -> Any:
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    return hydra.HydraConfig.get() if hydra is not None and hydra.HydraConfig.initialized() else None
+
+
 def _of_hydra() -> Iterator[tuple[str, Path]]:
     """Yield the files of which Hydra has composed this process's configuration, with their names in its folder."""
-    hydra = sys.modules.get("hydra.core.hydra_config")
-    if hydra is None or not hydra.HydraConfig.initialized():
+    config = _hydra()
+    if config is None:
         return
-    config = hydra.HydraConfig.get()
     chosen = [f"{group.partition('@')[0]}/{name}" for group, name in config.runtime.choices.items()]
     for source in config.runtime.config_sources:
         if source.schema == "file":

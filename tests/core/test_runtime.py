@@ -1,6 +1,8 @@
 """What a rank runs, each source with a digest or a version."""
 
 import importlib
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,17 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_replica.core import runtime
+
+HYDRA = """
+import hydra
+from lightning_replica import DyingGaspCheckpoint
+
+@hydra.main(config_path=".", config_name="train", version_base=None)
+def main(cfg):
+    DyingGaspCheckpoint(cfg.path)
+
+main()
+"""
 
 
 @pytest.fixture
@@ -95,6 +108,29 @@ def test_configuration_files_that_hydra_has_read(tmp_path: Path) -> None:
         finally:
             HydraConfig.instance().cfg = None
     assert {name for name in found if name.startswith("file")} == {"file train.yaml", "file optimizer/sgd.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ([], r"DirpathOf/outputs/[0-9-]+/[0-9-]+/last"),
+        (["hydra.job.chdir=true", "path=last"], r"DirpathOf/outputs/[0-9-]+/[0-9-]+/last"),
+        (["hydra.run.dir=fixed"], None),
+        (["path=last"], None),
+    ],
+)
+def test_checkpoints_in_a_directory_of_this_start(arguments: list[str], found: str | None, tmp_path: Path) -> None:
+    """Hydra's own default, as many templates have it: the run that starts again would begin anew without a word."""
+    (tmp_path / "train.yaml").write_text("path: ${hydra:runtime.output_dir}/last")
+    (tmp_path / "train.py").write_text(HYDRA)
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"dirpath='(.*)' is in the directory that Hydra has made for this start", done.stderr)
+    assert len(said) == (found is not None), done.stderr
+    if found is not None:
+        assert re.fullmatch(found.replace("DirpathOf", str(tmp_path)), said[0].replace("//", "/")), said
 
 
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
