@@ -161,7 +161,12 @@ def writes_archives(plugin: CheckpointIO | None) -> bool:
 
 
 def after_saves(plugin: CheckpointIO | None, work: Callable[[], None]) -> None:
-    """Do ``work`` after what an `AsyncCheckpointIO` is still writing, in its thread; with any other plugin, now."""
+    """Do ``work`` after what an `AsyncCheckpointIO` is still writing, in its thread; with any other plugin, now.
+
+    If a write has failed, the work is not done: it may remove the only checkpoint.
+    """
+    while isinstance(plugin, _WrappingCheckpointIO) and not isinstance(plugin, AsyncCheckpointIO):
+        plugin = plugin.checkpoint_io
     executor: Executor | None = getattr(plugin, "_executor", None) if isinstance(plugin, AsyncCheckpointIO) else None
     if executor is None:
         work()
@@ -169,7 +174,8 @@ def after_saves(plugin: CheckpointIO | None, work: Callable[[], None]) -> None:
 
     def keep_error() -> None:
         try:
-            work()
+            if vars(plugin).get("_error") is None:
+                work()
         except BaseException as error:
             vars(plugin)["_error"] = error  # raised where it raises those of its own
 

@@ -9,7 +9,6 @@ from lightning_replica.checkpoint.location import absolute, by_kind
 from lightning_replica.core.messages import warn
 from lightning_replica.core.runtime import directory_of_this_start
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.trainer.saving import occupation
 
 
 class RunDirectory(Callback):
@@ -47,15 +46,6 @@ class RunDirectory(Callback):
         """Check the directory, and write checkpoints to it."""
         strategy: Any = trainer.strategy
         strategy.publishes_to(self.directory, self._keep_last)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let other runs write to the directory."""
-        if stage == "fit":
-            occupation.leave(self.directory)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Let other runs write to the directory."""
-        occupation.leave(self.directory)
 
 
 def _warn_if_of_this_start(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Export of a sharded checkpoint to one file from which plain Lightning resumes."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def _replace(file: Path, checkpoint: dict[str, Any]) -> None:
             os.fsync(stream.fileno())
         with publish.naming(file):
             unfinished.replace(file)
-            publish.sync(file.parent)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise
+    with suppress(OSError):  # it is there
+        publish.sync(file.parent)

@@ -8,8 +8,8 @@ Rank 0 locks the file exclusively, writes who it is, and turns the lock into a s
 run that starts finds the file locked while any process of another run lives: also while survivors write a last
 checkpoint without their rank 0. The operating system ends the lock of a process that dies. Locks are those of
 ``fcntl.lockf``, which children do not inherit, and which network file systems pass to their server. They end when the
-process closes the file, wherever it was opened: so nothing else opens it. Where a file system has no locks, nothing
-keeps two runs apart.
+process closes the file, wherever it was opened: so nothing else opens it. A process keeps them to its end, over all
+fits of its script. Where a file system has no locks, nothing keeps two runs apart.
 """
 
 import errno
@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
 
 LEASE: Final = ".lease"
-_GRACE_S: Final = 60.0  # in which a run that was told to end writes its last checkpoint
+# In which a run that was told to end writes its last checkpoint, and a server of NFS forgets a machine that has died.
+_GRACE_S: Final = 120.0
+_ANSWERS_S: Final = 10.0  # after which a server of locks is taken for unreachable
 _SEEN_S: Final = 20.0  # after which a network file system shows to one machine what another has written
 _POLL_S: Final = 0.2
 _TAKEN: Final = (errno.EACCES, errno.EAGAIN)
@@ -65,6 +68,7 @@ def take(directory: Path, grace_s: float = _GRACE_S) -> str:
     publish.make_directory(directory)
     file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        _let_others_write(file, directory)
         _wait_for_others(file, directory, grace_s)
         token = secrets.token_hex(8)
         about = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
@@ -110,13 +114,6 @@ def share(directory: Path, token: str, seen_s: float = _SEEN_S) -> bool:
         time.sleep(_POLL_S)
 
 
-def release(directory: Path) -> None:
-    """Give up this process's part of the lease, if it has one."""
-    held = _held.pop(directory.resolve() / LEASE, None)
-    if held is not None:
-        os.close(held.file)
-
-
 def _wait_for_others(file: int, directory: Path, grace_s: float) -> None:
     deadline, told = time.monotonic() + grace_s, False
     while not _lock(file, fcntl.LOCK_EX):
@@ -125,7 +122,8 @@ def _wait_for_others(file: int, directory: Path, grace_s: float) -> None:
         if time.monotonic() > deadline:
             raise ConfigurationError(
                 f"Another run, {who}, writes to dirpath={str(directory)!r}. Two runs would remove each other's"
-                " checkpoints. End that run, or give this one another directory."
+                " checkpoints. End that run, or give this one another directory. If that run's machine is lost, remove"
+                f" {directory / LEASE}."
             )
         if not told:
             say(f"waits for another run, {who}, which still writes to {directory}, for up to {grace_s:g} s.")
@@ -133,13 +131,28 @@ def _wait_for_others(file: int, directory: Path, grace_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def _let_others_write(file: int, directory: Path) -> None:
+    """Let those who may write to the directory take the lease in later runs."""
+    if os.fstat(file).st_uid == os.geteuid():
+        os.fchmod(file, 0o600 | (directory.stat().st_mode & 0o066))
+
+
 def _lock(file: int, kind: int) -> bool:
     """Lock a file. Return False if others hold a lock that excludes this one."""
-    try:
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _TAKEN  # any other: this file system has no locks
-    return True
+    excluded = threading.Event()
+
+    def lock() -> None:
+        try:
+            fcntl.lockf(file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:  # any other: this file system has no locks
+                excluded.set()
+
+    # In a thread: the call waits in the kernel where the server of a network file system does not answer.
+    thread = threading.Thread(target=lock, name="lightning_replica-lease", daemon=True)
+    thread.start()
+    thread.join(_ANSWERS_S)
+    return not excluded.is_set()
 
 
 def _about(file: int) -> dict[str, object]:

@@ -110,9 +110,25 @@ def agree(
 
 
 def compare_sources(
-    generations: Generations, rank: int, world_size: int, own: Mapping[str, str], timeout_s: float
-) -> None:
+    generations: Generations,
+    rank: int,
+    world_size: int,
+    own: Mapping[str, str],
+    timeout_s: float,
+    may_differ: Callable[[str], bool],
+) -> list[str]:
     """Check that all ranks run the same sources, as far as they have them in common with rank 0 (`core.runtime`).
+
+    Args:
+        generations: The log of generations, through whose store ranks exchange what they have.
+        rank: This rank.
+        world_size: Number of ranks.
+        own: Digests or versions of this rank's sources, by name.
+        timeout_s: How long to wait for the other ranks, in seconds.
+        may_differ: Whether that is no error, for the source of a name.
+
+    Returns:
+        The names of sources that may differ, and do.
 
     Raises:
         ConfigurationError: On every rank, if they do not; or on a replacement that runs other sources than the run.
@@ -126,8 +142,9 @@ def compare_sources(
 
     agreed = agree(generations, "sources", rank, world_size, {"digest": digest, **first}, timeout_s, conclude)
     if agreed["digest"] == digest:
-        return
-    changed = sorted(name for name, value in agreed["sources"].items() if own.get(name, value) != value)
+        return []
+    differ = sorted(name for name, value in agreed["sources"].items() if own.get(name, value) != value)
+    changed = [name for name in differ if not may_differ(name)]
     if generations.current > 0 and changed:
         raise ConfigurationError(
             f"This replacement of rank {rank} runs other sources than the run began with:"
@@ -144,6 +161,7 @@ def compare_sources(
             timeout_s,
             _refuse_other_sources,
         )
+    return [name for name in differ if may_differ(name)]
 
 
 def _say_sources(changed: list[str], own: Mapping[str, str], first: Mapping[str, str]) -> str:

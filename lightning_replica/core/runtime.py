@@ -6,12 +6,16 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from lightning_replica.core.user_code import is_installed, is_users
+
+NAMED: Final = "file "
+"""How the names of sources begin that may be none: files on the command line, to which the script may also write."""
 
 _CONFIGS: Final = frozenset((".cfg", ".conf", ".ini", ".json", ".toml", ".yaml", ".yml"))
 _MAX_BYTES: Final = 2**20  # of a configuration file
@@ -46,9 +50,9 @@ def sources() -> dict[str, str]:
         elif file.endswith(".py") and is_users(file) and not _is_made_by_a_package(name):
             found.update(_digest_of("script" if name == "__main__" else f"module {name}", Path(file)))
     for path in _named_on_the_command_line():
-        found.update(_digest_of(f"file {path}", path))
+        found.update(_digest_of(f"{NAMED}{path}", path))
     for name, path in _of_hydra():
-        found.update(_digest_of(f"file {name}", path))
+        found.update(_digest_of(f"configuration {name}", path))
     return found
 
 
@@ -65,7 +69,8 @@ def hardware(kind: str, is_host: bool) -> dict[str, str]:
     else:
         name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
         found["device"] = kind if name_of is None else str(name_of())
-    found["precision of float32 products"] = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):  # the script sets it by torch's newer interface, which this one refuses to describe
+        found["precision of float32 products"] = torch.get_float32_matmul_precision()
     return found
 
 
@@ -77,11 +82,17 @@ def _is_made_by_a_package(name: str) -> bool:
 
 
 def _digest_of(name: str, path: Path) -> dict[str, str]:
+    digest = digest_of(path)
+    return {name: digest} if digest else {}
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of a file; empty if it cannot be read, as it was removed meanwhile or is in an archive."""
     try:
         content = path.read_bytes()
-    except OSError:  # removed since it was imported, or in an archive
-        return {}
-    return {name: hashlib.sha256(_meaning(content) if path.suffix == ".py" else content).hexdigest()[:16]}
+    except OSError:
+        return ""
+    return hashlib.sha256(_meaning(content) if path.suffix == ".py" else content).hexdigest()[:16]
 
 
 def _meaning(source: bytes) -> bytes:
@@ -95,8 +106,9 @@ def _meaning(source: bytes) -> bytes:
 def _named_on_the_command_line() -> Iterator[Path]:
     for argument in sys.argv[1:]:
         path = Path(argument.rpartition("=")[2])
-        if path.suffix in _CONFIGS and path.is_file() and path.stat().st_size <= _MAX_BYTES:
-            yield path
+        with suppress(OSError, ValueError):  # it is no name of a file, or of one that may not be looked at
+            if path.suffix in _CONFIGS and path.is_file() and path.stat().st_size <= _MAX_BYTES:
+                yield path
 
 
 def directory_of_this_start() -> Path | None:
@@ -109,7 +121,8 @@ def directory_of_this_start() -> Path | None:
         return None
     chosen = config.sweep if config.mode is not None and config.mode.name == "MULTIRUN" else config.run
     text = sys.modules["omegaconf"].OmegaConf.to_container(chosen, resolve=False)["dir"]
-    return Path(config.runtime.output_dir) if "${now:" in str(text) else None
+    made = config.runtime.get("output_dir")  # None if the configuration was composed without `hydra.main`
+    return Path(made) if made and "${now:" in str(text) else None
 
 
 def _hydra() -> Any:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 from lightning_replica.control import planned_save
 from lightning_replica.control.phase import Phase
 from lightning_replica.core.descriptors import raise_limit
+from lightning_replica.core.messages import warn
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import born_mortal
 from lightning_replica.launch import crashes
@@ -208,7 +209,7 @@ class Node:
         )
         variables = environment.variables(rank, place, os.environ) | self._watch.variables
         if self._logs is not None:
-            variables |= self._logs.open(rank, rank % place.local_world_size, generation)
+            variables |= self._log_files(self._logs, rank, generation)
         self._watch.born(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
         child = Child(rank, standby or self._start(rank, variables), generation)
@@ -216,6 +217,16 @@ class Node:
         # One thread per child blocks in waitpid, so that a death is noticed at once, on any platform.
         threading.Thread(target=self._wait, args=(child,), name=f"rank-{rank}", daemon=True).start()
         return "a new process" if standby is None else "a standby"
+
+    def _log_files(self, logs: RankLogs, rank: int, generation: int) -> dict[str, str]:
+        local_rank = rank % self._place.local_world_size
+        try:
+            return logs.open(rank, local_rank, generation, str(rank if self._place.doubles_up else local_rank))
+        except OSError as error:
+            if not generation:
+                raise
+            warn(f"the output of rank {rank} goes to no file: {error}.")  # it must take its place nevertheless
+            return {}
 
     def bury(self, child: Child) -> Ended:
         """Handle the end of a rank's process, and return what is known of it."""

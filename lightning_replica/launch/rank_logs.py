@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TextIO
 
+from lightning_replica.core.messages import warn
+
 STREAMS: Final = {"stdout": (1, "LIGHTNING_REPLICA_STDOUT"), "stderr": (2, "LIGHTNING_REPLICA_STDERR")}
 """For each stream of a rank, its descriptor, and the variable that names its file."""
 
@@ -38,8 +40,14 @@ class RankLogs:
     _over: threading.Event = field(default_factory=threading.Event)
     _shown: list[threading.Thread] = field(default_factory=list)
 
-    def open(self, rank: int, local_rank: int, generation: int) -> dict[str, str]:
+    def open(self, rank: int, local_rank: int, generation: int, folder: str) -> dict[str, str]:
         """Prepare the files of a rank's process, and begin to show what it writes there.
+
+        Args:
+            rank: The rank.
+            local_rank: Its number on this node, by which `redirects` and `tee` choose.
+            generation: The generation that the process is born into.
+            folder: Name of the folder of its files.
 
         Returns:
             The environment variables that name the files.
@@ -52,7 +60,7 @@ class RankLogs:
         variables = {}
         for name, (flag, variable) in STREAMS.items():
             if written & flag:
-                path = self.directory / f"attempt_{generation}" / str(local_rank) / f"{name}.log"
+                path = self.directory / f"attempt_{generation}" / folder / f"{name}.log"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
                 variables[variable] = str(path)
@@ -92,6 +100,10 @@ def redirect() -> None:
     """Write this process's output to the files that its environment names. Nothing is changed for other streams."""
     for descriptor, variable in STREAMS.values():
         if variable in os.environ:
-            file = os.open(os.environ[variable], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                file = os.open(os.environ[variable], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            except OSError as error:
+                warn(f"this rank's output goes to no file: {error}.")
+                continue
             os.dup2(file, descriptor)
             os.close(file)

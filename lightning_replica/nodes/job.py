@@ -1,6 +1,5 @@
 """A run on several nodes, as one of them sees it from start to end."""
 
-import hashlib
 import json
 import socket
 import sys
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import lightning_replica
 from lightning_replica.control import agreement, keys
+from lightning_replica.core import runtime
 from lightning_replica.core.messages import say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
@@ -107,9 +107,9 @@ def facts(settings: NodeSettings, command: Sequence[str]) -> dict[str, str]:
 
 
 def _contents(command: Sequence[str]) -> str:
-    """Return a digest of the script, so that a node with another one does not even become a spare."""
-    files = [Path(each) for each in command[:2] if each != sys.executable]
-    return next((hashlib.sha256(each.read_bytes()).hexdigest()[:16] for each in files if each.is_file()), "")
+    """Return a digest of a script in Python, so that a node with another one does not even become a spare."""
+    scripts = [Path(each) for each in command[:2] if each.endswith(".py")]
+    return runtime.digest_of(scripts[0]) if scripts else ""
 
 
 def compare(store: Store, own: Mapping[str, str], name: str) -> None:

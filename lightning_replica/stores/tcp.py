@@ -1,8 +1,9 @@
 """torch's TCPStore: served on one address only, and reached with errors that say why it cannot be."""
 
+import ctypes
 import os
 import socket
-from contextlib import suppress
+import sys
 from datetime import timedelta
 from typing import Final
 
@@ -14,7 +15,11 @@ _CONNECT: Final = timedelta(seconds=60)
 _FOREVER: Final = timedelta(days=3650)
 _TRY_S: Final = 5.0  # for one connection
 # In seconds. A link that is down for minutes breaks no connection: whether a node is lost is decided elsewhere.
-_KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 127}
+_INTERVALS: Final = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 127}
+_KEEP_ALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *((socket.IPPROTO_TCP, getattr(socket, name, 0), value) for name, value in _INTERVALS.items()),
+)
 
 
 def connect(host: str, port: int) -> dist.Store:
@@ -35,19 +40,21 @@ def _keep_alive(port: int) -> None:
     """Have the kernel send something over this process's idle connections to a port.
 
     Firewalls and NAT forget a connection that is idle for some minutes, and drop without a word what comes later. torch
-    does not say which sockets are its own. To set this at other connections to such a port does no harm.
+    does not say which sockets are its own. To set this at other connections to such a port does no harm. An object of
+    `socket.socket` would: it makes the connection non-blocking if the script has set a default time-out.
     """
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError, IndexError):  # it is no socket of the internet, not connected, or was closed meanwhile
-            found = socket.socket(fileno=int(name))
-            try:
-                if found.getpeername()[1] == port:
-                    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option, value in _KEEP_ALIVE.items():
-                        if hasattr(socket, option):
-                            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-            finally:
-                found.detach()
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    for name in os.listdir("/proc/self/fd"):
+        address, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+        if libc.getpeername(int(name), address, ctypes.byref(length)) != 0:
+            continue  # it is no socket, is not connected, or was closed meanwhile
+        family, peer = int.from_bytes(address.raw[:2], sys.byteorder), int.from_bytes(address.raw[2:4], "big")
+        if family in (socket.AF_INET, socket.AF_INET6) and peer == port:
+            for level, option, value in _KEEP_ALIVE:
+                given = ctypes.c_int(value)
+                libc.setsockopt(int(name), level, option, ctypes.byref(given), ctypes.sizeof(given))
 
 
 def reach(host: str, port: int) -> dist.TCPStore:

@@ -71,7 +71,7 @@ class Session:
         options: RecoveryOptions,
     ) -> None:
         self.rank, self.options, self.fits = rank, options, 0
-        self._runtimes_compared = False
+        self._compared: dict[str, str] | None = None
         planned_save.ignore()
         newborn = surroundings.generation > 0
         _refuse_shared_devices(surroundings, device)
@@ -148,23 +148,34 @@ class Session:
         Raises:
             ConfigurationError: If the sources differ.
         """
-        if self._runtimes_compared:
-            return {}
-        self._runtimes_compared = True
+        if self._compared is not None:
+            return self._compared if self.newborn else {}
         world, timeout_s = self.world, self.options.rendezvous_timeout_s
-        agreement.compare_sources(world.generations, self.rank, world.size, runtime.sources(), timeout_s)
+        differ = agreement.compare_sources(
+            world.generations,
+            self.rank,
+            world.size,
+            runtime.sources(),
+            timeout_s,
+            may_differ=lambda name: name.startswith(runtime.NAMED),
+        )
         own, threads = runtime.hardware(world.device.kind, world.device.is_host), torch.get_num_threads()
         began, began_threads = agreement.agree_on_hardware(
             world.generations, self.rank, world.size, own, threads, timeout_s
         )
         if threads != began_threads:
             torch.set_num_threads(began_threads)  # sums are cut by threads
-        return {
+        self._compared = {
             f"the {name} of rank {self.rank}": f"it was {began.get(name)!r} and is {own.get(name)!r} in this"
             " replacement, so last bits may differ from now on"
             for name in sorted({*began, *own})
             if began.get(name) != own.get(name)
         }
+        if self.newborn:
+            self._compared |= dict.fromkeys(differ, "it has other contents than when the run began")
+        elif differ:
+            log.warning("rank %d: %s has other contents than on rank 0.", self.rank, ", ".join(differ))
+        return self._compared
 
     def attach(self, state: Engine, hook: Callable[[RecoveryContext], None] | None) -> None:
         """Begin a fit: ``state`` uses this session's groups, now and after every regroup.

@@ -107,7 +107,8 @@ def test_configuration_files_that_hydra_has_read(tmp_path: Path) -> None:
             found = runtime.sources()
         finally:
             HydraConfig.instance().cfg = None
-    assert {name for name in found if name.startswith("file")} == {"file train.yaml", "file optimizer/sgd.yaml"}
+    read = {name for name in found if name.startswith("configuration")}
+    assert read == {"configuration train.yaml", "configuration optimizer/sgd.yaml"}
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_replica.cli import run
+from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch.node import Node
+from lightning_replica.launch.place import Place
 from lightning_replica.launch.rank_logs import RankLogs, redirect
 from tests.support.nodes import COMMAND, ENVIRONMENT
 
@@ -72,7 +76,7 @@ def test_a_rank_and_its_replacement(tmp_path: Path) -> None:
 def test_what_is_shown_is_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A line may come in parts, a progress bar has carriage returns, and bytes may be no text."""
     logs = RankLogs(tmp_path, {}, {0: 2})
-    variables = logs.open(7, 0, 3)
+    variables = logs.open(7, 0, 3, "0")
     assert variables == {"LIGHTNING_REPLICA_STDERR": str(tmp_path / "attempt_3" / "0" / "stderr.log")}
     with open(variables["LIGHTNING_REPLICA_STDERR"], "ab", buffering=0) as file:
         for part in (b"half ", b"a line\n", b" 1%\r 2%\r\xff\n", b"the end"):
@@ -113,3 +117,33 @@ def test_flags_that_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="--log-dir=.*: .*Not a directory.* Choose another directory."):
         run.logs_of(run.parse(["--log-dir", str(tmp_path / "file"), "-r", "3", "train.py"]), 2)
+
+
+def test_a_replacement_takes_its_place_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk for logs must end no training; at its start it is an error."""
+    asked: list[int] = []
+
+    def fail(self: RankLogs, rank: int, local_rank: int, generation: int, folder: str) -> dict[str, str]:
+        asked.append(generation)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RankLogs, "open", fail)
+    logs = RankLogs(tmp_path, {0: 3}, {})
+    started: list[dict[str, str]] = []
+
+    def start(rank: int, environment: dict[str, str]) -> Any:
+        started.append(environment)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    node = Node(start, 1, RecoveryOptions(), tmp_path, None, logs)
+    node.open(Place.alone(1, 1), NotImplemented)
+    with pytest.raises(OSError, match="No space left"):
+        node.start(0, 0)
+    node.start(0, 1)
+    node.close()
+    assert asked == [0, 1]
+    assert len(started) == 1
+    assert not [name for name in started[0] if name.endswith(("STDOUT", "STDERR"))]
+    assert "the output of rank 0 goes to no file: [Errno 28] No space left on device." in caplog.text

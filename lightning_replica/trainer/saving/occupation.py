@@ -3,20 +3,23 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning_replica.checkpoint import lease
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import by_kind
 from lightning_replica.control import agreement, keys
+from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.trainer.session import Session
+
+_SEEN_AGAIN_S: Final = 2.0
 
 
 def occupy(directory: CheckpointDirectory, number: int, session: Session, broadcast: Callable[[Any], Any]) -> None:
     """Prepare a directory on rank 0, and check it on all ranks. Collective.
 
-    A replacement gets its predecessor's result.
+    A replacement gets its predecessor's result, and is not refused.
 
     Args:
         directory: The directory.
@@ -51,11 +54,6 @@ def take_lease(directory: CheckpointDirectory) -> str:
         ) from error
 
 
-def leave(directory: CheckpointDirectory) -> None:
-    """Let other runs write to the directory."""
-    by_kind(directory.path, lease.release, lambda _: None)
-
-
 def _begin(directory: CheckpointDirectory) -> tuple[str | None, str]:
     try:
         token = take_lease(directory)
@@ -66,13 +64,15 @@ def _begin(directory: CheckpointDirectory) -> tuple[str | None, str]:
 
 
 def _share(path: Path, number: int, session: Session, token: str) -> None:
-    sees, name = lease.share(path, token), f"dirpath={str(path)!r}"
-    advice = "Let all nodes see one directory (a shared file system), or give the URL of an object store."
-    if not sees and session.newborn:
-        raise ConfigurationError(
-            f"{name} is another directory on node {agreement.node()}, where rank {session.rank} was replaced, than on"
-            f" the other nodes. {advice}"
-        )
+    name, advice = f"dirpath={str(path)!r}", "Let all nodes see one directory, or give the URL of an object store."
+    if session.newborn:
+        if not lease.share(path, token, _SEEN_AGAIN_S):  # the file may just be gone; the rank is needed in any case
+            warn(
+                f"{name} on node {agreement.node()}, where rank {session.rank} was replaced, does not hold what rank 0"
+                f" has written there. If that is another directory, no further checkpoint will be whole. {advice}"
+            )
+        return
+    sees = lease.share(path, token)
 
     def conclude(everyone: list[dict[str, Any]]) -> None:
         blind = {each["node"]: rank for rank, each in reversed(list(enumerate(everyone))) if not each["sees"]}

@@ -4,8 +4,16 @@ import json
 import os
 import re
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from lightning_replica._compat.lightning import after_saves
 from tests.support import forked_python
 
 SCRIPT = """
@@ -58,3 +66,33 @@ def test_a_killed_rank_leaves_the_former_checkpoint(tmp_path: Path) -> None:
         r"Not exact: \S+/saved/epoch=0-step=2.ckpt: it is not there; rank 0 may have been writing it", done.stdout
     )
     assert sorted(os.listdir(tmp_path / "saved")) == ["epoch=0-step=1.ckpt", "epoch=0-step=4.ckpt"]
+
+
+class Full(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.begins = threading.Event()
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.begins.wait()
+        raise OSError("No space left on device")
+
+
+class Wrapped(_WrappingCheckpointIO):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_former_one_goes_only_after_a_save_that_has_succeeded(
+    fails: bool, is_wrapped: bool, tmp_path: Path
+) -> None:
+    full = Full()
+    plugin = AsyncCheckpointIO(full if fails else TorchCheckpointIO())
+    plugin.save_checkpoint({}, tmp_path / "new.ckpt")
+    done: list[bool] = []
+    after_saves(Wrapped(plugin) if is_wrapped else plugin, lambda: done.append((tmp_path / "new.ckpt").exists()))
+    full.begins.set()
+    with pytest.raises(OSError, match="No space left") if fails else nullcontext():
+        plugin.teardown()
+    assert done == ([] if fails else [True])
