@@ -7,7 +7,7 @@ the same place.
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from lightning_replica._compat.lightning import checkpoint_exists
 from lightning_replica._compat.lightning_names import Callback, ModelCheckpoint, pl
@@ -15,6 +15,8 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
+
+_REMOVED: Final = "removed: "
 
 
 class CheckpointFiles:
@@ -64,12 +66,18 @@ class CheckpointFiles:
             self._written.add(os.fspath(path))
             self._written.wait_for_store()
 
+    def is_removed(self, path: str | os.PathLike[str]) -> None:
+        """Note that a checkpoint is about to be removed: callbacks may go back to where they know of it."""
+        if self._writes:
+            self._written.add(_REMOVED + os.fspath(path))
+
     def _name_missing(self) -> None:
         """Name checkpoints that callbacks know of, and that are not there: `AsyncCheckpointIO` writes in a thread."""
         for callback in self._callbacks:
             known = dict.fromkeys((*callback.best_k_models, callback.best_model_path, callback.last_model_path))
             for path in filter(None, known):
-                if not checkpoint_exists(callback, path) and not self._written.is_there(path):
+                known_why = self._written.is_there(path) or self._written.is_there(_REMOVED + path)
+                if not known_why and not checkpoint_exists(callback, path):
                     self._report(path, "it is not there; rank 0 may have been writing it when it was lost", "once")
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:

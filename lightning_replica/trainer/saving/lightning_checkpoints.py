@@ -131,6 +131,8 @@ class LightningCheckpoints(LightningCollectives):
         A replacement that has not joined yet removes none.
         """
         if not self._is_newborn:
+            if self._training is not None:
+                self._training.records.files.is_removed(filepath)
             after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
 
     def save_periodic(self, path: Location) -> None:
