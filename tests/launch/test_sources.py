@@ -44,7 +44,8 @@ class Model(BoringModel):
         return super().training_step(self.dropout(batch), batch_idx)
 
     def on_train_end(self):
-        print("rank", self.global_rank, torch.get_num_threads(), [float(w.double().sum()) for w in self.parameters()])
+        sums = [float(w.double().sum()) for w in self.parameters()]
+        print("rank", self.global_rank, torch.get_num_threads(), sums, flush=True)
 
 
 L.seed_everything(1)

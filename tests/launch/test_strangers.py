@@ -38,7 +38,7 @@ class Model(BoringModel):
         return super().training_step(batch, batch_idx)
 
     def on_train_end(self):
-        print("rank", self.global_rank, [float(w.double().sum()) for w in self.parameters()])
+        print("rank", self.global_rank, [float(w.double().sum()) for w in self.parameters()], flush=True)
 
 
 L.seed_everything(1)

@@ -39,7 +39,7 @@ for model.fit in (1, 2):
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[CheckpointPublisher("saved", every_n_train_steps=2), DyingGaspCheckpoint("saved")],
     ).fit(model)
-print("ends as", [float(w.double().sum()) for w in model.parameters()])
+print("ends as", [float(w.double().sum()) for w in model.parameters()], flush=True)
 """
 
 
