@@ -1,7 +1,6 @@
 """Another user of the machine reaches the store of `python train.py`, which listens on loopback, but has no secret."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -38,7 +37,8 @@ class Model(BoringModel):
         return super().training_step(batch, batch_idx)
 
     def on_train_end(self):
-        print("rank", self.global_rank, [float(w.double().sum()) for w in self.parameters()], flush=True)
+        sums = [float(w.double().sum()) for w in self.parameters()]
+        Path(f"rank{self.global_rank}").write_text(str(sums))
 
 
 L.seed_everything(1)
@@ -67,10 +67,9 @@ def test_nothing_that_a_stranger_writes_is_believed(tmp_path: Path) -> None:
     for name in ("untouched", "strange"):
         (tmp_path / name).mkdir()
         said = run(tmp_path / name, name)
-        ends.append(sorted(re.findall(r"rank \d \[.*", said)))
+        ends.append([(tmp_path / name / f"rank{rank}").read_text() for rank in range(2)])
         assert (tmp_path / name / "mine" / "failures.json").read_text() == "precious"
         assert not (tmp_path / name / "imported").exists()
     assert ends[0] == ends[1]
-    assert len(ends[0]) == 2
     assert "rank 1 was replaced" in said
     assert "in the store is ignored, as its tag is not valid" in said

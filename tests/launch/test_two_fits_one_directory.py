@@ -1,7 +1,6 @@
 """A script whose two fits write to one directory of checkpoints."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -39,7 +38,7 @@ for model.fit in (1, 2):
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[CheckpointPublisher("saved", every_n_train_steps=2), DyingGaspCheckpoint("saved")],
     ).fit(model)
-print("ends as", [float(w.double().sum()) for w in model.parameters()], flush=True)
+Path("rank" + os.environ["LOCAL_RANK"]).write_text(str([float(w.double().sum()) for w in model.parameters()]))
 """
 
 
@@ -48,13 +47,12 @@ def run(folder: Path, rank: int, fit: int) -> tuple[list[str], str]:
     line = [sys.executable, str(folder / "train.py"), str(rank), str(fit)]
     done = forked_python.run(line, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, folder / "output", 200)
     assert done.returncode == 0, done.stdout
-    return re.findall(r"ends as .*", done.stdout), done.stdout
+    return [(folder / f"rank{rank}").read_text() for rank in range(2)], done.stdout
 
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     found, said = run(tmp_path_factory.mktemp("untouched"), -1, 1)
-    assert len(found) == 2
     assert "waits for another run" not in said
     return found
 
