@@ -15,18 +15,22 @@ fits of its script. Where a file system has no locks, nothing keeps two runs apa
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
 from lightning_replica.checkpoint import publish
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 LEASE: Final = ".lease"
 # In which a run that was told to end writes its last checkpoint, and a server of NFS forgets a machine that has died.
@@ -35,6 +39,14 @@ _ANSWERS_S: Final = 10.0  # after which a server of locks is taken for unreachab
 _SEEN_S: Final = 20.0  # after which a network file system shows to one machine what another has written
 _POLL_S: Final = 0.2
 _TAKEN: Final = (errno.EACCES, errno.EAGAIN)
+
+
+class _Lock(Enum):
+    """Who has a lock: this process, others, or nobody, as the file system has none or its server does not answer."""
+
+    OWN = 1
+    OF_OTHERS = 2
+    NONE = 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,10 @@ def take(directory: Path, grace_s: float = _GRACE_S) -> str:
     file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _let_others_write(file, directory)
-        _wait_for_others(file, directory, grace_s)
+        if _wait_for_others(file, directory, grace_s) is _Lock.NONE:
+            log.warning(
+                "%s is on a file system without locks: nothing keeps a second run from writing there.", directory
+            )
         token = secrets.token_hex(8)
         about = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
         os.ftruncate(file, 0)
@@ -114,9 +129,9 @@ def share(directory: Path, token: str, seen_s: float = _SEEN_S) -> bool:
         time.sleep(_POLL_S)
 
 
-def _wait_for_others(file: int, directory: Path, grace_s: float) -> None:
+def _wait_for_others(file: int, directory: Path, grace_s: float) -> _Lock:
     deadline, told = time.monotonic() + grace_s, False
-    while not _lock(file, fcntl.LOCK_EX):
+    while (found := _lock(file, fcntl.LOCK_EX)) is _Lock.OF_OTHERS:
         about = _about(file)
         who = f"of process {about.get('pid', 'unknown')} on {about.get('host', 'an unknown host')}"
         if time.monotonic() > deadline:
@@ -129,6 +144,7 @@ def _wait_for_others(file: int, directory: Path, grace_s: float) -> None:
             say(f"waits for another run, {who}, which still writes to {directory}, for up to {grace_s:g} s.")
             told = True
         time.sleep(_POLL_S)
+    return found
 
 
 def _let_others_write(file: int, directory: Path) -> None:
@@ -137,22 +153,23 @@ def _let_others_write(file: int, directory: Path) -> None:
         os.fchmod(file, 0o600 | (directory.stat().st_mode & 0o066))
 
 
-def _lock(file: int, kind: int) -> bool:
-    """Lock a file. Return False if others hold a lock that excludes this one."""
-    excluded = threading.Event()
+def _lock(file: int, kind: int) -> _Lock:
+    """Lock a file, and return what came of it."""
+    found = [_Lock.NONE]
 
     def lock() -> None:
         try:
             fcntl.lockf(file, kind | fcntl.LOCK_NB)
+            found.append(_Lock.OWN)
         except OSError as error:
             if error.errno in _TAKEN:  # any other: this file system has no locks
-                excluded.set()
+                found.append(_Lock.OF_OTHERS)
 
     # In a thread: the call waits in the kernel where the server of a network file system does not answer.
     thread = threading.Thread(target=lock, name="lightning_replica-lease", daemon=True)
     thread.start()
     thread.join(_ANSWERS_S)
-    return not excluded.is_set()
+    return found[-1]
 
 
 def _about(file: int) -> dict[str, object]:

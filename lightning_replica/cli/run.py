@@ -31,7 +31,7 @@ _SUPPORTED = frozenset(
 )
 _OUTPUT = "--redirects and --tee say for each rank where its output goes."
 _INSTEAD = {
-    "node_rank": "nodes have their ranks in the order in which they come.",
+    "node_rank": "nodes have their ranks in the order of their names.",
     "max_restarts": "lost processes are replaced one by one; `ReplicaZeroStrategy(max_restarts=...)` says how many.",
     "shutdown_timeout": "`DyingGaspCheckpoint(grace_s=...)` says how long ranks have.",
     "signals_to_handle": "SIGTERM, SIGINT and SIGHUP are handled, and SIGUSR1 with a `DyingGaspCheckpoint`.",

@@ -219,7 +219,7 @@ class Node:
         return "a new process" if standby is None else "a standby"
 
     def _log_files(self, logs: RankLogs, rank: int, generation: int) -> dict[str, str]:
-        local_rank = rank % self._place.local_world_size
+        local_rank = self._place.local_rank(rank)
         try:
             return logs.open(rank, local_rank, generation, str(rank if self._place.doubles_up else local_rank))
         except OSError as error:

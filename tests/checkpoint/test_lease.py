@@ -62,11 +62,12 @@ def ranks() -> Iterator[list[Rank]]:
         each.kill()
 
 
-def test_ranks_of_one_run_share_it(ranks: list[Rank], tmp_path: Path) -> None:
+def test_ranks_of_one_run_share_it(ranks: list[Rank], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     token = ranks[0].call("take", tmp_path / "new" / "folder")
     assert ranks[0].call("share", tmp_path / "new" / "folder", token)
     assert ranks[1].call("share", tmp_path / "new" / "folder", token)
     assert ranks[0].call("take", tmp_path / "new" / "folder") == token  # in a second fit
+    assert "without locks" not in capfd.readouterr().err
 
 
 def test_another_run_is_refused_by_name(ranks: list[Rank], tmp_path: Path) -> None:
@@ -124,7 +125,9 @@ def test_a_rank_that_sees_another_directory(there: str | None, tmp_path: Path) -
     assert not lease.share(tmp_path, "a token", 0.0)
 
 
-def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[int] = []
 
     def fail(file: int, kind: int) -> None:
@@ -133,6 +136,7 @@ def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(fcntl, "lockf", fail)
     token = lease.take(tmp_path, 0.0)
+    assert f"{tmp_path} is on a file system without locks: nothing keeps a second run" in caplog.text
     lease._held.clear()  # as in another rank
     assert lease.share(tmp_path, token, 0.0)
     assert json.loads((tmp_path / lease.LEASE).read_text())["token"] == token

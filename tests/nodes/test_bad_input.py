@@ -95,7 +95,7 @@ def test_a_name_that_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) ->
         (["--nproc-per-node", "many"], "--nproc-per-node=many: "),
         (["--rdzv-endpoint", "::1"], "--rdzv-endpoint=::1: write an address of IPv6 in brackets, [::1]:PORT."),
         (["--rdzv-conf", "join_timeot=5"], "--rdzv-conf join_timeot=...: known are ca_cert, "),
-        (["--node-rank", "1"], "--node-rank=1: nodes have their ranks in the order in which they come. Leave it out."),
+        (["--node-rank", "1"], "--node-rank=1: nodes have their ranks in the order of their names. Leave it out."),
         (["--max-restarts", "3"], "--max-restarts=3: lost processes are replaced one by one; "),
         (["--local-ranks-filter", "0"], "--local-ranks-filter=0: --redirects and --tee say for each rank where"),
         (["--role", "x"], "--role=x: this command has no --role. Leave it out."),

@@ -230,6 +230,10 @@ class Checkpoints:
         known = self._directories.get(directory)
         return None if known is None else known.lineage
 
+    def directories_of(self, fit: int) -> int:
+        """Return to how many directories a fit of the script writes, as far as its callbacks have begun."""
+        return sum(each.lineage.fit == fit for each in self._directories.values())
+
     def publish_to(self, directory: CheckpointDirectory, keep_last: int | None, lineage: Lineage) -> None:
         """Make the tracker of ``directory`` name what is published there, and keep only the newest ``keep_last``."""
         known = self._directories.get(directory.path)

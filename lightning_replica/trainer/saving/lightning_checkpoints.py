@@ -38,7 +38,6 @@ class LightningCheckpoints(LightningCollectives):
     _checkpoints: Checkpoints
     _training: Training | None
     _told_left_out: Sequence[str] = ()
-    _occupied: Mapping[int, tuple[Location, ...]] = {}
 
     @property
     def training(self) -> Training:
@@ -181,12 +180,9 @@ class LightningCheckpoints(LightningCollectives):
             ConfigurationError: On every rank, if the run cannot write there; see `occupation`.
         """
         trainer, training = self._fitting()
-        occupied = self._occupied.get(self.session.fits, ())
-        if directory.path not in occupied:
-            self._occupied = {self.session.fits: (*occupied, directory.path)}
-            occupy(directory, len(occupied), self.session, self.broadcast)
         lineage = self._checkpoints.lineage_in(directory.path)
         if lineage is None or lineage.fit != fit_number():  # the first of the callbacks with this directory
+            occupy(directory, self._checkpoints.directories_of(fit_number()), self.session, self.broadcast)
             begun = None
             if self.is_global_zero and not self._is_newborn:
                 begun = asdict(begin_run(trainer, directory))

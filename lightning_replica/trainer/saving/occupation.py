@@ -23,7 +23,7 @@ def occupy(directory: CheckpointDirectory, number: int, session: Session, broadc
 
     Args:
         directory: The directory.
-        number: Its number among those of this fit.
+        number: How many others this fit has begun to write to.
         session: The session of this process.
         broadcast: Returns rank 0's object on every rank.
 

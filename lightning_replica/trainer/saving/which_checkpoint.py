@@ -60,7 +60,7 @@ class WhichCheckpoint:
             looked_up = bound.arguments.get("ckpt_path") in _LOOKED_UP
             when_checkpoint_is_chosen(trainer, partial(self._compare, looked_up))
         asked = bound.arguments.get("ckpt_path")
-        if self._resume not in (None, "auto") and asked is None and function.__name__ == "_fit_impl":
+        if self._resume not in (None, "auto") and asked is None and _is_fit(function):
             bound.arguments["ckpt_path"] = self._resume
             return bound
         if trainer is None or "ckpt_path" not in bound.signature.parameters or not self._is_ours(asked, function):
@@ -71,8 +71,8 @@ class WhichCheckpoint:
                 "resume='auto' takes the newest checkpoint, but no callback names a directory of checkpoints. Add"
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
-        fits = function.__name__ == "_fit_impl"
-        found = self._once(lambda: self._newest(directories, None if asked == "last" else _fits, fits))
+        fit = None if asked == "last" else _fits
+        found = self._once(lambda: self._newest(directories, fit, writes=_is_fit(function)))
         if found:
             bound.arguments["ckpt_path"] = found
             continue_in_place(trainer)
@@ -103,7 +103,7 @@ class WhichCheckpoint:
             )
 
     def _is_ours(self, asked: object, function: Callable[..., Any]) -> bool:
-        auto = self._resume == "auto" and function.__name__ == "_fit_impl"
+        auto = self._resume == "auto" and _is_fit(function)
         return asked == "last" or (asked is None and auto)
 
     def _newest(self, directories: Iterable[CheckpointDirectory], fit: int | None, writes: bool) -> str:
@@ -141,7 +141,11 @@ _fits = 0  # how many this process has begun: every start of a script begins the
 
 def _count(function: Callable[..., Any]) -> None:
     global _fits
-    _fits += function.__name__ == "_fit_impl"
+    _fits += _is_fit(function)
+
+
+def _is_fit(function: Callable[..., Any]) -> bool:
+    return function.__name__ == "_fit_impl"
 
 
 def fit_number() -> int:
