@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from enum import Enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -232,15 +233,31 @@ class _Unknown:
     def __setstate__(self, state: Any) -> None: ...
 
 
+def _member_of(kind: Any, name: Any) -> Any:
+    """Return a member of an enum: Python 3.11.0 to 3.11.3 writes one as a call of `getattr`, not by its value."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        asked = f"getattr({kind!r:.100}, {name!r:.100})"
+        raise pickle.UnpicklingError(f"{asked} does not belong in the metadata of a checkpoint")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         if name not in _DCP_METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in the metadata of a checkpoint")
         return super().find_class(module, name)
 
 
+def _member_or_unknown(kind: Any, name: Any) -> Any:
+    return _Unknown() if kind is _Unknown else _member_of(kind, name)
+
+
 class _ForeignMetadataUnpickler(_MetadataUnpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_or_unknown
         known = name in _DCP_METADATA.get(module, ())
         return super().find_class(module, name) if known else _Unknown
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from lightning_replica._compat.torch import load_known, read_dcp_metadata
 
@@ -54,3 +55,37 @@ def test_no_code_runs(tmp_path: Path) -> None:
     assert not place.exists()
     torch.load(io.BytesIO(saved(content)), weights_only=False)
     assert place.exists(), "the pickle does harm elsewhere"
+
+
+class ByName:
+    """Is pickled as Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_member_of_an_enum_by_its_name(foreign: bool) -> None:
+    found: Any = read_dcp_metadata(pickle.dumps([ByName(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")]), foreign)
+    assert found == [_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT]
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro")]
+)
+def test_no_other_attribute_by_its_name(owner: Any, name: str, foreign: bool) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"getattr\(.* does not belong in the metadata of a checkpoint"):
+        read_dcp_metadata(pickle.dumps(ByName(owner, name)), foreign)
+
+
+def test_a_member_of_an_enum_that_is_not_known() -> None:
+    content = pickle.dumps({"kind": ByName(Kind, "A"), "iteration": 7})
+    found: Any = read_dcp_metadata(content, foreign=True)
+    assert found["iteration"] == 7
+    assert not isinstance(found["kind"], Kind)
+    with pytest.raises(pickle.UnpicklingError, match="Kind does not belong"):
+        read_dcp_metadata(content)
