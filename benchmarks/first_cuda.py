@@ -57,7 +57,11 @@ from lightning_replica.sharding.commit import Request
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.state import ShardedState
 
-TESTS = ("tests/devices/test_cuda.py", "tests/faults/test_buffers.py::test_on_one_gpu")
+TESTS = (
+    *("tests/devices/test_cuda.py", "tests/faults/test_buffers.py::test_on_one_gpu"),
+    # The next ones are written for any accelerator, and run on CPUs elsewhere.
+    *(f"tests/faults/test_{name}.py" for name in ("zoo", "own_states", "pruning", "data_module", "random_trainings")),
+)
 HOST = "127.0.0.1"
 MARK = "FOUND "
 TAIL = 20  # lines of a rank's output, where a check has failed
@@ -1070,7 +1074,7 @@ def how_it_ended(code: int | None, seconds: float) -> list[str]:
 def last_lines(logs: Sequence[str]) -> str:
     lines = []
     for rank, log in enumerate(logs):
-        said = [line for line in log.splitlines() if line.strip() and not line.startswith(MARK)]
+        said = [line for line in log.splitlines() if line.strip() and not line.startswith((MARK, "frame #"))]
         lines += [f"rank {rank}: {line[:200]}" for line in said[-TAIL:]]
     return "\n".join(lines)
 
@@ -1157,13 +1161,13 @@ def run_tests(deadline: float, report: Report, log: Path) -> bool:
     if limit_s <= 0:
         report.add_tests(["not reached"])
         return False
-    options = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-n", "5"]
+    options = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-n", "5", "--dist", "worksteal"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *TESTS],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, "TESTS_ACCELERATOR": "one gpu, nccl"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

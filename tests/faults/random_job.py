@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_replica import DyingGaspCheckpoint
 from tests.state.test_random_objects import Builder, Own, OwnList, Slotted, change
 from tests.support import job
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Faults
 from tests.support.trainers import state_of
 
@@ -250,7 +251,7 @@ def run(case: Any, out: Path) -> None:
     strategy = job.strategy_with_default_guard(case)
     trainer = L.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=accelerator(),
         devices=case.devices,
         max_epochs=2,
         accumulate_grad_batches=dice.choice([1, 1, 2]),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_replica import ReplicaZeroStrategy
 from tests.support import world
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
 
 
@@ -50,7 +51,7 @@ def train(case: Case, out: Path) -> None:
     model, data = BoringModel(), Curriculum()
     trainer = L.Trainer(
         strategy=ReplicaZeroStrategy(),
-        accelerator="cpu",
+        accelerator=accelerator(),
         devices=2,
         max_epochs=2,
         limit_train_batches=6,

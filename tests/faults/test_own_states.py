@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import ReplicaZeroStrategy
 from tests.support import job, world
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
 from tests.support.trainers import callbacks_of
 
@@ -64,7 +65,7 @@ def train(case: Case, out: Path) -> None:
     checkpoint = ModelCheckpoint(out / "best", monitor="val_of_rank", save_on_train_epoch_end=False)
     trainer = L.Trainer(
         strategy=ReplicaZeroStrategy(case.replicas, guard=case.guard, hang_min_s=20.0, hang_max_s=60.0),
-        accelerator="cpu",
+        accelerator=accelerator(),
         devices=case.devices,
         max_epochs=3,
         callbacks=[faults, EarlyStopping("val_of_rank", patience=FOREVER), Extremes(), checkpoint],

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_replica import ReplicaZeroStrategy
 from tests.support import job, world
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Fault
 
 
@@ -76,7 +77,7 @@ def train_twice(case: Case, out: Path) -> None:
     for callback in fits:
         trainer = L.Trainer(
             strategy=ReplicaZeroStrategy(bucket_bytes=64),
-            accelerator="cpu",
+            accelerator=accelerator(),
             devices=2,
             max_epochs=1,
             limit_train_batches=6,

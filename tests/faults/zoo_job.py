@@ -13,6 +13,7 @@ import torch
 from lightning_replica.callbacks import DyingGaspCheckpoint
 from tests.chaos.zoo import Module, Shadow, Zoo
 from tests.support import job
+from tests.support.accelerators import accelerator
 from tests.support.job import Case, Faults
 from tests.support.trainers import state_of
 
@@ -48,7 +49,7 @@ def run(case: Case, out: Path) -> None:
     strategy = job.strategy_with_default_guard(case)
     trainer = L.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=accelerator(),
         devices=case.devices,
         max_epochs=case.epochs,
         enable_progress_bar=False,

@@ -84,8 +84,13 @@ class OneGpuThatDiesConnecting(OneGpuNccl):
         return DiesConnecting(0)
 
 
-def accelerator(name: str) -> str | Accelerator:
-    """What ``Trainer(accelerator=...)`` is given for a name."""
+def accelerator(name: str = "cpu") -> str | Accelerator:
+    """What ``Trainer(accelerator=...)`` is given for a name; for the CPU, what ``$TESTS_ACCELERATOR`` names instead.
+
+    So many tests that ask for nothing of a CPU can also run on a GPU: `benchmarks/first_cuda.py` has them do so.
+    """
+    if name == "cpu":
+        name = os.environ.get("TESTS_ACCELERATOR", name)
     own: dict[str, type[Accelerator]] = {
         "apart": ApartAccelerator,
         "one gpu": OneGpu,
