@@ -263,6 +263,8 @@ class Generations:
         except RecoveryError as error:
             gone = missing()
             self.gathering.call_off(topic)
+            if not gone:
+                raise
             raise RecoveryError(f"{error} Ranks that had not reported by then: {gone}.") from error
         return self.gathering.result(topic)
 

@@ -79,10 +79,12 @@ class Incidents:
         Args:
             step: The step that all ranks have done; None at the end of training.
         """
+        generations = self._session.world.generations
         self._untold += self._account.close(step)
         while self._untold:
             incident = self._untold.pop(0)
-            if incident.teller == self._session.rank:
+            # The supervisor has said of a run that was asked to end that it was.
+            if incident.teller == self._session.rank and not (incident.failed and generations.was_asked()):
                 say(describe(incident))
             self._hooks.incident(incident)
 

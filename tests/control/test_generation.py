@@ -86,6 +86,28 @@ def test_waiting_ends_with_the_verdict(store: Any) -> None:
         generations.conclude("report", 0, {}, 0, range(2), 5, everything)
 
 
+def test_who_lacks_nobody_repeats_the_verdict_only(store: Any) -> None:
+    """All have reported, and one of them is about to conclude."""
+    given_up = threading.Event()
+    other = client(store).gathering
+    thread = threading.Thread(target=other.give, args=("report", 1, {}, range(2), lambda _: given_up.wait()))
+
+    class Concluding(Generations):
+        def wait_for(self, *args: Any) -> None:
+            thread.start()
+            while self.gathering.missing("report", 0, range(2)):
+                pass
+            client(store).give_up("Told to end.")
+            super().wait_for(*args)
+
+    try:
+        with pytest.raises(RecoveryError, match=r"Told to end\.$"):
+            Concluding(store).conclude("report", 0, {}, 0, range(2), 5, everything)
+    finally:
+        given_up.set()
+        thread.join()
+
+
 def test_a_rank_that_sees_the_verdict_ends_the_wait_of_all(store: Any) -> None:
     """They are on their way out, and whoever opened a group for all would wait for them."""
     generations = Generations(store)

@@ -69,6 +69,7 @@ def ends(case: Stuck, out: Path, code: int, oracles: dict[int, world.Outcome]) -
     """Why the newest checkpoint was written, which is of the second step, and what the supervisor said."""
     ended = world.run(case, out, max_restarts=0, target=trains)
     assert ended.code == code, f"{ended.said}\n{ended.logs}"
+    assert "recovery failed" not in ended.logs  # nothing has failed: it was told to end
     latest = CheckpointDirectory(out / "gasp").latest(verify=True)
     assert latest.problems == ()
     assert latest.manifest is not None
