@@ -152,16 +152,24 @@ class Generations:
         """Return whether `forbid_saving` was called."""
         return self.store.check([keys.SAVING_FORBIDDEN])
 
-    def give_up(self, why: str, asked: bool = False) -> None:
+    def give_up(self, why: str, asked: bool = False, code: int = 0) -> None:
         """End the run: every rank that waits, or begins to wait, raises an error with the text ``why``.
 
         Args:
             why: The reason, as a sentence.
             asked: Whether the run was asked to end; otherwise it has failed.
+            code: The exit code for the reason, if it is known.
         """
-        if asked and self.verdict() is None:
+        first = self.verdict() is None
+        if first and asked:
             self.store.set(keys.ASKED, "")
+        if first and code:
+            self.store.compare_set(keys.EXIT_CODE, "", str(code))
         self.store.compare_set(keys.VERDICT, "", why)
+
+    def exit_code(self) -> int:
+        """Return the exit code of what ended the run; 0 if it is not known."""
+        return int(self.store.get(keys.EXIT_CODE)) if self.store.check([keys.EXIT_CODE]) else 0
 
     def was_asked(self) -> bool:
         """Return whether the run was given up because it was asked to end."""

@@ -25,6 +25,9 @@ Copied to the stores of nodes."""
 ASKED = "asked"
 """Present if the run was asked to end, by a signal. Written before `VERDICT`."""
 
+EXIT_CODE = "exit_code"
+"""The exit code of what ended the run. Written once, before `VERDICT`, by the supervisor that gives it up."""
+
 NO_REPLACEMENT = "no_replacement"
 """Why a rank that is lost from now on cannot be replaced. Written by any rank."""
 

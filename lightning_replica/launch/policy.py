@@ -46,12 +46,14 @@ class Facts:
 
     Attributes:
         phase: Where the run is.
-        given_up: Whether the run has been given up, by the supervisor or by a rank.
+        given_up: Why the run has been given up, by a supervisor or by a rank; empty if it has not.
+        code: The exit code for that, if another supervisor has given it up.
         no_replacement: Why a replacement could not get to where the run is; empty if it could.
     """
 
     phase: Phase
-    given_up: bool = False
+    given_up: str = ""
+    code: int = 0
     no_replacement: str = ""
 
     @property
@@ -112,6 +114,7 @@ class GiveUp:
     why: str
     ranks: tuple[int, ...] = ()
     asked: bool = False
+    code: int = 0
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ class Policy:
             again: Where the rank was, in words, if the process before it ended in the same way at the same place.
         """
         if self.code or facts.given_up:
-            return self._fail(how, code, facts, ranks if self.options.gasp else ())
+            return self._fail(how, facts.code or code, facts, ranks if self.options.gasp else ())
         if not self.options.recovery:
             return self._fail(f"{how}. With recovery=False, this ends the run.", code, facts)
         if not facts.in_fit:
@@ -309,8 +312,8 @@ class Policy:
         said: Actions = ()
         if not self.code:
             self.code, self._saves = code, self.options.gasp and facts.in_fit
-            said = () if facts.given_up else (Say(why),)
-        actions = (*said, GiveUp(why, ranks, asked or self._told is not None))
+            said = self._reason(why, facts)
+        actions = (*said, GiveUp(why, ranks, asked or self._told is not None, self.code))
         if self._saves:
             self.state = State.SAVING
             return actions
@@ -318,3 +321,9 @@ class Policy:
         send = () if forward is None else (Send(forward),)
         after_s = END_EARLY_S if facts.phase == "set-up" else END_S
         return (*actions, *send, EndRanks(signal.SIGTERM, after_s))
+
+    def _reason(self, why: str, facts: Facts) -> Actions:
+        if not facts.given_up:
+            return (Say(why),)
+        # A rank that gives up the run says so itself. What ended on another node, only the supervisor there has said.
+        return (Say(f"The run has ended because of another node. {facts.given_up}"),) if facts.code else ()

@@ -287,7 +287,9 @@ class Supervisor:
 
     def _facts(self) -> Facts:
         why = self._store.get(keys.NO_REPLACEMENT).decode() if self._store.check([keys.NO_REPLACEMENT]) else ""
-        return Facts(self._phase(), self._generations.verdict() is not None, why)
+        generations, phase = self._generations, self._phase()
+        verdict = generations.verdict()
+        return Facts(phase, "", 0, why) if verdict is None else Facts(phase, verdict, generations.exit_code(), why)
 
     def _why(self, ended: Ended, facts: Facts) -> str:
         """Describe how a rank ended, or which other rank caused it: the first seen to end need not be the cause."""
@@ -320,7 +322,7 @@ class Supervisor:
         elif isinstance(action, Relocate):
             self._relocate(action)
         elif isinstance(action, GiveUp):
-            self._generations.give_up(action.why, action.asked)
+            self._generations.give_up(action.why, action.asked, action.code)
             self._generations.begin_next(0, Fault("end", action.ranks, action.why))  # wakes ranks that are blocked
         elif isinstance(action, Send):
             self._node.send(action.signum)

@@ -35,8 +35,26 @@ def policy(**options: Any) -> Policy:
     return Policy(RecoveryOptions(**options))
 
 
-def given_up(why: str, ranks: tuple[int, ...] = (), asked: bool = False) -> tuple[Action, ...]:
-    return (Say(why), GiveUp(why, ranks, asked))
+def given_up(why: str, ranks: tuple[int, ...] = (), asked: bool = False, code: int = GAVE_UP) -> tuple[Action, ...]:
+    return (Say(why), GiveUp(why, ranks, asked, code))
+
+
+def test_what_has_ended_on_another_node_gives_the_exit_code() -> None:
+    """Whether this node sees its own ranks end first, or the other node."""
+    facts = Facts("set-up", "Rank 0 on node a ended with ValueError: no data.", 1)
+    ends = EndRanks(signal.SIGTERM, END_EARLY_S)
+    said = Say("The run has ended because of another node. Rank 0 on node a ended with ValueError: no data.")
+    run = policy()
+    assert run.node_ended((0,), "Node a is lost", facts) == (said, GiveUp("Node a is lost", code=1), ends)
+    assert run.rank_ended(DIED, facts) == (GiveUp(DIED.how, code=1), ends)
+    assert run.final_code(saved=False) == 1
+
+
+def test_a_rank_that_gives_up_the_run_says_so_itself() -> None:
+    run = policy()
+    facts = Facts("fit", "Every rank is lost.")
+    ended = RankEnd(0, 1, "Rank 0 ended with RecoveryError")
+    assert run.rank_ended(ended, facts) == (GiveUp(ended.how, code=1), EndRanks(signal.SIGTERM, END_S))
 
 
 def test_a_lost_rank_is_replaced_as_often_as_the_user_says() -> None:
@@ -135,14 +153,14 @@ def test_ranks_that_are_left_may_save() -> None:
     why = "Rank 1 died (SIGKILL), and no replacement is left: 0 of max_restarts=0 are used."
     assert run.rank_ended(DIED, FIT) == given_up(why, (1,))  # nobody is ended: they write
     assert run.state is State.SAVING
-    assert run.watches(Facts("fit", given_up=True))
+    assert run.watches(Facts("fit", given_up="It is over."))
     lost_too = RankEnd(2, 1, "Rank 2 ended with exit code 1")
-    assert run.rank_ended(lost_too, Facts("fit", given_up=True)) == (GiveUp(lost_too.how, (2,)),)
+    assert run.rank_ended(lost_too, Facts("fit", given_up="It is over.")) == (GiveUp(lost_too.how, (2,), code=GAVE_UP),)
     assert (run.final_code(saved=True), run.final_code(saved=False)) == (GASP_WRITTEN, NOTHING_SAVED)
 
 
 def test_a_signal_gives_ranks_the_grace() -> None:
-    run, given_up = policy(gasp=True, grace_s=30.0), Facts("fit", given_up=True)
+    run, given_up = policy(gasp=True, grace_s=30.0), Facts("fit", given_up="It is over.")
     assert not run.keeps_time
     said, sent = run.signalled(signal.SIGTERM, 100.0, FIT)
     assert said == Say("SIGTERM: all ranks save and end, within 30 s.")
@@ -151,7 +169,7 @@ def test_a_signal_gives_ranks_the_grace() -> None:
     assert run.keeps_time
     assert run.time_passes(114.9, FIT, hanging=False) == ()
     why = "The run was stopped by SIGTERM."
-    assert run.time_passes(115.1, FIT, hanging=False) == (Say(why), GiveUp(why, (), asked=True))
+    assert run.time_passes(115.1, FIT, hanging=False) == (Say(why), GiveUp(why, (), asked=True, code=143))
     assert run.state is State.SAVING
     assert run.time_passes(119.9, given_up, hanging=False) == ()
     assert run.time_passes(120.1, given_up, hanging=True) == ()
@@ -183,7 +201,7 @@ def test_where_nothing_can_be_saved_a_signal_is_passed_on(options: dict[str, Any
     run = policy(**options)
     why, after_s = "The run was stopped by SIGINT.", END_EARLY_S if facts is SET_UP else END_S
     ends = (Send(signal.SIGINT), EndRanks(signal.SIGTERM, after_s))
-    assert run.signalled(signal.SIGINT, 0.0, facts) == (*given_up(why, asked=True), *ends)
+    assert run.signalled(signal.SIGINT, 0.0, facts) == (*given_up(why, asked=True, code=130), *ends)
     assert run.final_code(saved=False) == 130
 
 
@@ -194,7 +212,7 @@ def test_whatever_happens_in_whatever_order() -> None:
     for phase, gasp, order in itertools.product(phases, (False, True), itertools.product(events, repeat=4)):
         run, now, ever_given_up, code = policy(gasp=gasp, max_restarts=1, grace_s=10.0), 0.0, False, 0
         for event in order:
-            facts = Facts(phase, given_up=ever_given_up)
+            facts = Facts(phase, "It is over." if ever_given_up else "")
             if event in ("half", "over"):
                 now += 6.0 if event == "half" else 11.0
                 actions = run.time_passes(now, facts, hanging=False)

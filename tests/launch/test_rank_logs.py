@@ -41,6 +41,11 @@ print("has trained", end="")
 """
 
 
+def without_gloo(text: str) -> str:
+    """The same without what gloo of torch 2.8 writes to stdout when it connects."""
+    return "".join(line for line in text.splitlines(keepends=True) if "[Gloo]" not in line)
+
+
 def test_a_rank_and_its_replacement(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     flags = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--rdzv-id", "mine", "-r", "3", "-t", "1:1"]
@@ -56,7 +61,7 @@ def test_a_rank_and_its_replacement(tmp_path: Path) -> None:
     (logs,) = (tmp_path / "logs").iterdir()
     assert logs.name.startswith("mine_")
     assert f"the output of ranks is in {logs}." in done.stderr
-    found = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
+    found = {str(path.relative_to(logs)): without_gloo(path.read_text()) for path in logs.rglob("*.log")}
     (again,) = (
         path.name for path in logs.iterdir() if path.name != "attempt_0"
     )  # 1 or 2, whoever sees the death first
@@ -68,7 +73,7 @@ def test_a_rank_and_its_replacement(tmp_path: Path) -> None:
     assert found["attempt_0/1/stdout.log"] == "begins as 1\n"
     assert found[f"{again}/1/stdout.log"] == "begins as 1\nhas trained"
     assert all(text.startswith("warns\n") for name, text in found.items() if "stderr" in name)
-    assert done.stdout == "[rank 1] begins as 1\n[rank 1] begins as 1\n[rank 1] has trained\n"
+    assert without_gloo(done.stdout) == "[rank 1] begins as 1\n[rank 1] begins as 1\n[rank 1] has trained\n"
     assert "warns" not in done.stderr
     assert "Rank 1 on node" in done.stderr
 
