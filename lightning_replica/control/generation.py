@@ -16,21 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from lightning_replica.control import keys
+from lightning_replica.control.departures import has_left
 from lightning_replica.control.faults import UNREADABLE, Fault
 from lightning_replica.control.gathering import Conclude, Gathering
+from lightning_replica.control.phase import phase_of
 from lightning_replica.control.unreadable import read
 from lightning_replica.core.polling import poll
-from lightning_replica.errors import Interrupted, RecoveryError
+from lightning_replica.errors import ConfigurationError, Interrupted, RecoveryError
 from lightning_replica.stores.interface import Store
 
 Patience: TypeAlias = Callable[[float, Callable[[], list[int]]], None]
 """Called with the seconds waited so far and a function that returns the ranks that are missing. It may raise."""
 
 _PATIENCE_EVERY_S: Final = 0.5  # it may ask about every rank
-
-
-def _forever(_: float, __: Callable[[], list[int]]) -> None:
-    """Do nothing: the time-out of the wait limits the wait."""
 
 
 class Generations:
@@ -55,7 +53,7 @@ class Generations:
         self.store, self.current = store, current
         self.gathering = Gathering(store) if gathering is None else gathering
         self._near = self.gathering.near
-        self._patience: Patience = _forever
+        self._patience: Patience = self._unless_ended
 
     def move_on(self) -> int:
         """Move this process to the newest generation, and return that."""
@@ -65,6 +63,16 @@ class Generations:
     def wait_with(self, patience: Patience) -> None:
         """Make `share` call ``patience`` repeatedly while it waits."""
         self._patience = patience
+
+    def _unless_ended(self, _: float, missing: Callable[[], list[int]]) -> None:
+        """Do not wait for a rank that has ended by itself. In training, another process would take its place."""
+        ended = [] if phase_of(self.store) == "fit" else [rank for rank in missing() if has_left(self.store, rank)]
+        if ended:
+            ranks = f"Rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"
+            raise ConfigurationError(
+                f"{ranks} ended without an error, and other ranks wait for {'them' if len(ended) > 1 else 'it'}: `fit`,"
+                " `validate`, `test` and `predict` are for all ranks."
+            )
 
     def job(self) -> int:
         """Return a random number that is the same in all processes of this run, and hardly ever in another run."""
@@ -239,6 +247,7 @@ class Generations:
         Raises:
             Interrupted: If a newer generation begins first.
             RecoveryError: If a rank does not give its part in time, or if the run is given up.
+            ConfigurationError: If such a rank has ended by itself, and is not replaced.
             ReplicaError: What ``conclusion`` has raised.
         """
 

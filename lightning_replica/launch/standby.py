@@ -163,19 +163,22 @@ class _Standby:
 
     def __init__(self, command: Command, modules: Sequence[str]) -> None:
         line, cwd = command(0)
+        # Modules and the order go into files: a pipe may be too small for them, and the supervisor would then wait for
+        # a process that still imports.
+        self._order = tempfile.TemporaryFile("w+")  # noqa: SIM115
         reader, writer = os.pipe()
         # The standby starts with SIGINT blocked, and unblocks it once it ignores it: so Ctrl-C never ends it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # The modules go into a file: their names do not fit into a pipe, and the supervisor must not wait.
             with tempfile.TemporaryFile("w+") as names:
                 json.dump(list(modules), names)
                 names.seek(0)
-                call = f"wait({os.getpid()}, {reader}, {names.fileno()})"
+                descriptors = (reader, self._order.fileno(), names.fileno())
+                call = f"wait({os.getpid()}, {', '.join(map(str, descriptors))})"
                 script = f"from lightning_replica.launch.waiting import wait; {call}"
                 self.process = subprocess.Popen(
                     [line[0], "-c", f"{_SEARCH.format(search_path(line, cwd))}; {script}"],
-                    pass_fds=(reader, names.fileno()),
+                    pass_fds=descriptors,
                     cwd=cwd,
                     env={**os.environ, **allocator(os.environ), **hash_seed(os.environ)},
                     preexec_fn=born_mortal(),
@@ -183,7 +186,7 @@ class _Standby:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(reader)
-        self._orders = os.fdopen(writer, "w")
+        self._begins = os.fdopen(writer, "w")
 
     def become(self, command: Sequence[str], cwd: str | None, environment: dict[str, str]) -> bool:
         """Make it a rank. Return False if it has died or is stopped."""
@@ -194,9 +197,15 @@ class _Standby:
             return False
         order = {"command": list(command), "cwd": cwd, "environment": environment}
         try:
-            self._orders.write(json.dumps(order))
-            self._orders.close()
+            with self._order:
+                json.dump(order, self._order)
+            self._begins.write("now")
+            self._begins.close()
         except BrokenPipeError:
+            return False
+        except OSError as error:
+            warn(f"a standby cannot take the place of a rank: {error}. A new process does.")
+            self.end()
             return False
         return True
 
@@ -204,5 +213,6 @@ class _Standby:
         """Kill it, and wait until it has ended."""
         self.process.kill()
         self.process.wait()
+        self._order.close()
         with suppress(BrokenPipeError):
-            self._orders.close()
+            self._begins.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_replica.control import keys, planned_save
-from lightning_replica.control.departures import has_left
+from lightning_replica.control.departures import has_left, leave
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import Phase, phase_of
@@ -246,6 +246,8 @@ class Supervisor:
 
     def _on_end(self, ended: Ended) -> None:
         facts = self._facts()
+        if ended.code == 0 and not facts.in_fit:
+            leave(self._store, ended.child.rank)
         how = ended.hung or self._why(ended, facts)
         self._policy.count(self._others.restarts)
         end = RankEnd(ended.child.rank, ended.code, how, bool(ended.hung), ended.where, ended.again)

@@ -1,7 +1,8 @@
 """A standby: a process that imports what ranks import, waits, and becomes a rank.
 
-It reads from a file which modules to import, and from a pipe, as one JSON object, which command line to run. Until then
-it opens nothing and has no rank. The script that it runs finds what a new process finds, except for `sys.modules`.
+It reads from a file which modules to import. Once a pipe says so, it reads from another file, as one JSON object, which
+command line to run. Until then it opens nothing and has no rank. The script that it runs finds what a new process
+finds, except for `sys.modules`.
 """
 
 import gc
@@ -26,12 +27,13 @@ from lightning_replica.launch.rank import enter
 log = logging.getLogger(__name__)
 
 
-def wait(supervisor: int, orders: int, modules: int) -> None:
+def wait(supervisor: int, begins: int, order: int, modules: int) -> None:
     """Wait for an order, then run a rank's script to its end. End this process if the supervisor ends.
 
     Args:
         supervisor: Process id of the supervisor.
-        orders: Descriptor to read the command line from.
+        begins: Descriptor of a pipe, from which anything is read once there is an order.
+        order: Descriptor of the file that then holds the order: the arguments of `become`.
         modules: Descriptor to read names of modules from.
     """
     for signum in (signal.SIGINT, signal.SIGHUP):  # from a terminal; the supervisor ends standbys
@@ -44,11 +46,13 @@ def wait(supervisor: int, orders: int, modules: int) -> None:
     # allocations of the script would start one. The objects that exist now stay, so they are frozen.
     gc.collect()
     gc.freeze()
-    with os.fdopen(orders) as pipe:
-        order = pipe.read()
-    if order:
+    with os.fdopen(begins) as pipe, os.fdopen(order) as file:
+        begin = pipe.read()
+        file.seek(0)  # the supervisor has written at this offset
+        text = file.read()
+    if begin:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        become(**json.loads(order))
+        become(**json.loads(text))
 
 
 def warm_up(modules: Sequence[str]) -> None:

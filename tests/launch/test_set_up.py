@@ -50,6 +50,19 @@ def test_a_rank_that_does_not_come_to_its_first_batch(kind: str, point: str, tmp
     assert sorted(path.name for path in directory.iterdir()) == ["rank0.txt", "rank1.txt"]
 
 
+def absent(case: Case, out: Path) -> None:
+    """Rank 1 does not train."""
+    if os.environ["LOCAL_RANK"] != "1":
+        job.run(case, out)
+
+
+def test_a_rank_that_does_not_call_fit(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=absent)
+    assert outcome.code == 1, outcome.logs
+    said = "Rank 1 ended without an error, and other ranks wait for it: `fit`, `validate`, `test` and `predict` are"
+    assert f"ConfigurationError: {said} for all ranks." in outcome.said[0], outcome.said
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "how"), [("kill", 137, "died (SIGKILL)"), ("exit", 3, "ended with exit code 3")]
 )

@@ -117,3 +117,21 @@ def test_a_spare_that_has_got_ranks_keeps_no_more_standbys_than_other_nodes(tmp_
     for process in taken:
         assert process is not None
         assert process.wait(100) == 0
+
+
+def test_one_that_still_imports_does_not_keep_the_supervisor_waiting(tmp_path: Path) -> None:
+    """Even though its environment does not fit into a pipe."""
+    fifo, out = tmp_path / "fifo", tmp_path / "out"
+    os.mkfifo(fifo)
+    (tmp_path / "slow.py").write_text(f"open({str(fifo)!r}).close()\n")
+    (tmp_path / "script.py").write_text(f"import os; open({str(out)!r}, 'w').write(os.environ['LONG'])\n")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    standbys = Standbys(lambda _: (command, None), 1)
+    standbys._modules, standbys._wanted, standbys._changed = ["slow"], True, lambda _: None
+    standbys.fill(restarts_left=1)
+    long = "x" * 200_000
+    taken = standbys.take(1, {**os.environ, "LIGHTNING_REPLICA_RANK": "1", "LOCAL_RANK": "1", "LONG": long})
+    assert taken is not None
+    fifo.write_text("")  # now the import ends
+    assert taken.wait(100) == 0
+    assert out.read_text() == long
