@@ -54,13 +54,24 @@ def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Acceler
     return plugin is MixedPrecision and device == "cuda" and type(accelerator) not in known
 
 
+_DIRECTORY = os.getcwd()  # in which the process was started, unless the script went elsewhere before its imports
+
+
 def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
     """Return the command line that runs this script again, and its working directory (None: the current one).
 
     Raises:
         ConfigurationError: If there is no script, or in a Hydra multirun, where one command line runs several jobs.
     """
-    if not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
+    main = sys.modules["__main__"]
+    script = Path(getattr(main, "__file__", None) or "")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name == "__main__":
+        raise ConfigurationError(
+            f"`replica_zero` starts its ranks by running the script again, but {sys.argv[0]!r} is a directory or an"
+            " archive. Name the script itself, for example `python directory/__main__.py`."
+        )
+    if not script.is_file():
         raise ConfigurationError(
             "`replica_zero` starts its ranks by running the script again, but this script came from `python -c` or"
             " standard input. Save it to a file and run it with `python train.py`."
@@ -77,7 +88,10 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
                     " e.g. in a shell loop."
                 )
             return _hydra_subprocess_cmd(rank)
-    return _basic_subprocess_cmd(), None
+    command = _basic_subprocess_cmd()
+    if spec is None:
+        command = [command[0], str(script.absolute()), *command[2:]]  # `sys.argv` may be relative to another directory
+    return command, None if os.getcwd() == _DIRECTORY else _DIRECTORY
 
 
 def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:

@@ -79,7 +79,7 @@ def locate(given: Given) -> Location:
             raise ConfigurationError(
                 f"{given!r} was a URL before it became a Path, which has only one slash. Give the URL as a string."
             )
-        return Path(text)
+        return Path(os.path.expanduser(text))
     protocol, place = url[1], url[2].rstrip("/")
     if not place.strip("/") or set(place) & set("*?[]"):
         raise ConfigurationError(

@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from lightning_replica.core import streams
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
 
@@ -67,8 +67,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     command = job.training_command(given.training_script, given.training_script_args, given.module, given.no_python)
     settings = settings_of(given)
     code = job.run(settings, command, logs_of(given, settings.nproc_per_node))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.flush()
     # Threads wait for the store in C++. If they got an answer while the interpreter ends, it would abort.
     os._exit(code)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from lightning_replica.control import keys
+from lightning_replica.core import streams
 from lightning_replica.core.messages import with_bars
 from lightning_replica.core.user_code import is_users
 from lightning_replica.recovery.diagnosis import is_of_others
@@ -72,7 +73,7 @@ def show(error: BaseException, rank: int, store: Store) -> None:
 
 def _write(lines: str) -> None:
     out = sys.__stderr__ or sys.stderr  # not sys.stderr, which torch's own hook replaces to add another prefix
-    sys.stdout.flush()
+    streams.flush()
     out.write(lines)  # in one write, as other ranks write to the same place
     out.flush()
 

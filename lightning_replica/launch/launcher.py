@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from lightning_replica._compat.lightning import ignore_interrupts, rerun_command
 from lightning_replica._compat.lightning_names import RichProgressBar, _Launcher, _set_num_threads_if_needed
 from lightning_replica.control.told import Told
+from lightning_replica.core import streams
 from lightning_replica.core.messages import leave_room, say
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import die_with
@@ -35,10 +36,14 @@ def supervise(world_size: int, options: RecoveryOptions, notes: Mapping[str, str
         SystemExit: Once all ranks have ended, with the exit code of the run.
         ConfigurationError: If there is no script to run again.
     """
+    streams.complete()
     make_secret()  # the store is on loopback, which all users of this machine can reach
     standbys = Standbys(rerun_command, options.standby)
     start = start_script(rerun_command)
-    sys.exit(Supervisor(start, world_size, options, say, standbys=standbys, asks=True, notes=notes).run())
+    streams.flush()  # what the script has printed, before anything that ranks print
+    code = Supervisor(start, world_size, options, say, standbys=standbys, asks=True, notes=notes).run()
+    streams.flush()
+    sys.exit(code)
 
 
 class RankLauncher(_Launcher):
@@ -98,7 +103,11 @@ class RankLauncher(_Launcher):
 
 def _leave_word(ends: SystemExit) -> None:
     rank = enter()
-    if rank is not None and ends.code not in (None, 0, GASP_WRITTEN, NOTHING_SAVED):
+    if rank is None:
+        return
+    if ends.code in (None, 0):
+        rank.leaves(ends)
+    elif ends.code not in (GASP_WRITTEN, NOTHING_SAVED):
         rank.ends(ends)
 
 

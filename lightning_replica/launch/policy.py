@@ -28,6 +28,7 @@ from lightning_replica.exit_codes import GASP_WRITTEN, GAVE_UP, NOTHING_SAVED
 
 END_S: Final = 10.0  # between the signal to end and SIGKILL
 END_EARLY_S: Final = 2.0  # the same before the first batch, where nothing is lost
+COPY_S: Final = 1.0  # a signal that follows another one so soon is a copy of it
 
 
 class State(enum.Enum):
@@ -181,7 +182,7 @@ class Policy:
 
     def rank_ended(self, end: RankEnd, facts: Facts) -> Actions:
         """Decide what to do when a rank's process has ended."""
-        if end.code == 0 and not facts.in_fit:
+        if end.code == 0 and (not facts.in_fit or facts.given_up):
             return ()
         code = GAVE_UP if end.hung and not facts.in_fit else 128 - end.code if end.code < 0 else end.code or 1
         fails = self._cannot_be_replaced("a rank", (end.rank,), end.how, code, facts, end.again and end.where)
@@ -250,7 +251,11 @@ class Policy:
         return ()
 
     def signalled(self, told: signal.Signals, now: float, facts: Facts) -> Actions:
-        """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once."""
+        """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once.
+
+        A signal that follows within a second is another copy of the first one: a terminal that closes sends SIGHUP, and
+        its shell sends it again; a service manager may send it right after SIGTERM. It asks for nothing more.
+        """
         if self._told is None and self.options.gasp and facts.in_fit:
             self.state, self._told, self._told_at = State.TOLD, told, now
             return (
@@ -258,6 +263,8 @@ class Policy:
                 Send(signal.SIGTERM),
             )
         again = self._told is not None
+        if again and (told == signal.SIGHUP or now - self._told_at < COPY_S):
+            return ()
         forward = signal.SIGTERM if told == signal.SIGHUP else told  # ranks ignore SIGHUP
         actions = self._fail(f"The run was stopped by {told.name}.", 128 + told, facts, forward=forward, asked=True)
         if again:

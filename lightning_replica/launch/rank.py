@@ -10,6 +10,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from lightning_replica.control.faults import Fault
+from lightning_replica.control.generation import Generations
+from lightning_replica.control.phase import phase_of
 from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import crashes, stacks
 from lightning_replica.launch.beacons import VARIABLE, sign_in
@@ -55,6 +58,17 @@ class SupervisedRank:
     def ends(self, error: BaseException) -> None:
         """Write to the store which error this process ends with."""
         LastWords.of(self.rank, error).leave(self._environment.connect(), self._environment.generation)
+
+    def leaves(self, error: SystemExit) -> None:
+        """End the run if this process ends in training by itself, and without a fault: the script wants it to."""
+        store = self._environment.connect()
+        generations = Generations(store, self._environment.generation)
+        if phase_of(store) != "fit" or generations.verdict() is not None:
+            return
+        place = LastWords.of(self.rank, error).place
+        why = f"Rank {self.rank} has called `sys.exit()` in training ({place})."
+        generations.give_up(why, asked=True)
+        generations.begin_next(0, Fault("end", (), why))
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:

@@ -50,8 +50,8 @@ from lightning_replica.stores.tcp import connect, serve
 
 log = logging.getLogger(__name__)
 
-_HEARD: Final = (signal.SIGINT, signal.SIGTERM, planned_save.SIGNAL)
-_HANGUP: Final = signal.SIGHUP  # a terminal or a connection was closed; under nohup it is ignored
+# Unless this process was started to ignore them: SIGHUP under nohup, SIGINT in the background of a script.
+_HEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, planned_save.SIGNAL)
 
 
 class Supervisor:
@@ -112,7 +112,7 @@ class Supervisor:
         self._generations = Generations(self._store)
         self._on_node = place.on_node
         self._node.open(place, connect)
-        heard = (*_HEARD, _HANGUP) if signal.getsignal(_HANGUP) is not signal.SIG_IGN else _HEARD
+        heard = [each for each in _HEARD if signal.getsignal(each) is not signal.SIG_IGN]
         self._handlers = {s: signal.signal(s, self._on_signal) for s in heard}
         self._hear_usr1()
         asked = ExitStack()

@@ -1,6 +1,8 @@
 """The endpoint of a run: which node serves the store, and under which address this node is seen."""
 
+import errno
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -17,6 +19,7 @@ from lightning_replica.stores.tcp import serve
 
 _ADVICE: Final = "Give the address or the name of one of the nodes, as HOST:PORT, to --rdzv-endpoint on all nodes."
 _TRY_S: Final = 5.0  # for one connection
+_ANSWER_S: Final = 10.0
 _PAUSE_S: Final = 0.2
 _QUIET_S: Final = 5.0  # before this node tells that it waits for the store
 
@@ -36,7 +39,10 @@ def serve_or_wait(settings: NodeSettings) -> dist.TCPStore | None:
         return None
     served = _serve(settings.store, settings.join_timeout_s)
     if served is None:
-        advice = "Check that the node with this address runs the same command, and that its port is open to this node."
+        advice = (
+            "Check that the node with this address runs the same command, that its port is open to this node, and that"
+            " no other service has it."
+        )
         _wait(settings, _connect, advice)
     return served
 
@@ -50,8 +56,10 @@ def _serve(store: StoreAddress, timeout_s: float) -> dist.TCPStore | None:
         return None
     try:
         return serve(address, store.port)
-    except OSError:  # another process of this node serves it
-        return None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # another process of this node serves it
+            return None
+        raise ConfigurationError(f"This node cannot serve the store at {store.endpoint}: {error}. {_ADVICE}") from error
 
 
 def _resolve(host: str, timeout_s: float) -> str:
@@ -72,7 +80,24 @@ def _resolve(host: str, timeout_s: float) -> str:
 
 
 def _connect(store: Address) -> None:
+    """Ask the store something. What listens there may be another service, and torch would wait for it without end."""
     socket.create_connection((store.host, store.port), _TRY_S).close()
+    found: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            reach(store).check([""])
+            found.append(None)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, name="store-greeting", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    if not found:
+        raise TimeoutError(f"what listens there has not answered as a store for {_ANSWER_S:g} s")
+    if found[0] is not None:
+        raise found[0]
 
 
 def _ask_etcd(store: Address) -> None:

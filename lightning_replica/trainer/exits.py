@@ -2,13 +2,13 @@
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
 
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
+from lightning_replica.core import streams
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
 from lightning_replica.exit_codes import DEVICE_LOST
@@ -61,8 +61,7 @@ class Exits:
     def without_device(self, why: str) -> NoReturn:
         """End this process at once, because anything else might wait for its device. A new process takes its place."""
         log.error("rank %d: its device can no longer be used: %s", self._rank, why)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        streams.flush()
         os._exit(DEVICE_LOST)
 
     def as_orphan(self) -> None:

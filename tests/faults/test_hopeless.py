@@ -125,6 +125,26 @@ def test_a_script_that_calls_exit(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.logs, outcome.logs
 
 
+def leaves(case: Case, out: Path) -> None:
+    original = job.Model.on_train_batch_end
+
+    def on_train_batch_end(self: job.Model, *args: Any) -> None:
+        original(self, *args)
+        if self.trainer.global_step == 3:
+            sys.exit()
+
+    job.Model.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign, assignment]
+    job.run(case, out)
+
+
+def test_a_script_that_ends_in_training(tmp_path: Path) -> None:
+    """On all ranks, and without an error."""
+    outcome = world.run(Case(devices=2), tmp_path, target=leaves)
+    assert outcome.code == 0, outcome.logs
+    assert outcome.said == []
+    assert "Traceback" not in outcome.logs, outcome.logs
+
+
 def fails_to_come_back(case: Case, out: Path) -> None:
     if os.environ["LIGHTNING_REPLICA_GENERATION"] != "0":
         raise ImportError("a library is gone")

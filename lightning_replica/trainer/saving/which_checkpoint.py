@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lightning_replica._compat.lightning import continue_in_place, when_checkpoint_is_chosen
 from lightning_replica.checkpoint.directory import CheckpointDirectory, examine, newest
-from lightning_replica.checkpoint.location import locate
+from lightning_replica.checkpoint.location import Location, by_kind, locate
 from lightning_replica.checkpoint.manifest import Lineage
 from lightning_replica.core.messages import say
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -166,7 +166,7 @@ def begin_run(trainer: Any, directory: CheckpointDirectory) -> Lineage:
     directories = {each.path: each for each in (directory, *_directories(trainer.callbacks))}
     lineage = Lineage(1 + max(each.last_run for each in directories.values()), fit_number())
     loaded = None if trainer.ckpt_path is None else locate(trainer.ckpt_path)
-    if loaded is None or loaded.parent != directory.path:
+    if loaded is None or _real(loaded.parent) != _real(directory.path):
         return lineage
     with suppress(CheckpointError):  # it may have been loaded by another name
         manifest = examine(loaded).manifest
@@ -174,6 +174,10 @@ def begin_run(trainer: Any, directory: CheckpointDirectory) -> Lineage:
             before = manifest.lineage
             return replace(lineage, after=(*before.after, (before.run, manifest.step or 0)))
     return lineage
+
+
+def _real(location: Location) -> Location:
+    return by_kind(location, Path.resolve, lambda url: url)
 
 
 def _directories(callbacks: Iterable[Any]) -> Iterable[CheckpointDirectory]:
