@@ -41,6 +41,7 @@ from lightning_replica._compat.lightning_names import (
     rank_zero_only,
     sized_len,
 )
+from lightning_replica._compat.process import DIRECTORY
 from lightning_replica.errors import ConfigurationError
 
 
@@ -52,9 +53,6 @@ def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Acceler
     """
     known = (CPUAccelerator, MPSAccelerator, CUDAAccelerator)
     return plugin is MixedPrecision and device == "cuda" and type(accelerator) not in known
-
-
-_DIRECTORY = os.getcwd()  # in which the process was started, unless the script went elsewhere before its imports
 
 
 def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
@@ -91,7 +89,7 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
     command = _basic_subprocess_cmd()
     if spec is None:
         command = [command[0], str(script.absolute()), *command[2:]]  # `sys.argv` may be relative to another directory
-    return command, None if os.getcwd() == _DIRECTORY else _DIRECTORY
+    return command, None if os.getcwd() == DIRECTORY else DIRECTORY
 
 
 def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:

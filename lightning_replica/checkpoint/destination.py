@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_replica.checkpoint import attempts, publish, store
+from lightning_replica.checkpoint import attempts, lease, publish, store
 from lightning_replica.checkpoint.attempts import Attempt
 from lightning_replica.checkpoint.location import Location, Url, by_kind
 from lightning_replica.checkpoint.manifest import MANIFEST, Manifest
 from lightning_replica.control.journal import SPOOL
-from lightning_replica.errors import CheckpointError
+from lightning_replica.errors import CheckpointError, ConfigurationError
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,13 @@ class _OnDisk(Destination):
         self._path = path
 
     def begin(self, first: bool) -> str:
-        return str(self._stack.enter_context(publish.staged(self._path))) if first else ""
+        if not first:
+            return ""
+        try:
+            lease.keep(self._path.parent)
+        except (OSError, ConfigurationError) as error:
+            raise CheckpointError(str(error)) from error
+        return str(self._stack.enter_context(publish.staged(self._path)))
 
     def join(self, place: str) -> None:
         self.directory = Path(place)

@@ -99,6 +99,34 @@ def take(directory: Path, grace_s: float = _GRACE_S) -> str:
     return token
 
 
+def keep(directory: Path) -> None:
+    """Take the lease again if somebody has removed its file since this process got it. Called before each save.
+
+    Raises:
+        ConfigurationError: If another run has taken it.
+        OSError: If the file cannot be written; also CheckpointError.
+    """
+    place = directory.resolve() / LEASE
+    held = _held.get(place)
+    if held is None or _is_at(held.file, place):
+        return
+    del _held[place]
+    try:
+        take(directory, 0.0)
+    except BaseException:
+        _held[place] = held
+        raise
+    os.close(held.file)
+    log.warning("%s was removed while this run writes checkpoints there. It was made again.", place)
+
+
+def _is_at(file: int, place: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(place))
+    except FileNotFoundError:
+        return False
+
+
 def share(directory: Path, token: str, seen_s: float = _SEEN_S) -> bool:
     """Share the lease that rank 0 of this run has taken.
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -169,3 +170,26 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / lease.LEASE).mkdir()
     with pytest.raises(OSError, match="Is a directory"):
         lease.take(tmp_path)
+
+
+def test_a_directory_that_is_removed_while_a_run_writes_there(ranks: list[Rank], tmp_path: Path) -> None:
+    """The run that saves first has it then, and the other one is told."""
+    directory, (one, two, _) = tmp_path / "checkpoints", ranks
+    one.call("take", directory)
+    shutil.rmtree(directory)
+    one.call("keep", directory)
+    with pytest.raises(ConfigurationError, match=f"Another run, of process {one.process.pid} "):
+        two.call("take", directory, 0.0)
+    shutil.rmtree(directory)
+    two.call("take", directory, 0.0)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=f"Another run, of process {two.process.pid} "):
+            one.call("keep", directory)
+
+
+def test_a_file_system_without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    assert lease.take(tmp_path)

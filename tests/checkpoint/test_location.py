@@ -35,6 +35,11 @@ def test_everything_else_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert absolute(given) == tmp_path / expected
 
 
+def test_home_is_where_lightning_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/run") == locate(Path("~/run")) == tmp_path / "run"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

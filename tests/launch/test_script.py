@@ -220,13 +220,14 @@ def read_until(terminal: int, text: str) -> None:
 
 
 def test_a_terminal_that_closes(tmp_path: Path) -> None:
-    """It sends SIGHUP to the supervisor and to all ranks, and nobody can print any more."""
+    """It sends SIGHUP to the supervisor and to all ranks, as its shell does again, and nobody can print any more."""
     line = (sys.executable, "-W", "ignore", str(SCRIPT), "wait", "1")
     process, terminal = in_terminal(*line, GASP=str(tmp_path), STANDBY="1")
     try:
         read_until(terminal, "waiting")
         pids = ranks_of(process)
         os.close(terminal)
+        process.send_signal(signal.SIGHUP)
         assert process.wait(100) == GASP_WRITTEN
         path = CheckpointDirectory(tmp_path).latest(verify=True).path
         assert path is not None
@@ -244,3 +245,51 @@ def test_a_closed_terminal_means_nothing_under_nohup() -> None:
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 128 + signal.SIGTERM, output
+
+
+def test_ctrl_c_means_nothing_to_a_process_that_was_started_to_ignore_it() -> None:
+    """As a script in the background of another is. Its ranks ignore it too."""
+    process = start("wait", 1, ("sh", "-c", 'trap "" INT; exec "$@"', "sh"))
+    wait_for(process, "waiting")
+    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "SIGINT" not in output
+
+
+def test_a_script_that_goes_to_another_directory(tmp_path: Path) -> None:
+    """Its ranks begin where it has begun, and go there themselves."""
+    (tmp_path / "job" / "out").mkdir(parents=True)
+    (tmp_path / "job" / "train.py").write_text(
+        "import os, lightning_replica\nos.chdir('out')\n" + TRAINS + "print('rank in', os.getcwd())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "train.py"],
+        cwd=tmp_path / "job",
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"rank in {tmp_path / 'job' / 'out'}") == 2, done.stdout
+
+
+def test_a_directory_that_is_run_as_a_script(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__main__.py").write_text("import lightning_replica\n" + TRAINS)
+    line = [sys.executable, "-W", "ignore", "job"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "'job' is a directory or an archive. Name the script itself" in done.stderr
+
+
+TRAINS = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+L.Trainer(
+    strategy="replica_zero", accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False,
+).fit(BoringModel())
+"""

@@ -1,5 +1,6 @@
 """What users get wrong when they start several nodes: each is named before anyone waits."""
 
+import errno
 import socket
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes import endpoint, job
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
-from lightning_replica.stores.tcp import serve
+from lightning_replica.stores.tcp import listen, serve
 from tests.support.ranks import free_port
 
 COMMAND = ["python", "train.py", "--epochs", "3"]
@@ -61,6 +62,24 @@ def test_other_versions() -> None:
     job.compare(store, {**facts, "torch": "2.6.0"}, "a")
     with pytest.raises(ConfigurationError, match="Nodes disagree on torch: it is .* on b, but '2.6.0' on a"):
         job.compare(store, facts, "b")
+
+
+def test_another_service_at_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would wait for its answer without end."""
+    monkeypatch.setattr(endpoint, "_ANSWER_S", 0.5)
+    with listen("127.0.0.1") as other:
+        given = settings(store=StoreAddress("127.0.0.1", other.getsockname()[1]), join_timeout_s=1.0)
+        with pytest.raises(ConfigurationError, match="has not answered as a store.*no other service has it"):
+            endpoint.serve_or_wait(given)
+
+
+def test_a_port_that_may_not_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(endpoint, "serve", refuse)
+    with pytest.raises(ConfigurationError, match=r"cannot serve the store at 127\.0\.0\.1:80: .*Permission denied"):
+        endpoint.serve_or_wait(settings(store=StoreAddress("127.0.0.1", 80)))
 
 
 def test_an_endpoint_that_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:

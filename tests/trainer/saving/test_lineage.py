@@ -128,13 +128,15 @@ def steps(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "saved").iterdir() if path.name.startswith("step_"))
 
 
-def test_a_run_that_goes_on_from_an_older_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["saved", "link"])
+def test_a_run_that_goes_on_from_an_older_step(folder: str, tmp_path: Path) -> None:
     """What came after that step is given up: not taken again, and not counted where the newest are kept."""
     case = case_of(seed=1, keep_last=2)
     assert world.run(case_of(seed=1), tmp_path, target=one_fit).code == 0
     assert steps(tmp_path) == [f"step_{step:08d}" for step in (3, 6, 9, 12)]
     fault = (Fault("sigterm", 1, "train_batch_end", 10),)
-    load = str(tmp_path / "saved" / "step_00000006")
+    (tmp_path / "link").symlink_to("saved")
+    load = str(tmp_path / folder / "step_00000006")
     told = replace(Case(fault, devices=2, gasp=True), load=load)
     for name in ("auto", "keep_last", "strikes", "seed"):
         setattr(told, name, getattr(case, name))
