@@ -26,6 +26,7 @@ with private_names_of("torch"):
     from torch.utils import _pytree
 
     need(torch.Tensor, "_version", "is_inference")
+    need(torch.optim.SGD([torch.zeros(1)], lr=0.1), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     need(torch.autograd, "_profiler_enabled")
     need(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")
     need(_weights_only_unpickler, "_get_allowed_globals")
@@ -89,6 +90,11 @@ def of_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor = Tensor.as_subclass(tensor, cls)
         return found
+
+
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the functions that an optimizer calls before and after each step."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

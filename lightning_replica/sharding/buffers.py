@@ -15,6 +15,8 @@ from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.values import MAIN_DTYPES, Values, part_of, view_like
 
 _MAIN_GRAD, _ADDED = "main_grad", "grad_added_to_main_grad"  # megatron-core's names
+OF_PARAMETERS = (_MAIN_GRAD, _ADDED)
+"""Attributes that this package gives to parameters."""
 
 
 class Buffers(Values):

@@ -35,13 +35,17 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.interface import Recoverable
+from lightning_replica.sharding.buffers import OF_PARAMETERS
 from lightning_replica.sharding.commit import Commit, Flags, Request
 from lightning_replica.sharding.layout import Partition
+from lightning_replica.sharding.optimizer import ELEMENT_WISE
 from lightning_replica.sharding.settings import REDUCE_DTYPES, EngineSettings, ReduceDtype
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.sharding.whole import WholeOptimizer
 
 __all__ = [
+    "ELEMENT_WISE",
+    "OF_PARAMETERS",
     "REDUCE_DTYPES",
     "Commit",
     "Engine",

@@ -11,6 +11,7 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -23,6 +24,7 @@ from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.points import PHASES
+from lightning_replica.sharding.engine import OF_PARAMETERS
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
@@ -46,6 +48,13 @@ class _Bare(Metric):
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule()))
 _OF_DATA: Final = frozenset(vars(pl.LightningDataModule()))
+_OF_PARAMETERS: Final = frozenset(OF_PARAMETERS)
+HOOKS: Final = "hooks of "
+_HOOKS_OF: Final = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    "_post_accumulate_grad_hooks",
+)
+_NOT_USERS: Final = ("lightning_replica.", "torch.")
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
@@ -64,6 +73,7 @@ class Reachable:
         self._loaders: list[ExactLoader] = []
         self._roots: list[Root] = []
         self._anchors = Anchors({})
+        self._marked: list[int] = []
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
         loads = type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
@@ -73,8 +83,9 @@ class Reachable:
 
     def _look(self, tree: Tree) -> None:
         loaders = _loaders(self._trainer)
-        if tree is not self._tree or loaders != self._loaders:
-            self._tree, self._loaders = tree, loaders
+        marked = [id(each) for each in tree.parameters if each.__dict__ and _is_marked(each)]
+        if tree is not self._tree or loaders != self._loaders or marked != self._marked:
+            self._tree, self._loaders, self._marked = tree, loaders, marked
             self._roots = list(_roots(self._trainer, tree))
             self._anchors = anchors_of(self._trainer)
 
@@ -91,6 +102,11 @@ class Reachable:
 
     def put_back(self, taken: Taken) -> None:
         """Restore what `take` returned."""
+        known = {id(root.value) for root in taken.capture.roots}
+        for parameter in Tree.of(self._trainer.lightning_module).parameters:
+            if id(parameter) not in known and _is_marked(parameter):  # since then
+                for name in vars(parameter).keys() - _OF_PARAMETERS:
+                    delattr(parameter, name)
         self._tracked.put_back(taken)
 
     @contextmanager
@@ -103,7 +119,7 @@ class Reachable:
     def put_sent(self, sent: list[Any]) -> None:
         """Put what another rank has sent into the objects of this one."""
         tree = Tree.of(self._trainer.lightning_module)
-        self._tracked.put_sent(_roots(self._trainer, tree), _anchored(self._trainer), sent)
+        self._tracked.put_sent(_roots(self._trainer, tree, unmarked=True), _anchored(self._trainer), sent)
 
     def signature(self, taken: Taken) -> Signature:
         """Return a signature of what has not changed since training began: what refers to what, without contents.
@@ -112,13 +128,19 @@ class Reachable:
         """
         changed = {f"{root}.{name}" for root, names in taken.changed.items() for name in names}
         found = signature_of(taken.capture, taken.anchors, contents=False)
-        return {name: digest for name, digest in found.items() if name not in changed}
+        found = {name: digest for name, digest in found.items() if name not in changed}
+        return found | hooks_of(self._trainer.lightning_module)
 
     def compare(self, taken: Taken, theirs: Signature) -> None:
         """Report where this replacement is built otherwise than the rank that has sent ``theirs``."""
         own = self.signature(taken)
         for name in differences(own, theirs):
-            if name in own and name in theirs:
+            if name.startswith(HOOKS):
+                here, there = own.get(name, "none"), theirs.get(name, "none")
+                self._report(
+                    name, f"in this replacement there are other ones ({here}) than on other ranks ({there})", "once"
+                )
+            elif name in own and name in theirs:
                 self._report(name, "in this replacement it refers to something else than on the other ranks", "once")
 
     def whole(self, taken: Taken) -> list[Any]:
@@ -159,8 +181,36 @@ def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES) -> tuple[Capt
     return Recorder(warn, copied_bytes).take(roots, anchors), anchors
 
 
-def _roots(trainer: pl.Trainer, tree: Tree) -> Iterator[Root]:
+def hooks_of(module: nn.Module) -> dict[str, str]:
+    """Return the names of the user's functions that modules and parameters call in forward and backward."""
+    found: dict[str, str] = {}
+    for name, each in (*module.named_modules(), *module.named_parameters()):
+        kinds = [getattr(each, kind, None) or {} for kind in _HOOKS_OF]
+        called = [_name_of(hook) for hooks in kinds for hook in hooks.values()]
+        called = [hook for hook in called if not hook.startswith(_NOT_USERS)]
+        if called:
+            found[f"{HOOKS}{name or 'the module'}"] = ", ".join(called)
+    return found
+
+
+def _name_of(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _is_marked(parameter: nn.Parameter) -> bool:
+    """Return whether user code has given attributes to a parameter."""
+    return type(parameter) is nn.Parameter and not vars(parameter).keys() <= _OF_PARAMETERS
+
+
+def _roots(trainer: pl.Trainer, tree: Tree, unmarked: bool = False) -> Iterator[Root]:
     module = trainer.lightning_module
+    for name, parameter in module.named_parameters():
+        if type(parameter) is nn.Parameter and (unmarked or _is_marked(parameter)):
+            yield Root(parameter, f"module.{name}", _OF_PARAMETERS)
     names = {id(each): name for name, each in module.named_modules()}
     for each in tree.modules:
         name = f"module.{names[id(each)]}" if names.get(id(each)) else "module"
@@ -180,9 +230,13 @@ def _roots(trainer: pl.Trainer, tree: Tree) -> Iterator[Root]:
 
 
 def is_users(item: Any) -> bool:
-    """Return whether an object is of a class of the user's. A callback that sees recoveries remembers them as well."""
+    """Return whether an object is the user's. A callback that sees recoveries remembers them as well.
+
+    Of a ``LambdaCallback``, the functions are.
+    """
     module = type(item).__module__
-    foreign = is_of_lightning(module) or module.partition(".")[0] == "lightning_replica"
+    of_lightning = is_of_lightning(module) and not isinstance(item, pl.callbacks.LambdaCallback)
+    foreign = of_lightning or module.partition(".")[0] == "lightning_replica"
     sees = any(hasattr(item, hook) for hook in ("on_incident", *(f"on_recovery_{phase}" for phase in PHASES)))
     return not foreign and not sees
 

@@ -49,6 +49,8 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 
 # Attributes of the fit loop itself that callbacks (stochastic weight averaging) or the epoch change.
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward", "lengths")
+# Attributes of the trainer that callbacks may change.
+_TRAINER = ("gradient_clip_val", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches")
 
 
 @dataclass
@@ -289,6 +291,7 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(stateful(trainer)),
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
+        "trainer": {name: getattr(trainer, name) for name in _TRAINER},
         "buffers": copies.buffers.take(tree.buffers, window, whole),
         "buffers_due": copies.buffers.due,
         "momenta": batch_norm_momenta(tree),
@@ -325,6 +328,8 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         copies.reachable.put_sent(sent)
     for name, value in state["fit_loop"].items() if same_fit else ():
         setattr(trainer.fit_loop, name, value)
+    for name, value in state.get("trainer", {}).items() if same_fit else ():
+        setattr(trainer, name, value)
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
     copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none
 

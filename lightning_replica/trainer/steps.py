@@ -18,6 +18,7 @@ from lightning_replica.control.planned_save import PlannedSave
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.inexact import Inexact
+from lightning_replica.core.messages import warn
 from lightning_replica.core.points import at_step, reach
 from lightning_replica.core.works import finish
 from lightning_replica.devices.interface import Device
@@ -39,6 +40,7 @@ from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import lengths
+from lightning_replica.trainer.doubts import doubts
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
 from lightning_replica.trainer.joining import Joining
@@ -112,6 +114,9 @@ class Training:
             guard=session.options.guard,
             recoverable=self.recoverable,
         )
+        if trainer.is_global_zero and not session.newborn:
+            for doubt in doubts(module, [user_optimizer(each) for each in optimizers], partition):
+                warn(doubt)
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
         self.inexact = inexact = Inexact()

@@ -20,7 +20,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from lightning_replica import ReplicaZeroStrategy
 
@@ -361,6 +361,39 @@ class FromItertools:
         yield from (next(self.cycle), next(self.count), next(self.chain))
 
 
+class CountedDice(random.Random):
+    rolls = 0
+
+
+class Probe:
+    """Trains a model of its own, beside that of the trainer, and counts in objects that containers hold as members."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.head = nn.Linear(4, 1)
+        self.optimizer = torch.optim.Adam(self.head.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.weight, self.dice, self.sampler = weight, CountedDice(7), RandomSampler(range(3))
+        self.members, self.by_node = {Node()}, {Node(): 0}
+
+    def advance(self) -> Iterator[Any]:
+        with torch.enable_grad():
+            self.optimizer.zero_grad()
+            loss = self.head(torch.ones(4)).square().sum()
+            loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        weight: Any = self.weight
+        weight.importance = getattr(weight, "importance", 0) + 1
+        weight.average = 0.9 * getattr(weight, "average", torch.zeros(())) + self.weight.detach().mean()
+        self.dice.rolls += 1
+        self.sampler.drawn = getattr(self.sampler, "drawn", 0) + 1  # type: ignore[attr-defined]
+        yield from (loss, self.scheduler.get_last_lr()[0], weight.importance, weight.average)
+        yield from (self.dice.rolls, self.dice.random(), self.sampler.drawn)  # type: ignore[attr-defined]
+        for node in (*self.members, *self.by_node):
+            node.value += 1
+            yield node.value
+
+
 class Zoo(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -370,11 +403,13 @@ class Zoo(L.LightningModule):
         self.kept, self.made = Kept(), FromItertools() if sys.version_info < (3, 14) else None
         self.references: list[Any] = [self.out.weight]
         self.by_name: dict[str, Any] = {"w": self.net[0].weight}
+        self.probe = Probe(self.out.weight)  # type: ignore[arg-type]
 
     def numbers(self) -> Iterator[Any]:
         self.teacher.data += 0.1
         yield from self.kept.advance()
         yield from () if self.made is None else self.made.advance()
+        yield from self.probe.advance()
         yield from (self.teacher.sum(), self.references[0].sum(), self.by_name["w"].sum())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -128,3 +128,37 @@ def test_nothing_is_said_of_what_is_exact(tmp_path: Path) -> None:
     outcome = world.run(Hidden((fault,)), tmp_path / "fault", target=train)
     outcome.assert_same(world.run(Hidden(), tmp_path / "untouched", target=train))
     assert inexact(tmp_path / "fault") == [{}]
+
+
+class Registers(Callback):
+    """Registers a hook in the middle of training, which a replacement has not seen."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1 and not pl_module.first._forward_hooks:
+            pl_module.first.register_forward_hook(halved)
+
+
+def halved(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2
+
+
+def test_a_hook_that_a_replacement_lacks(tmp_path: Path) -> None:
+    outcome = run(tmp_path, Registers, Fault("kill", 1, "forward", 3))
+    assert outcome.code == 0, outcome.logs
+    (found,) = inexact(tmp_path)
+    why = "in this replacement there are other ones (none) than on other ranks (tests.faults.test_exactness.halved)"
+    assert [name.partition(" on ")[0] for name, said in found.items() if said == why] == ["hooks of first"], found
+
+
+class ClipsMore(Callback):
+    """Changes a setting of the trainer."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= 2:
+            trainer.gradient_clip_val = 0.01 * trainer.global_step
+
+
+def test_a_setting_of_the_trainer_that_has_changed(tmp_path: Path) -> None:
+    untouched = run(tmp_path / "untouched", ClipsMore)
+    outcome = run(tmp_path / "killed", ClipsMore, Fault("kill", 1, "update", 3))
+    outcome.assert_same(untouched)

@@ -48,7 +48,10 @@ from lightning_replica.state.objects.records import (
 )
 
 MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
-_CONTAINERS: Final = (Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM)
+# Of these, a class of the user's may add attributes.
+_WITH_MORE: Final = (
+    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR),
+)
 _ALL: Final = 200_000  # objects that are watched
 _IN_TURN: Final = 256  # of the objects in large containers, in one window
 _DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
@@ -312,7 +315,7 @@ class Recorder:
             if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):
                 return
             yield key, record
-            if kind in _CONTAINERS and hasattr(value, "__dict__"):  # of the user's class
+            if kind in _WITH_MORE and hasattr(value, "__dict__"):  # of the user's class
                 yield ~key, Attributes(value, name)
 
     def _reach_tensor(

@@ -39,9 +39,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
@@ -82,14 +80,14 @@ _IMMUTABLE: Final = (
 )
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
-    *(DataLoader, Sampler, Optimizer, LRScheduler, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
+    *(DataLoader, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
     *(torch.distributed.Store, torch.jit.ScriptModule),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.local),
     multiprocessing.synchronize.SemLock,
 )
 _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
 _LARGE_BYTES: Final = 2**24
-_CLOSED_MODULES: Final = ("lightning_replica.", "torch.utils.data.dataloader", "torch.distributed.", "torch.optim.")
+_CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.")
 # Part of something that runs: to put its attributes back would break it.
 LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),

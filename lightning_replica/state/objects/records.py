@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
     Kind,
@@ -222,7 +223,8 @@ class Entries(Record):
         self.keys, self.items = list(self.base.keys(value)), list(self.base.values(value))
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        return ((f"[{_short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
+        values = ((f"[{_short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
+        return itertools.chain(values, ((f"[key {_short(key)}]", key) for key in self.keys if type(key) not in ATOMS))
 
     def is_same(self) -> bool:
         value, base = self.value, self.base
@@ -249,6 +251,9 @@ class Members(Record):
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.members = list(set.__iter__(value))
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f"{{{_short(member)}}}", member) for member in self.members if type(member) not in ATOMS)
 
     def is_same(self) -> bool:
         contains = functools.partial(set.__contains__, self.value)
