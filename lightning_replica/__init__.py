@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_replica._compat import packages as _packages
-from lightning_replica._compat import process as _process  # noqa: F401
+from lightning_replica._compat import started as _started  # noqa: F401
 from lightning_replica.launch.rank import enter as _enter
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_replica._compat import started
 from lightning_replica._compat.lightning_names import (
     _HYDRA_AVAILABLE,
     _SUPPORTED_MODES,
@@ -41,7 +42,6 @@ from lightning_replica._compat.lightning_names import (
     rank_zero_only,
     sized_len,
 )
-from lightning_replica._compat.process import DIRECTORY
 from lightning_replica.errors import ConfigurationError
 
 
@@ -89,7 +89,7 @@ def rerun_command(rank: int) -> tuple[Sequence[str], str | None]:
     command = _basic_subprocess_cmd()
     if spec is None:
         command = [command[0], str(script.absolute()), *command[2:]]  # `sys.argv` may be relative to another directory
-    return command, None if os.getcwd() == DIRECTORY else DIRECTORY
+    return command, None if os.getcwd() == started.DIRECTORY else started.DIRECTORY
 
 
 def walk_loops(loop: _Loop, prefix: str = "") -> Iterator[tuple[str, _Loop]]:

@@ -20,6 +20,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_replica._compat import started
 from lightning_replica.launch.rank import enter
 from tests.support.forked import ForkedProcess
 
@@ -79,6 +80,7 @@ def scripts_are_forked() -> Iterator[None]:
 def _run(line: list[str], cwd: str, output: str, group: int) -> None:
     os.setpgid(0, group)
     os.chdir(cwd)
+    started.DIRECTORY = cwd  # as if the package were imported here
     if group == 0:  # the first of a run; `forked` tells every process that it is a rank
         del os.environ["LIGHTNING_REPLICA_SUPERVISOR"]
     sys.argv, sys.orig_argv = line[1:], line
