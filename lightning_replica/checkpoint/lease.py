@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_replica.checkpoint import publish
+from lightning_replica.core.limited import within
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
 
@@ -178,27 +178,20 @@ def _wait_for_others(file: int, directory: Path, grace_s: float) -> _Lock:
 
 def _let_others_write(file: int, directory: Path) -> None:
     """Let those who may write to the directory take the lease in later runs."""
+    if os.fstat(file).st_uid != os.geteuid():
+        return
     with suppress(OSError):  # some file systems have no modes
         os.fchmod(file, 0o600 | (directory.stat().st_mode & 0o066))
 
 
 def _lock(file: int, kind: int) -> _Lock:
     """Lock a file, and return what came of it."""
-    found = [_Lock.NONE]
-
-    def lock() -> None:
-        try:
-            fcntl.lockf(file, kind | fcntl.LOCK_NB)
-            found.append(_Lock.OWN)
-        except OSError as error:
-            if error.errno in _TAKEN:  # any other: this file system has no locks
-                found.append(_Lock.OF_OTHERS)
-
-    # In a thread: the call waits in the kernel where the server of a network file system does not answer.
-    thread = threading.Thread(target=lock, name="lightning_replica-lease", daemon=True)
-    thread.start()
-    thread.join(_ANSWERS_S)
-    return found[-1]
+    try:
+        # The call waits in the kernel where the server of a network file system does not answer.
+        within(_ANSWERS_S, lambda: fcntl.lockf(file, kind | fcntl.LOCK_NB))
+    except OSError as error:  # of another number, or after the time: this file system has no locks
+        return _Lock.OF_OTHERS if error.errno in _TAKEN else _Lock.NONE
+    return _Lock.OWN
 
 
 def _about(file: int) -> dict[str, object]:

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lightning_replica
+from lightning_replica.core import streams
 from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 
@@ -45,6 +46,7 @@ def _add_unavailable(commands: Any, name: str, error: ImportError) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 1 after a `CheckpointError`, 2 after a `ConfigurationError`."""
+    streams.complete()
     options = parser().parse_args(arguments)
     try:
         code: int = options.run(options)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from lightning_replica.control import keys
-from lightning_replica.control.departures import has_left
+from lightning_replica.control.departures import has_ended
 from lightning_replica.control.faults import UNREADABLE, Fault
 from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.phase import phase_of
@@ -66,7 +66,7 @@ class Generations:
 
     def _unless_ended(self, _: float, missing: Callable[[], list[int]]) -> None:
         """Do not wait for a rank that has ended by itself. In training, another process would take its place."""
-        ended = [] if phase_of(self.store) == "fit" else [rank for rank in missing() if has_left(self.store, rank)]
+        ended = [] if phase_of(self.store) == "fit" else [rank for rank in missing() if has_ended(self.store, rank)]
         if ended:
             ranks = f"Rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"
             raise ConfigurationError(
@@ -174,6 +174,18 @@ class Generations:
         if first and code:
             self.store.compare_set(keys.EXIT_CODE, "", str(code))
         self.store.compare_set(keys.VERDICT, "", why)
+
+    def end(self, why: str, ranks: tuple[int, ...] = (), asked: bool = False, code: int = 0) -> None:
+        """Give up the run, and wake all ranks that are blocked.
+
+        Args:
+            why: See `give_up`, as the next two.
+            ranks: The ranks that are lost.
+            asked: Whether the run was asked to end.
+            code: The exit code.
+        """
+        self.give_up(why, asked, code)
+        self.begin_next(0, Fault("end", ranks, why))
 
     def exit_code(self) -> int:
         """Return the exit code of what ended the run; 0 if it is not known."""

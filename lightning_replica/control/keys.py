@@ -167,9 +167,9 @@ def beside(number: int, use: int) -> str:
 
 
 def left(rank: int) -> str:
-    """Return the key that says whether the rank's process is about to leave (`departures`).
+    """Return the key that says whether the rank's process is about to leave, or has ended (`departures`).
 
-    Written by the rank; changes.
+    Written by the rank and, at its end, by the supervisor; changes.
     """
     return f"left/{rank}"
 

@@ -10,7 +10,6 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import phase_of
 from lightning_replica.core.orphans import die_with
@@ -66,9 +65,7 @@ class SupervisedRank:
         if phase_of(store) != "fit" or generations.verdict() is not None:
             return
         place = LastWords.of(self.rank, error).place
-        why = f"Rank {self.rank} has called `sys.exit()` in training ({place})."
-        generations.give_up(why, asked=True)
-        generations.begin_next(0, Fault("end", (), why))
+        generations.end(f"Rank {self.rank} has called `sys.exit()` in training ({place}).")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:

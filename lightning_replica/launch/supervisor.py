@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from lightning_replica.control import keys, planned_save
-from lightning_replica.control.departures import has_left, leave
+from lightning_replica.control import departures, keys, planned_save
+from lightning_replica.control.departures import has_left
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import Phase, phase_of
@@ -247,7 +247,7 @@ class Supervisor:
     def _on_end(self, ended: Ended) -> None:
         facts = self._facts()
         if ended.code == 0 and not facts.in_fit:
-            leave(self._store, ended.child.rank)
+            departures.end(self._store, ended.child.rank)
         how = ended.hung or self._why(ended, facts)
         self._policy.count(self._others.restarts)
         end = RankEnd(ended.child.rank, ended.code, how, bool(ended.hung), ended.where, ended.again)
@@ -289,9 +289,9 @@ class Supervisor:
 
     def _facts(self) -> Facts:
         why = self._store.get(keys.NO_REPLACEMENT).decode() if self._store.check([keys.NO_REPLACEMENT]) else ""
-        generations, phase = self._generations, self._phase()
-        verdict = generations.verdict()
-        return Facts(phase, "", 0, why) if verdict is None else Facts(phase, verdict, generations.exit_code(), why)
+        verdict = self._generations.verdict()
+        code = 0 if verdict is None else self._generations.exit_code()
+        return Facts(self._phase(), given_up=verdict or "", code=code, no_replacement=why)
 
     def _why(self, ended: Ended, facts: Facts) -> str:
         """Describe how a rank ended, or which other rank caused it: the first seen to end need not be the cause."""
@@ -324,8 +324,7 @@ class Supervisor:
         elif isinstance(action, Relocate):
             self._relocate(action)
         elif isinstance(action, GiveUp):
-            self._generations.give_up(action.why, action.asked, action.code)
-            self._generations.begin_next(0, Fault("end", action.ranks, action.why))  # wakes ranks that are blocked
+            self._generations.end(action.why, action.ranks, action.asked, action.code)
         elif isinstance(action, Send):
             self._node.send(action.signum)
         elif isinstance(action, EndRanks):

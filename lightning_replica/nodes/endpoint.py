@@ -2,7 +2,6 @@
 
 import errno
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 import psutil
 import torch.distributed as dist
 
+from lightning_replica.core.limited import within
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes.settings import NodeSettings
@@ -33,7 +33,7 @@ def serve_or_wait(settings: NodeSettings) -> dist.TCPStore | None:
     if isinstance(settings.store, EtcdAddress):
         _wait(
             settings,
-            _ask_etcd,
+            _ask,
             "Check that a majority of its members runs, and that their ports are open to this node.",
         )
         return None
@@ -80,27 +80,15 @@ def _resolve(host: str, timeout_s: float) -> str:
 
 
 def _connect(store: Address) -> None:
-    """Ask the store something. What listens there may be another service, and torch would wait for it without end."""
+    """Ask the store. What listens there may be another service, for whose answer torch would wait without end."""
     socket.create_connection((store.host, store.port), _TRY_S).close()
-    found: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            reach(store).check([""])
-            found.append(None)
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=ask, name="store-greeting", daemon=True)
-    thread.start()
-    thread.join(_ANSWER_S)
-    if not found:
-        raise TimeoutError(f"what listens there has not answered as a store for {_ANSWER_S:g} s")
-    if found[0] is not None:
-        raise found[0]
+    try:
+        within(_ANSWER_S, lambda: _ask(store))
+    except TimeoutError as error:
+        raise TimeoutError(f"what listens there has not answered as a store: {error}") from error
 
 
-def _ask_etcd(store: Address) -> None:
+def _ask(store: Address) -> None:
     reach(store).check([""])
 
 

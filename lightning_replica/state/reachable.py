@@ -49,8 +49,8 @@ _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule()))
 _OF_DATA: Final = frozenset(vars(pl.LightningDataModule()))
 _OF_PARAMETERS: Final = frozenset(OF_PARAMETERS)
-HOOKS: Final = "hooks of "
-_HOOKS_OF: Final = (
+_HOOKS: Final = "hooks of "
+_HOOK_TABLES: Final = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     "_post_accumulate_grad_hooks",
 )
@@ -119,7 +119,7 @@ class Reachable:
     def put_sent(self, sent: list[Any]) -> None:
         """Put what another rank has sent into the objects of this one."""
         tree = Tree.of(self._trainer.lightning_module)
-        self._tracked.put_sent(_roots(self._trainer, tree, unmarked=True), _anchored(self._trainer), sent)
+        self._tracked.put_sent(_roots(self._trainer, tree, all_parameters=True), _anchored(self._trainer), sent)
 
     def signature(self, taken: Taken) -> Signature:
         """Return a signature of what has not changed since training began: what refers to what, without contents.
@@ -129,13 +129,13 @@ class Reachable:
         changed = {f"{root}.{name}" for root, names in taken.changed.items() for name in names}
         found = signature_of(taken.capture, taken.anchors, contents=False)
         found = {name: digest for name, digest in found.items() if name not in changed}
-        return found | hooks_of(self._trainer.lightning_module)
+        return found | _hooks_of(self._trainer.lightning_module)
 
     def compare(self, taken: Taken, theirs: Signature) -> None:
         """Report where this replacement is built otherwise than the rank that has sent ``theirs``."""
         own = self.signature(taken)
         for name in differences(own, theirs):
-            if name.startswith(HOOKS):
+            if name.startswith(_HOOKS):
                 here, there = own.get(name, "none"), theirs.get(name, "none")
                 self._report(
                     name, f"in this replacement there are other ones ({here}) than on other ranks ({there})", "once"
@@ -181,15 +181,15 @@ def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES) -> tuple[Capt
     return Recorder(warn, copied_bytes).take(roots, anchors), anchors
 
 
-def hooks_of(module: nn.Module) -> dict[str, str]:
+def _hooks_of(module: nn.Module) -> dict[str, str]:
     """Return the names of the user's functions that modules and parameters call in forward and backward."""
     found: dict[str, str] = {}
     for name, each in (*module.named_modules(), *module.named_parameters()):
-        kinds = [getattr(each, kind, None) or {} for kind in _HOOKS_OF]
+        kinds = [getattr(each, kind, None) or {} for kind in _HOOK_TABLES]
         called = [_name_of(hook) for hooks in kinds for hook in hooks.values()]
         called = [hook for hook in called if not hook.startswith(_NOT_USERS)]
         if called:
-            found[f"{HOOKS}{name or 'the module'}"] = ", ".join(called)
+            found[f"{_HOOKS}{name or 'the module'}"] = ", ".join(called)
     return found
 
 
@@ -206,10 +206,10 @@ def _is_marked(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter and not vars(parameter).keys() <= _OF_PARAMETERS
 
 
-def _roots(trainer: pl.Trainer, tree: Tree, unmarked: bool = False) -> Iterator[Root]:
+def _roots(trainer: pl.Trainer, tree: Tree, all_parameters: bool = False) -> Iterator[Root]:
     module = trainer.lightning_module
     for name, parameter in module.named_parameters():
-        if type(parameter) is nn.Parameter and (unmarked or _is_marked(parameter)):
+        if type(parameter) is nn.Parameter and (all_parameters or _is_marked(parameter)):
             yield Root(parameter, f"module.{name}", _OF_PARAMETERS)
     names = {id(each): name for name, each in module.named_modules()}
     for each in tree.modules:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.core import streams
 from lightning_replica.core.options import RecoveryOptions
@@ -45,8 +44,7 @@ class Exits:
         """Give up the run: half of the grace period is over, and the ranks have not reached the end of a step."""
         generations, why = Generations(self._surroundings.connect()), "The launcher has ended this run."
         if generations.verdict() is None:
-            generations.give_up(why, asked=True)
-            generations.begin_next(0, Fault("end", (), why))
+            generations.end(why, asked=True)
 
     def end_waiting(self, generations: Generations, told_to_end: Callable[[], bool]) -> None:
         """Make a recovery that waits in vain end when this process is told to. A supervisor makes this unnecessary.

@@ -40,7 +40,7 @@ from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import lengths
-from lightning_replica.trainer.doubts import doubts
+from lightning_replica.trainer.ddp_differences import differences_from_ddp
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
 from lightning_replica.trainer.joining import Joining
@@ -115,8 +115,8 @@ class Training:
             recoverable=self.recoverable,
         )
         if trainer.is_global_zero and not session.newborn:
-            for doubt in doubts(module, [user_optimizer(each) for each in optimizers], partition):
-                warn(doubt)
+            for difference in differences_from_ddp(module, [user_optimizer(each) for each in optimizers], partition):
+                warn(difference)
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
         self.inexact = inexact = Inexact()

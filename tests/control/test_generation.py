@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_replica.control import departures
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.errors import Interrupted, RecoveryError
+from lightning_replica.errors import ConfigurationError, Interrupted, RecoveryError
 
 SEEN = Fault("peer gone", (), "the same words")
 
@@ -84,6 +85,16 @@ def test_waiting_ends_with_the_verdict(store: Any) -> None:
     generations.give_up("something later")
     with pytest.raises(RecoveryError, match="no replacement"):
         generations.conclude("report", 0, {}, 0, range(2), 5, everything)
+
+
+def test_nobody_waits_for_a_rank_that_has_ended(store: Any) -> None:
+    """Unless it has left because of an error, which its supervisor is about to see."""
+    departures.leave(store, 1)
+    with pytest.raises(RecoveryError, match="Timed out after 1 s"):
+        Generations(store).conclude("report/1", 0, {}, 0, range(2), 1, everything)
+    departures.end(store, 1)
+    with pytest.raises(ConfigurationError, match="Rank 1 ended without an error, and other ranks wait for it"):
+        Generations(store).conclude("report/2", 0, {}, 0, range(2), 60, everything)
 
 
 def test_who_lacks_nobody_repeats_the_verdict_only(store: Any) -> None:

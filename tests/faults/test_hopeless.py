@@ -1,5 +1,6 @@
 """When recovery cannot help, the run ends: soon, with one clear error, never by hanging."""
 
+import functools
 import os
 import re
 import sys
@@ -125,12 +126,12 @@ def test_a_script_that_calls_exit(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.logs, outcome.logs
 
 
-def leaves(case: Case, out: Path) -> None:
+def leaves(case: Case, out: Path, ranks: tuple[int, ...] = (0, 1)) -> None:
     original = job.Model.on_train_batch_end
 
     def on_train_batch_end(self: job.Model, *args: Any) -> None:
         original(self, *args)
-        if self.trainer.global_step == 3:
+        if self.trainer.global_step == 3 and self.global_rank in ranks:
             sys.exit()
 
     job.Model.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign, assignment]
@@ -143,6 +144,14 @@ def test_a_script_that_ends_in_training(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.logs
     assert outcome.said == []
     assert "Traceback" not in outcome.logs, outcome.logs
+
+
+def test_one_rank_that_ends_in_training(tmp_path: Path) -> None:
+    """The others cannot go on without it, and say why."""
+    outcome = world.run(Case(devices=2), tmp_path, target=functools.partial(leaves, ranks=(0,)))
+    assert outcome.code == 1, outcome.logs
+    said = rf"recovery failed at step 3: Rank 0 has called `sys\.exit\(\)` in training \({re.escape(__file__)}:\d+\)"
+    assert re.search(said, outcome.logs), outcome.logs
 
 
 def fails_to_come_back(case: Case, out: Path) -> None:

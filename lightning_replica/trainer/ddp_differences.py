@@ -19,8 +19,10 @@ from lightning_replica.sharding.engine import ELEMENT_WISE, Partition
 _SHOWN = 3
 
 
-def doubts(module: pl.LightningModule, optimizers: Sequence[Optimizer], partition: Partition) -> Iterator[str]:
-    """Yield what may train otherwise, as sentences.
+def differences_from_ddp(
+    module: pl.LightningModule, optimizers: Sequence[Optimizer], partition: Partition
+) -> Iterator[str]:
+    """Yield what may train otherwise than under DDP, as sentences.
 
     Args:
         module: The module that is trained.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_replica.trainer.doubts import doubts
+from lightning_replica.trainer.ddp_differences import differences_from_ddp
 
 
 class Model(L.LightningModule):
@@ -55,7 +55,7 @@ def with_hook(parameters: Any) -> torch.optim.Optimizer:
 def said(make: Callable[[Any], torch.optim.Optimizer], partition: Any = "element", part: str = "") -> list[str]:
     model = Model()
     optimizer = make((getattr(model, part) if part else model).parameters())
-    return list(doubts(model, [optimizer], partition))
+    return list(differences_from_ddp(model, [optimizer], partition))
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, Logging])
