@@ -73,13 +73,16 @@ def take(directory: Path, grace_s: float = _GRACE_S) -> str:
 
     Raises:
         ConfigurationError: If another run holds it.
-        OSError: If the file cannot be written; also CheckpointError.
+        CheckpointError: If the file cannot be made.
+        OSError: If the file cannot be written.
     """
     place = directory.resolve() / LEASE
     if place in _held:
         return _held[place].token
-    publish.make_directory(directory)
-    file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+    with publish.naming(directory):
+        publish.make_directory(directory)
+    with publish.naming(place):
+        file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _let_others_write(file, directory)
         if _wait_for_others(file, directory, grace_s) is _Lock.NONE:
@@ -104,7 +107,8 @@ def keep(directory: Path) -> None:
 
     Raises:
         ConfigurationError: If another run has taken it.
-        OSError: If the file cannot be written; also CheckpointError.
+        CheckpointError: If the file cannot be made.
+        OSError: If the file cannot be written.
     """
     place = directory.resolve() / LEASE
     held = _held.get(place)
@@ -123,7 +127,7 @@ def keep(directory: Path) -> None:
 def _is_at(file: int, place: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), os.stat(place))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

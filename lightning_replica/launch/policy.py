@@ -253,8 +253,9 @@ class Policy:
     def signalled(self, told: signal.Signals, now: float, facts: Facts) -> Actions:
         """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once.
 
-        A signal that follows within a second is another copy of the first one: a terminal that closes sends SIGHUP, and
-        its shell sends it again; a service manager may send it right after SIGTERM. It asks for nothing more.
+        The same signal within a second is another copy of the first one: ``timeout`` sends SIGTERM to a process and to
+        its group. SIGHUP comes with others and with copies of itself: a terminal that closes sends it, and its shell
+        sends it again; a service manager may send it right after SIGTERM. Copies ask for nothing more.
         """
         if self._told is None and self.options.gasp and facts.in_fit:
             self.state, self._told, self._told_at = State.TOLD, told, now
@@ -263,7 +264,8 @@ class Policy:
                 Send(signal.SIGTERM),
             )
         again = self._told is not None
-        if again and (told == signal.SIGHUP or now - self._told_at < COPY_S):
+        soon = now - self._told_at < COPY_S
+        if again and (told == signal.SIGHUP or (soon and self._told in (told, signal.SIGHUP))):
             return ()
         forward = signal.SIGTERM if told == signal.SIGHUP else told  # ranks ignore SIGHUP
         actions = self._fail(f"The run was stopped by {told.name}.", 128 + told, facts, forward=forward, asked=True)

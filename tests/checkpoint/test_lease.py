@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_replica.checkpoint import lease
-from lightning_replica.errors import ConfigurationError
+from lightning_replica.errors import CheckpointError, ConfigurationError
 
 FORK = multiprocessing.get_context("fork")
 
@@ -168,7 +168,7 @@ def test_whoever_may_write_to_the_directory_may_take_it(mode: int, tmp_path: Pat
 
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / lease.LEASE).mkdir()
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/{lease.LEASE} could not be written: Is a directory\."):
         lease.take(tmp_path)
 
 

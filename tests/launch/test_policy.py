@@ -191,7 +191,7 @@ def test_ranks_ignore_what_a_closed_terminal_sends() -> None:
 def test_a_second_signal_ends_ranks_at_once() -> None:
     run = policy(gasp=True)
     run.signalled(signal.SIGTERM, 0.0, FIT)
-    *_, last = run.signalled(signal.SIGINT, 1.1, FIT)
+    *_, last = run.signalled(signal.SIGINT, 0.1, FIT)
     assert last == EndRanks(signal.SIGKILL)
     assert (run.state, run.final_code(saved=False)) == (State.KILLED, 130)
 
@@ -200,9 +200,14 @@ def test_a_copy_of_a_signal_is_no_second_one() -> None:
     """A terminal that closes, and its shell; a service manager; a wrapper that passes on what the terminal has sent."""
     run = policy(gasp=True)
     run.signalled(signal.SIGTERM, 0.0, FIT)
-    assert run.signalled(signal.SIGINT, 0.9, FIT) == ()
+    assert run.signalled(signal.SIGTERM, 0.9, FIT) == ()
     assert run.signalled(signal.SIGHUP, 5.0, FIT) == ()
     assert run.state is State.TOLD
+    run = policy(gasp=True)
+    run.signalled(signal.SIGHUP, 0.0, FIT)
+    assert run.signalled(signal.SIGTERM, 0.9, FIT) == ()
+    *_, last = run.signalled(signal.SIGTERM, 1.1, FIT)
+    assert last == EndRanks(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("options", "facts"), [({}, FIT), ({"gasp": True}, SET_UP), ({"gasp": True}, DONE)])

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_replica import CheckpointPublisher
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
+from lightning_replica.launch.policy import COPY_S
 from tests.support import job, world
 from tests.support.job import Case
 
@@ -49,6 +50,7 @@ class GetsStuck(Callback):
             os.kill(int(os.environ["TESTED_BY"]), told)
             while not trainer.strategy.training.asked_to_stop:  # the supervisor has heard, and told all ranks
                 time.sleep(0.01)
+            time.sleep(1.1 * COPY_S)  # so that the next one is no copy of this one
         if rank in self.case.waiting:
             trainer.strategy.barrier()
         if rank in self.case.busy:
