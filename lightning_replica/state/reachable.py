@@ -101,7 +101,9 @@ class Reachable:
         return self._tracked.take(self._roots, self._anchors, window, whole)
 
     def put_back(self, taken: Taken) -> None:
-        """Restore what `take` returned."""
+        """Restore what `take` returned; nothing if it took nothing, as for a step that this process has not seen."""
+        if not taken.capture.roots:
+            return
         known = {id(root.value) for root in taken.capture.roots}
         for parameter in Tree.of(self._trainer.lightning_module).parameters:
             if id(parameter) not in known and _is_marked(parameter):  # since then

@@ -399,14 +399,16 @@ class Zoo(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4))
         self.sub, self.out = Counting(), nn.Linear(4, 1)
-        self.teacher = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.teacher: Any = nn.Parameter(torch.zeros(4), requires_grad=False)
+        # As libraries mark parameters: once, when they build the model.
+        self.teacher.rate = 0.1  # type: ignore[attr-defined]
         self.kept, self.made = Kept(), FromItertools() if sys.version_info < (3, 14) else None
         self.references: list[Any] = [self.out.weight]
         self.by_name: dict[str, Any] = {"w": self.net[0].weight}
         self.probe = Probe(self.out.weight)  # type: ignore[arg-type]
 
     def numbers(self) -> Iterator[Any]:
-        self.teacher.data += 0.1
+        self.teacher.data += self.teacher.rate
         yield from self.kept.advance()
         yield from () if self.made is None else self.made.advance()
         yield from self.probe.advance()
