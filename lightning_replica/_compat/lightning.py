@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch.optim import Optimizer
 
@@ -43,6 +43,21 @@ from lightning_replica._compat.lightning_names import (
     sized_len,
 )
 from lightning_replica.errors import ConfigurationError
+
+OF_TRAINER: Final = frozenset(
+    (
+        *("_accelerator_connector", "_callback_connector", "_checkpoint_connector", "_data_connector"),
+        *("_default_root_dir", "_detect_anomaly", "_last_val_time", "_logger_connector", "_loggers"),
+        *("_model_registry", "_signal_connector", "_train_start_time", "_val_check_time_interval"),
+        *("accumulate_grad_batches", "barebones", "callbacks", "check_val_every_n_epoch", "datamodule"),
+        *("enable_autolog_hparams", "fast_dev_run", "fit_loop", "gradient_clip_algorithm", "gradient_clip_val"),
+        *("limit_predict_batches", "limit_test_batches", "limit_train_batches", "limit_val_batches"),
+        *("log_every_n_steps", "num_sanity_val_steps", "overfit_batches", "predict_loop", "profiler"),
+        *("reload_dataloaders_every_n_epochs", "should_stop", "state", "strategy", "test_loop", "val_check_batch"),
+        *("val_check_interval", "validate_loop"),
+    )
+)
+"""The names of all attributes that Lightning gives to a trainer, in any of the versions that are supported."""
 
 
 def device_is_a_guess(plugin: type[Precision], device: str, accelerator: Accelerator | None) -> bool:

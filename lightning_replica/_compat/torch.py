@@ -24,8 +24,10 @@ with private_names_of("torch"):
     from torch import _weights_only_unpickler
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
     from torch.utils import _pytree
+    from torch.utils.hooks import RemovableHandle
 
     need(torch.Tensor, "_version", "is_inference")
+    need(RemovableHandle, "next_id")
     need(torch.optim.SGD([torch.zeros(1)], lr=0.1), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     need(torch.autograd, "_profiler_enabled")
     need(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")
@@ -65,6 +67,11 @@ data_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 def write_count(tensor: Tensor) -> int:
     """Return the `data_version`, or -1 if torch keeps none, as for tensors made in inference mode."""
     return -1 if tensor.is_inference() else data_version(tensor)
+
+
+def registered_hooks() -> int:
+    """Return how many hooks of modules, tensors and optimizers this process has registered."""
+    return RemovableHandle.next_id
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -1,13 +1,23 @@
-"""Which code is the user's: neither this package's, nor installed, nor Python's own."""
+"""Which code is the user's: neither this package's, nor installed, nor Python's own. And what that code names."""
 
+import dis
+import enum
+import functools
 import os
+import sys
 import sysconfig
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from lightning_replica._compat.packages import is_of_lightning
 
 _OTHERS: Final = tuple(
     f"{place}{os.sep}" for place in (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 )
+_WRAPPERS: Final = (types.FunctionType, type(functools.lru_cache(len)))
+_READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))  # in an environment, of a user, of Debian
 
 
@@ -20,3 +30,139 @@ def is_users(file: str) -> bool:
 def is_installed(file: str) -> bool:
     """Return whether ``file`` belongs to an installed package."""
     return bool(_INSTALLED.intersection(Path(file).parts))
+
+
+class UserCode:
+    """The code that runs for the user's objects, as far as it is the user's.
+
+    It begins with the methods of the objects' classes, and goes on with the functions and classes that these name. The
+    modules that define the classes count as the user's, wherever they are installed.
+
+    Args:
+        objects: The user's objects. Of an object whose class is Lightning's, torch's or this package's, only what the
+            class is derived from counts.
+        classes: Further classes.
+        without: Classes that are not followed, nor those derived from them.
+    """
+
+    def __init__(
+        self, objects: Iterable[Any], classes: Iterable[type] = (), without: tuple[type, ...] = (enum.Enum,)
+    ) -> None:
+        self._without = without
+        of_objects = dict.fromkeys(map(type, objects))
+        self._followed = {cls.__module__: not _is_of_others(cls.__module__) for cls in of_objects}
+        self._classes: dict[type, None] = {}
+        self._functions: dict[types.CodeType, frozenset[str]] = {}
+        self._names: dict[str, set[str]] = {}
+        for cls in (*of_objects, *classes):
+            self._add_class(cls)
+
+    @property
+    def classes(self) -> Collection[type]:
+        """The user's classes, in the order in which they are met."""
+        return self._classes.keys()
+
+    @property
+    def names(self) -> Mapping[str, Collection[str]]:
+        """By name of a module of Python, the names that code uses there: of variables, functions, attributes."""
+        return self._names
+
+    def reader_of(self, attribute: str, not_of: Collection[str] = ()) -> str | None:
+        """Return the name of a function that reads an attribute; None if none does.
+
+        Args:
+            attribute: The name of the attribute.
+            not_of: Names of owners of which it does not count.
+        """
+        using = (code for code, names in self._functions.items() if attribute in names)
+        return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
+
+    def _add_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if base in self._classes or issubclass(base, self._without) or not self._follows(base.__module__):
+                continue
+            self._classes[base] = None
+            for value in vars(base).values():
+                for function in _functions_in(value):
+                    self._add_function(function)
+
+    def _follows(self, module: str) -> bool:
+        if module not in self._followed:
+            file = getattr(sys.modules.get(module), "__file__", None)
+            self._followed[module] = file is not None and is_users(file)
+        return self._followed[module]
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if function.__code__ in self._functions:
+            return
+        names = self._functions[function.__code__] = frozenset()
+        for inner in _enclosed_in(function):
+            self._add_function(inner)
+        name = function.__globals__.get("__name__", "")
+        module = sys.modules.get(name)
+        if module is not None and vars(module) is function.__globals__ and self._follows(name):
+            names = self._functions[function.__code__] = frozenset(_names_in(function.__code__))
+            self._add_names(module, names)
+
+    def _add_names(self, module: types.ModuleType, names: Collection[str]) -> None:
+        known = self._names.setdefault(module.__name__, set())
+        new = [name for name in names if name not in known]
+        known.update(new)
+        for name in new:
+            value = vars(module).get(name)
+            if isinstance(value, types.ModuleType):  # the code may use a variable of that one
+                if self._follows(value.__name__):
+                    self._add_names(value, names)
+            elif isinstance(value, type):
+                self._add_class(value)
+            else:
+                for function in _functions_in(value):
+                    self._add_function(function)
+
+
+def _is_of_others(module: str) -> bool:
+    return is_of_lightning(module) or module.partition(".")[0] in ("torch", __name__.partition(".")[0])
+
+
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions that an attribute of a class or a variable of a module calls."""
+    if isinstance(value, property):
+        found: list[Any] = [value.fget, value.fset, value.fdel]
+    elif isinstance(value, functools.cached_property):
+        found = [value.func]
+    elif isinstance(value, (staticmethod, classmethod)):
+        found = [value.__func__]
+    else:
+        found = [value]
+    for each in found:
+        while isinstance(each, _WRAPPERS):
+            if isinstance(each, types.FunctionType):
+                yield each
+            each = getattr(each, "__wrapped__", None)
+
+
+def _enclosed_in(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """Yield the functions in the closure of a function, as that which a decorator has got."""
+    for cell in function.__closure__ or ():
+        try:
+            yield from _functions_in(cell.cell_contents)
+        except ValueError:  # it is empty
+            continue
+
+
+def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> bool:
+    owner: Any = None
+    for instruction in dis.get_instructions(code):
+        is_read = instruction.opname in _READ and instruction.argval == attribute
+        if is_read and owner not in not_of:
+            return True
+        owner = instruction.argval
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return any(_reads(each, attribute, not_of) for each in inner)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

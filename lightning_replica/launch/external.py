@@ -9,8 +9,10 @@ import json
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,12 @@ from lightning_replica.stores.tcp import connect, serve
 
 _LEAVE_S, _LEAVE_FAILED_S = 10.0, 1.0
 _PATIENCE_S = 2.0
+_MISSED_S = 15.0  # after which ranks that have not come are named
+_SHOWN = 8
+_NO_LAUNCHER = (
+    "If no launcher has started this process, variables such as LOCAL_RANK, RANK and WORLD_SIZE are left over in its"
+    " environment: unset them."
+)
 # The variables that distinguish one attempt from another, by launcher.
 _ATTEMPT = (
     ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -143,13 +151,26 @@ class ExternalEnvironment:
             host = LOOPBACK if num_nodes == 1 else host
             served = _serve(host, port, num_nodes) if rank == 0 else None
         environment = cls(host, port, attempt, served)
-        if environment.connect().add(f"here/{rank}", 1) > 1:
+        waits = _say_later(lambda: f"rank {rank} waits for rank 0 at {host}:{port}. {_NO_LAUNCHER}")
+        try:
+            store = environment.connect()
+        finally:
+            waits.cancel()
+        if store.add(_here(rank), 1) > 1:
             raise ConfigurationError(
                 f"Rank {rank} exists twice: its process was started again on its own, or two jobs meet at"
                 f" {host}:{port}. Restart all ranks together, as `torchrun --max-restarts` does, or set another"
                 " MASTER_PORT."
             )
+        if rank == 0:
+            _say_later(lambda: environment._who_is_missing(cluster.world_size()))
         return environment
+
+    def _who_is_missing(self, world_size: int) -> str:
+        store = self.connect()
+        missing = [rank for rank in range(world_size) if not store.check([_here(rank)])]
+        shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+        return f"ranks {shown} have not come to {self.address}:{self.port} yet. {_NO_LAUNCHER}" if missing else ""
 
     def connect(self) -> dist.Store:
         """Open a new connection to the store."""
@@ -257,6 +278,25 @@ def _attempt(environment: Mapping[str, str]) -> str:
         if names[0] in environment:
             return "/".join(environment.get(name, "0") for name in names)
     return "0"
+
+
+def _here(rank: int) -> str:
+    """Return the key that counts the processes that are a rank. Written by that rank."""
+    return f"here/{rank}"
+
+
+def _say_later(text: Callable[[], str]) -> threading.Timer:
+    """Say something when `_MISSED_S` seconds are over, if there is something to say then."""
+
+    def speak() -> None:
+        with suppress(Exception):  # the store may be gone by then, and this only informs
+            if message := text():
+                say(message)
+
+    timer = threading.Timer(_MISSED_S, speak)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _serve(host: str, port: int, num_nodes: int) -> dist.TCPStore:

@@ -11,7 +11,6 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -19,15 +18,19 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_replica._compat.lightning import OF_TRAINER
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.points import PHASES
+from lightning_replica.core.user_code import UserCode
 from lightning_replica.sharding.engine import OF_PARAMETERS
+from lightning_replica.state.code_variables import CLASS, GLOBALS, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
+from lightning_replica.state.hooks import names_of
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, leads_of
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
@@ -48,12 +51,10 @@ class _Bare(Metric):
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule()))
 _OF_DATA: Final = frozenset(vars(pl.LightningDataModule()))
-_OF_PARAMETERS: Final = frozenset(OF_PARAMETERS)
+_OF_TENSORS: Final = frozenset((*OF_PARAMETERS, "grad", "requires_grad", "persistent", "_is_buffer"))
+_PLAIN: Final = (Tensor, nn.Parameter)
+GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take more do not go back
 _HOOKS: Final = "hooks of "
-_HOOK_TABLES: Final = (
-    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
-    "_post_accumulate_grad_hooks",
-)
 _NOT_USERS: Final = ("lightning_replica.", "torch.")
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
@@ -72,8 +73,10 @@ class Reachable:
         self._tree: Tree | None = None
         self._loaders: list[ExactLoader] = []
         self._roots: list[Root] = []
+        self._variables = _Variables()
         self._anchors = Anchors({})
         self._marked: list[int] = []
+        self._sizes: list[int] = []
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
         loads = type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
@@ -83,10 +86,11 @@ class Reachable:
 
     def _look(self, tree: Tree) -> None:
         loaders = _loaders(self._trainer)
-        marked = [id(each) for each in tree.parameters if each.__dict__ and _is_marked(each)]
-        if tree is not self._tree or loaders != self._loaders or marked != self._marked:
-            self._tree, self._loaders, self._marked = tree, loaders, marked
-            self._roots = list(_roots(self._trainer, tree))
+        sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
+        marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
+        if tree is not self._tree or [loaders, marked, sizes] != [self._loaders, self._marked, self._sizes]:
+            self._tree, self._loaders, self._marked, self._sizes = tree, loaders, marked, sizes
+            self._roots = [*_roots(self._trainer, tree), *self._variables.of(self._trainer, tree)]
             self._anchors = anchors_of(self._trainer)
 
     def take(self, tree: Tree, window: bool = True, whole: bool = False) -> Taken:
@@ -105,10 +109,11 @@ class Reachable:
         if not taken.capture.roots:
             return
         known = {id(root.value) for root in taken.capture.roots}
-        for parameter in Tree.of(self._trainer.lightning_module).parameters:
-            if id(parameter) not in known and _is_marked(parameter):  # since then
-                for name in vars(parameter).keys() - _OF_PARAMETERS:
-                    delattr(parameter, name)
+        tree = Tree.of(self._trainer.lightning_module)
+        for each in (*tree.parameters, *tree.buffers.values()):
+            if id(each) not in known and _is_marked(each):  # since then
+                for name in vars(each).keys() - _OF_TENSORS:
+                    delattr(each, name)
         self._tracked.put_back(taken)
 
     @contextmanager
@@ -121,7 +126,8 @@ class Reachable:
     def put_sent(self, sent: list[Any]) -> None:
         """Put what another rank has sent into the objects of this one."""
         tree = Tree.of(self._trainer.lightning_module)
-        self._tracked.put_sent(_roots(self._trainer, tree, all_parameters=True), _anchored(self._trainer), sent)
+        roots = (*_roots(self._trainer, tree, all_tensors=True), *self._variables.of(self._trainer, tree))
+        self._tracked.put_sent(roots, _anchored(self._trainer), sent)
 
     def signature(self, taken: Taken) -> Signature:
         """Return a signature of what has not changed since training began: what refers to what, without contents.
@@ -130,8 +136,11 @@ class Reachable:
         """
         changed = {f"{root}.{name}" for root, names in taken.changed.items() for name in names}
         found = signature_of(taken.capture, taken.anchors, contents=False)
-        found = {name: digest for name, digest in found.items() if name not in changed}
-        return found | _hooks_of(self._trainer.lightning_module)
+        # What variables refer to may differ between ranks from the start: `if rank == 0: RUN = ...`.
+        left = (*changed, *(each for each in found if each.startswith((GLOBALS, CLASS))))
+        found = {name: digest for name, digest in found.items() if name not in left}
+        hooks = names_of(self._trainer.lightning_module)
+        return found | {_HOOKS + name: names for name, names in hooks.items()}
 
     def compare(self, taken: Taken, theirs: Signature) -> None:
         """Report where this replacement is built otherwise than the rank that has sent ``theirs``."""
@@ -183,36 +192,53 @@ def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES) -> tuple[Capt
     return Recorder(warn, copied_bytes).take(roots, anchors), anchors
 
 
-def _hooks_of(module: nn.Module) -> dict[str, str]:
-    """Return the names of the user's functions that modules and parameters call in forward and backward."""
-    found: dict[str, str] = {}
-    for name, each in (*module.named_modules(), *module.named_parameters()):
-        kinds = [getattr(each, kind, None) or {} for kind in _HOOK_TABLES]
-        called = [_name_of(hook) for hooks in kinds for hook in hooks.values()]
-        called = [hook for hook in called if not hook.startswith(_NOT_USERS)]
-        if called:
-            found[f"{_HOOKS}{name or 'the module'}"] = ", ".join(called)
-    return found
+def _is_marked(tensor: Tensor) -> bool:
+    """Return whether user code has given attributes to a parameter or a buffer."""
+    return type(tensor) in _PLAIN and not vars(tensor).keys() <= _OF_TENSORS
 
 
-def _name_of(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    hook = getattr(hook, "__func__", hook)
-    named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return f"{named.__module__}.{named.__qualname__}"
+class _Variables:
+    """Finds variables of the user's code again where the classes of the user's objects are others than before."""
+
+    def __init__(self) -> None:
+        self._classes: set[type] = set()
+        self._roots: list[Root] = []
+
+    def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
+        """Return where the walk over them begins."""
+        objects = _objects_of(trainer)
+        classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers)}
+        if classes != self._classes:
+            code = UserCode(objects, sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
+            self._classes, self._roots = classes, [*variables_of(code)]
+        return self._roots
 
 
-def _is_marked(parameter: nn.Parameter) -> bool:
-    """Return whether user code has given attributes to a parameter."""
-    return type(parameter) is nn.Parameter and not vars(parameter).keys() <= _OF_PARAMETERS
+def _objects_of(trainer: pl.Trainer) -> list[Any]:
+    """Return the objects of the user's whose methods Lightning calls."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    return [trainer.lightning_module, *filter(is_users, (*callbacks, *([] if data is None else [data])))]
 
 
-def _roots(trainer: pl.Trainer, tree: Tree, all_parameters: bool = False) -> Iterator[Root]:
+def _untrained(trainer: pl.Trainer) -> set[int]:
+    """Return the ``id`` of each parameter that gets gradients and is in no optimizer; none if they take too much."""
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    left = [each for each in trainer.lightning_module.parameters() if each.requires_grad and id(each) not in trained]
+    return set(map(id, left)) if sum(each.nbytes for each in left) <= GRADIENTS_BYTES else set()
+
+
+def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterator[Root]:
     module = trainer.lightning_module
-    for name, parameter in module.named_parameters():
-        if type(parameter) is nn.Parameter and (all_parameters or _is_marked(parameter)):
-            yield Root(parameter, f"module.{name}", _OF_PARAMETERS)
+    untrained = _untrained(trainer)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if type(tensor) not in _PLAIN:
+            continue
+        if id(tensor) in untrained:  # the gradient is the user's, too
+            yield Root(tensor, f"module.{name}", _OF_TENSORS - {"grad"})
+        elif all_tensors or _is_marked(tensor):
+            yield Root(tensor, f"module.{name}", _OF_TENSORS)
     names = {id(each): name for name, each in module.named_modules()}
     for each in tree.modules:
         name = f"module.{names[id(each)]}" if names.get(id(each)) else "module"
@@ -229,6 +255,18 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_parameters: bool = False) -> Ite
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)
+    yield Root(trainer, "trainer", OF_TRAINER)
+    yield from _functions_of_schedulers(trainer)
+
+
+def _functions_of_schedulers(trainer: pl.Trainer) -> Iterator[Root]:
+    """Yield schedulers that call functions of the user's: what these keep is not in the state of the scheduler."""
+    ahead = [(f"scheduler {place}", config.scheduler) for place, config in enumerate(trainer.lr_scheduler_configs)]
+    while ahead:
+        name, scheduler = ahead.pop()
+        yield Root(scheduler, name, only=("lr_lambdas",))
+        inner = getattr(scheduler, "_schedulers", ())  # of a scheduler that goes through others in turn
+        ahead += [(f"{name}.{place}", each) for place, each in enumerate(inner)]
 
 
 def is_users(item: Any) -> bool:

@@ -23,7 +23,7 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.recovery.interface import Kind
-from lightning_replica.state import data_setup, own_states, param_groups
+from lightning_replica.state import data_setup, own_states, param_groups, torch_settings
 from lightning_replica.state.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -292,6 +292,7 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
         "callbacks": copies.callbacks.take(stateful(trainer)),
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
         "trainer": {name: getattr(trainer, name) for name in _TRAINER},
+        "torch": torch_settings.take(),
         "buffers": copies.buffers.take(tree.buffers, window, whole),
         "buffers_due": copies.buffers.due,
         "momenta": batch_norm_momenta(tree),
@@ -330,6 +331,8 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         setattr(trainer.fit_loop, name, value)
     for name, value in state.get("trainer", {}).items() if same_fit else ():
         setattr(trainer, name, value)
+    if same_fit:
+        torch_settings.put_back(state.get("torch", {}))
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
     copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none
 

@@ -2,10 +2,10 @@
 
 `torch.nn.utils.prune` turns a parameter ``weight`` into a parameter ``weight_orig``, a buffer ``weight_mask`` and a
 hook. The parameter is the same object, but becomes the last one of its module. `torchmetrics.MetricTracker` adds a
-submodule with each `increment`. A rank that goes back to before such a change has to undo it. A rank that goes back to
-before `prune.remove` has to prune again. The script of a replacement has built the model as it was before training, so
-a replacement has to make all changes. All this happens before anything is restored by name or by order. Masks are
-restored with all other buffers.
+submodule with each `increment`. User code registers hooks. A rank that goes back to before such a change has to undo
+it. A rank that goes back to before `prune.remove` has to prune again. The script of a replacement has built the model
+as it was before training, so a replacement has to make all changes. All this happens before anything is restored by
+name or by order. Masks are restored with all other buffers.
 """
 
 from collections.abc import Collection
@@ -17,6 +17,7 @@ from torchmetrics import MetricTracker
 from lightning_replica._compat.pruning import Pruned, arrange, prune_nothing
 from lightning_replica._compat.tree import Tree
 from lightning_replica.errors import RecoveryError
+from lightning_replica.state.hooks import Hooks
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Structure:
         children: The children of each of these modules, by name.
         parameters: All parameters, in the order of ``parameters()``.
         pruned: The tensors that are pruned.
+        hooks: The hooks of the modules.
     """
 
     modules: list[nn.Module]
     children: list[dict[str, nn.Module | None]]
     parameters: list[nn.Parameter]
     pruned: list[Pruned]
+    hooks: Hooks
 
     @classmethod
     def of(cls, tree: Tree, former: "Structure | None" = None) -> "Structure":
@@ -46,7 +49,8 @@ class Structure:
         else:
             children = [dict(module._modules) for module in tree.modules]
         hooked = [tree.modules[number] for number in tree.hooked()]
-        return cls(tree.modules, children, tree.parameters, Pruned.among(hooked))
+        hooks = Hooks.of(tree.modules, None if former is None else former.hooks)
+        return cls(tree.modules, children, tree.parameters, Pruned.among(hooked), hooks)
 
     def put_back(self, module: nn.Module) -> None:
         """Give this structure back to ``module``, if it has another one by now."""
@@ -66,6 +70,7 @@ class Structure:
             else:
                 tensor.regain()
         arrange(modules, self.parameters)
+        self.hooks.put_back(modules)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.torch import step_hooks_of
 from lightning_replica.sharding.engine import ELEMENT_WISE, Partition
+from lightning_replica.state.reachable import GRADIENTS_BYTES
 
 _SHOWN = 3
 
@@ -36,6 +37,7 @@ def differences_from_ddp(
         yield (
             f"no optimizer of `configure_optimizers` has {shown}: gradients of such parameters are not averaged over"
             " ranks, as DDP does. If your code updates them, ranks drift apart; if not, set requires_grad=False."
+            + (" They are too large to go back after a fault." if _bytes_of(module, left) > GRADIENTS_BYTES else "")
         )
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -56,6 +58,10 @@ def differences_from_ddp(
                 f"{methods} of {name} may use its state, of which each rank has a shard only: outside of `step`,"
                 " `state[parameter]` is empty here."
             )
+
+
+def _bytes_of(module: pl.LightningModule, names: Sequence[str]) -> int:
+    return sum(module.get_parameter(name).nbytes for name in names)
 
 
 def _overrides_step(cls: type[Optimizer]) -> bool:

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica.core.user_code import UserCode
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +35,27 @@ def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str |
 
 
 def whole_gradients_for(trainer: pl.Trainer, chosen: bool | Literal["auto"]) -> bool:
-    """Return whether gradients are whole. "auto" means: where manual optimization or a hook shows them to users."""
+    """Return whether gradients are whole. "auto" means: in manual optimization, or where user code may look at them."""
     module = trainer.lightning_module
     if chosen != "auto":
         return chosen
     if not module.automatic_optimization:
         return True
-    hook = who_sees_gradients(trainer, module)
-    if hook is not None and trainer.is_global_zero:
-        log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", hook)
-    return hook is not None
+    user = who_sees_gradients(trainer, module) or _who_names_gradients(trainer, module)
+    if user is not None and trainer.is_global_zero:
+        log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", user)
+    return user is not None
+
+
+def _who_names_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Return the name of a function of the user's that reads ``grad`` of something; None if there is none.
+
+    Gradients stay until the next step's backward pass, so any hook in between may look at them. An optimizer has those
+    of its shard.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    users = [module, *(each for each in callbacks if _is_foreign(type(each).__module__))]
+    return UserCode(users, without=(Optimizer,)).reader_of("grad", not_of=("autograd", "func"))
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

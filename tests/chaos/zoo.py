@@ -2,12 +2,15 @@
 
 import array
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
 import heapq
 import io
 import itertools
+import multiprocessing
+import operator
 import queue
 import random
 import sys
@@ -394,6 +397,74 @@ class Probe:
             yield node.value
 
 
+gradient_of = operator.attrgetter("grad")  # code that reads the attribute would have all gradients gathered
+STEPS = 0
+CACHE: dict[int, list[int]] = {}
+THREAD = threading.local()
+TURN: contextvars.ContextVar[int] = contextvars.ContextVar("TURN", default=0)
+
+
+class Registry:
+    created = 0
+    names: list[str] = []
+
+
+class Used(int):
+    uses = 0
+
+
+def noted(number: int, seen: list[int] = []) -> int:  # noqa: B006
+    seen.append(number)
+    return sum(seen)
+
+
+def calls() -> int:
+    here: Any = calls
+    here.made = getattr(here, "made", 0) + 1
+    return int(here.made)
+
+
+def falling() -> Callable[[int], float]:
+    """A factor of the learning rate that counts by itself."""
+    asked = 0
+
+    def factor(epoch: int) -> float:
+        nonlocal asked
+        asked += 1
+        return 1 / (1 + 0.01 * asked)
+
+    return factor
+
+
+class Outside:
+    """Keeps what it counts beside objects: in modules, classes, functions, a thread, a context, in others' objects."""
+
+    def __init__(self) -> None:
+        self.leaf, self.used = torch.ones(3, requires_grad=True), Used(3)
+        self.shared = multiprocessing.Value("i", 0)
+
+    def advance(self, module: L.LightningModule) -> Iterator[Any]:
+        global STEPS
+        STEPS += 1
+        CACHE.setdefault(STEPS % 3, []).append(STEPS)
+        THREAD.count = getattr(THREAD, "count", 0) + 1
+        TURN.set(TURN.get() + 1)
+        Registry.created += 1
+        Registry.names.append(str(STEPS))
+        self.used.uses += 1
+        with torch.enable_grad():
+            self.leaf.square().sum().backward()
+        self.shared.value += 1
+        trainer: Any = module.trainer
+        trainer.rounds = getattr(trainer, "rounds", 0) + 1
+        buffer: Any = module.get_buffer("net.1.running_mean")
+        buffer.rounds = getattr(buffer, "rounds", 0) + 1
+        yield from (STEPS, sum(map(len, CACHE.values())), THREAD.count, TURN.get(), gradient_of(self.leaf).sum())
+        yield from (Registry.created, len(Registry.names), self.used + self.used.uses, noted(1), calls())
+        yield self.shared.value
+        yield from (trainer.rounds, buffer.rounds, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])
+
+
 class Zoo(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -406,24 +477,30 @@ class Zoo(L.LightningModule):
         self.references: list[Any] = [self.out.weight]
         self.by_name: dict[str, Any] = {"w": self.net[0].weight}
         self.probe = Probe(self.out.weight)  # type: ignore[arg-type]
+        self.outside = Outside()
+        self.extra = nn.Parameter(torch.ones(2))  # of no optimizer; its gradient grows
 
     def numbers(self) -> Iterator[Any]:
         self.teacher.data += self.teacher.rate
         yield from self.kept.advance()
         yield from () if self.made is None else self.made.advance()
         yield from self.probe.advance()
+        yield from self.outside.advance(self)
+        gradient = gradient_of(self.extra)
+        yield 0 if gradient is None else gradient.sum()
         yield from (self.teacher.sum(), self.references[0].sum(), self.by_name["w"].sum())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         total = sum(float(number) for number in self.numbers())
         found: Tensor = self.out(self.sub(self.net(batch)))
-        loss = (found * (1 + 1e-4 * total)).square().mean()
+        loss = (found * (1 + 1e-4 * total)).square().mean() + 1e-3 * self.extra.sum()
         self.log("loss", loss, on_epoch=True)
         return {"loss": loss, "total": total}
 
     def configure_optimizers(self) -> Any:
-        optimizer = Momentum(self.parameters())
-        return [optimizer], [{"scheduler": Rising(optimizer), "interval": "step"}]
+        optimizer = Momentum(each for each in self.parameters() if each is not self.extra)
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, falling()), Rising(optimizer)]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -93,3 +94,22 @@ def test_loops_are_saved_as_they_save_themselves() -> None:
     trainer.fit(module)
     assert len(seen) == 6
     assert seen[0] != seen[1]  # and what is saved does not follow the loops
+
+
+def test_attributes_of_a_trainer_that_are_not_the_users_are_known(tmp_path: Path) -> None:
+    """Any other one goes back after a fault, as the user's."""
+    trainer = L.Trainer(
+        max_epochs=2,
+        limit_train_batches=4,
+        limit_val_batches=1,
+        val_check_interval="00:00:00:01",
+        check_val_every_n_epoch=None,
+        accelerator="cpu",
+        log_every_n_steps=1,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    trainer.test(BoringModel(), verbose=False)
+    assert vars(trainer).keys() <= compat.OF_TRAINER

@@ -14,23 +14,24 @@ from lightning_replica import RecoveryReport
 from tests.support import job, world
 from tests.support.job import Case, Fault
 
-_counter = itertools.count(1)  # state that no snapshot reaches: a global of the script
+hidden: Any = torch
+hidden.test_exactness = itertools.count(1)  # state that no snapshot reaches: in a module of an installed package
 
 
 class ChangesData(Callback):
-    """Makes the loss depend on the global."""
+    """Makes the loss depend on the hidden state."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        batch[0].mul_(1 + next(_counter) / 100)
+        batch[0].mul_(1 + next(hidden.test_exactness) / 100)
 
 
 class ChangesGradients(Callback):
-    """Makes the gradient depend on the global, after the loss is known."""
+    """Makes the gradient depend on the hidden state, after the loss is known."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(1 + next(_counter) / 100)
+                parameter.grad.mul_(1 + next(hidden.test_exactness) / 100)
 
 
 class RefersToAnother(Callback):
@@ -148,6 +149,24 @@ def test_a_hook_that_a_replacement_lacks(tmp_path: Path) -> None:
     (found,) = inexact(tmp_path)
     why = "in this replacement there are other ones (none) than on other ranks (tests.faults.test_exactness.halved)"
     assert [name.partition(" on ")[0] for name, said in found.items() if said == why] == ["hooks of first"], found
+
+
+class RegistersAnew(Callback):
+    """Registers a hook in one step, without a look at what is there, and removes it in another."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            self.handle = pl_module.first.register_forward_hook(halved)
+        if trainer.global_step == 4:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_hook_that_is_registered_again(step: int, tmp_path: Path) -> None:
+    untouched = run(tmp_path / "untouched", RegistersAnew)
+    outcome = run(tmp_path / "raised", RegistersAnew, Fault("exception", 1, "forward", step))
+    outcome.assert_same(untouched)
+    assert inexact(tmp_path / "raised") == [{}]
 
 
 class ClipsMore(Callback):

@@ -1,10 +1,12 @@
 """Ranks that other launchers start: torchrun for real; SLURM and starting by hand by what they set."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.launch import external
 from lightning_replica.launch.external import ExternalEnvironment
 from tests.launch.test_script import SCRIPT, finish, results
 from tests.support import job, world
@@ -116,6 +119,29 @@ def test_a_rank_that_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ExternalEnvironment.enter(cluster, 1, num_nodes=1).connect().check(["key"])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     ExternalEnvironment.enter(cluster, 1, num_nodes=1)
+
+
+def test_who_has_not_come_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As where variables of another launcher are left over."""
+    monkeypatch.setattr(external, "_MISSED_S", 0.1)
+    caplog.set_level(logging.INFO)
+    for name, value in {**by_hand(0, free_port()), "SLURM_JOB_ID": "missing"}.items():
+        monkeypatch.setenv(name, value)
+    cluster = LightningEnvironment()
+    cluster.set_world_size(3)
+    environment = ExternalEnvironment.enter(cluster, 0, num_nodes=1)
+    where = f"{environment.address}:{environment.port}"
+    while f"ranks 1, 2 have not come to {where} yet. If no launcher has started this process" not in caplog.text:
+        time.sleep(0.01)
+    monkeypatch.setattr(external, "connect", lambda *_: sleeps_until("rank 1 waits for rank 0 at 127.0.0.1:", caplog))
+    with pytest.raises(TimeoutError):
+        ExternalEnvironment.enter(cluster, 1, num_nodes=1)
+
+
+def sleeps_until(said: str, caplog: pytest.LogCaptureFixture) -> None:
+    while said not in caplog.text:
+        time.sleep(0.01)
+    raise TimeoutError
 
 
 def test_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning_replica.state.objects.signature import differences, signature_of
 from tests.state.test_reachable import Copies, put_sent
 
-LEAVES = 9
+LEAVES = 11
 ATOMS = (int, float, complex, str, bytes, type(None))
 
 
@@ -36,6 +36,13 @@ class Slotted:
 
 class OwnList(list[Any]):
     """A list with attributes."""
+
+
+class OwnNumber(int):
+    """A number with attributes."""
+
+    def __init__(self, number: int) -> None:
+        self.seen = [number]
 
 
 class Builder:
@@ -66,6 +73,8 @@ class Builder:
             lambda: io.BytesIO(bytes([number])),
             lambda: random.Random(number),
             lambda: iter(list(range(number, number + 50))),
+            lambda: OwnNumber(number),
+            lambda: torch.full((3,), float(number), requires_grad=True),
         )
         return makers[kind]()
 
@@ -91,11 +100,16 @@ def change(value: Any, dice: random.Random, builder: Builder, met: set[int]) -> 
         for item in value:
             change(item, dice, builder, met)
         return
+    if isinstance(value, OwnNumber) and id(value) not in met:
+        met.add(id(value))
+        change(value.seen, dice, builder, met)
     if id(value) in met or isinstance(value, ATOMS):
         return
     met.add(id(value))
     acts = dice.random() < 0.5
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.requires_grad and acts:
+        value.sum().backward()
+    elif isinstance(value, torch.Tensor):
         value.data.add_(acts)
     elif isinstance(value, np.ndarray):
         value += acts

@@ -219,6 +219,18 @@ def test_only_what_has_changed_is_mirrored() -> None:
     assert [name for name, _ in values] == ["mean"]
 
 
+def test_what_is_gone_is_gone_in_a_replacement() -> None:
+    module, built = Module(), Module()
+    copies = Copies(module)
+    del module.rate, module.cell.last
+    sent = copies.private()
+    assert sent == [["module", [["rate", ["-"]]]], ["module.cell", [["last", ["-"]]]]]
+    put_sent(built, sent)
+    put_sent(built, sent)
+    assert not hasattr(built, "rate")
+    assert not hasattr(built.cell, "last")
+
+
 def test_where_a_checkpoint_may_have_set_attributes_all_are_mirrored() -> None:
     class Loads(Module):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

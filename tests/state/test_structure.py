@@ -116,3 +116,48 @@ def test_another_submodule_is_named() -> None:
     trained.late = nn.ReLU()
     with pytest.raises(RecoveryError, match=r"have the submodules 'late', but a process.* has none instead"):
         follow(model(), Outline.of(trained), {})
+
+
+def scales(module: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def notes(module: nn.Module, _: object) -> None:
+    """Sees what goes in."""
+
+
+def test_hooks_go_back() -> None:
+    """One that is registered in a step is registered once more when the step is done again; one that goes, returns."""
+    net = model()
+    leaves = net[1].register_forward_pre_hook(notes, with_kwargs=False)
+    stays = net[3].register_full_backward_hook(lambda *_: None)
+    before, structure = hooks_of(net), Structure.of(Tree.of(net))
+    assert Structure.of(Tree.of(net), structure).hooks is structure.hooks
+    net[0].register_forward_hook(scales, always_call=True)
+    leaves.remove()
+    prune_two(net)
+    assert Structure.of(Tree.of(net), structure).hooks is not structure.hooks
+    for _ in range(2):
+        structure.put_back(net)
+        assert hooks_of(net) == before
+    leaves.remove()
+    stays.remove()
+    assert Structure.of(Tree.of(net), structure).hooks is not structure.hooks
+    assert not any(map(len, hooks_of(net)))
+
+
+def test_hooks_of_others_stay() -> None:
+    net = model()
+    prune_two(net)
+    structure = Structure.of(Tree.of(net))
+    ours = nn.utils.parametrizations._WeightNorm().forward
+    net[1].register_forward_hook(ours)  # type: ignore[arg-type]
+    net[1].register_forward_hook(scales)
+    structure.put_back(net)
+    assert [hook.__name__ for hook in net[1]._forward_hooks.values()] == ["forward"]
+    assert len(net[0]._forward_pre_hooks) == 1
+
+
+def hooks_of(net: nn.Module) -> list[list[object]]:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_forward_hooks_always_called")
+    return [list(getattr(module, kind).items()) for module in net.modules() for kind in kinds]

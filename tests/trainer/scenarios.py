@@ -731,6 +731,19 @@ def weights_written_in_callbacks() -> tuple[Net, dict[str, Any]]:
 
 
 @scenario
+def gradients_seen_after_the_update() -> tuple[Net, dict[str, Any]]:
+    class Sees(Net):
+        def largest(self) -> float:
+            return max(float(each.grad.abs().max()) for each in self.parameters() if each.grad is not None)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                self.head.bias.add_(1e-3 * self.largest())
+
+    return Sees(), {}
+
+
+@scenario
 def weights_normalised_in_the_step() -> tuple[Net, dict[str, Any]]:
     class Normalises(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -7,10 +7,11 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients
+from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients, whole_gradients_for
 
 HOOKS = [name for name in vars(L.Callback) if name.startswith("on_")]
 
@@ -75,6 +76,30 @@ def test_a_hook_that_only_modules_have(hook: str) -> None:
     trainer, module = trainer_with()
     setattr(module, hook, Asks())
     assert may_change_weights(trainer, module)
+
+
+class Reads(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.norms = [norm_of(parameter) for parameter in pl_module.parameters()]
+
+
+def norm_of(parameter: Any) -> float:
+    return float(parameter.grad.norm())
+
+
+class Penalty(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x.sum(), x)
+        x.grad = None
+
+
+@pytest.mark.parametrize(("callback", "whole"), [(Reads(), True), (Penalty(), False)])
+def test_code_that_reads_gradients_elsewhere(callback: L.Callback, whole: bool) -> None:
+    trainer, module = trainer_with(callback)
+    trainer.strategy._lightning_module = module
+    assert whole_gradients_for(trainer, "auto") is whole
+    assert whole_gradients_for(trainer, False) is False
 
 
 def test_a_function_that_takes_its_name_from_lightnings() -> None:

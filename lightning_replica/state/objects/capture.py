@@ -98,6 +98,7 @@ class Root:
         value: The object.
         name: Its name, the same in every process of the job.
         own: Names of attributes that other code restores.
+        only: Names of the only attributes that count; None for all.
         leads: How many of the ``own`` names come first in the object's attributes, as those of ``nn.Module`` do.
     """
 
@@ -105,6 +106,11 @@ class Root:
     name: str
     own: frozenset[str] = frozenset()
     leads: int = 0
+    only: tuple[str, ...] | None = None
+
+    def follows(self, name: str) -> bool:
+        """Return whether an attribute counts."""
+        return name in self.only if self.only is not None else name not in self.own
 
 
 class Content(Record):
@@ -246,7 +252,7 @@ class Recorder:
         self._dropped = self._dropped_bytes = 0
         reached: set[int] = set()
         for root in self._roots:
-            self._add(id(root.value), Attributes(root.value, root.name, root.own), reached, None)
+            self._add(id(root.value), Attributes(root.value, root.name, root.own, root.only), reached, None)
         self._modules = _Modules([root for root in self._roots if root.leads])
         self._contents.keep(reached)
         self._followed = {key: each for key, each in self._followed.items() if key in self._records}
@@ -321,7 +327,8 @@ class Recorder:
     def _reach_tensor(
         self, name: str, value: Tensor, reached: set[int] | None, inside: int | None
     ) -> Iterable[tuple[int, Record]]:
-        if vars(value) or type(value) not in (Tensor, nn.Parameter):
+        has_gradient = value.requires_grad and value.is_leaf
+        if vars(value) or has_gradient or type(value) not in (Tensor, nn.Parameter):
             yield ~id(value), Attributes(value, name)
         if not is_content(value):
             flattens = hasattr(value, "__tensor_flatten__")

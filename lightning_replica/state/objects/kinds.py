@@ -8,6 +8,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import ctypes
 import datetime
 import decimal
 import enum
@@ -58,16 +59,18 @@ class Kind(enum.Enum):
     TENSOR = "tensor"
     ARRAY = "array of NumPy"
     BYTES = "bytearray or array.array"
+    MEMORY = "object of ctypes, as that of a `multiprocessing.Value`"
     STREAM = "io.BytesIO or io.StringIO"
     GENERATOR = "generator of random numbers"
     ITERATOR = "built-in iterator, which is made again"
     FUNCTION = "function, method or partial"
-    CELL = "variable of a closure"
+    CELL = "variable of a closure or a context"
     OBJECT = "attributes"
     OPAQUE = "nothing is known of its content"
     CLOSED = "other code restores it"
 
 
+VALUES: Final = (int, float, complex, str, bytes)
 GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _IMMUTABLE: Final = (
@@ -82,12 +85,12 @@ _IMMUTABLE: Final = (
 _CLOSED: Final = (
     *(DataLoader, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
     *(torch.distributed.Store, torch.jit.ScriptModule),
-    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.local),
+    *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
     multiprocessing.synchronize.SemLock,
 )
 _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
 _LARGE_BYTES: Final = 2**24
-_CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.")
+_CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "_multiprocessing.")  # the last: locks
 # Part of something that runs: to put its attributes back would break it.
 LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
@@ -107,7 +110,7 @@ _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__"
 
 # They hold no state of the training, or none that a result depends on.
 HARMLESS: Final = (
-    *(weakref.ReferenceType, weakref.ProxyType, contextvars.ContextVar, types.MappingProxyType),
+    *(weakref.ReferenceType, weakref.ProxyType, types.MappingProxyType),
     *(type(functools.lru_cache(len)), types.TracebackType, types.FrameType, types.GetSetDescriptorType),
 )
 
@@ -126,6 +129,8 @@ def kind_of(value: Any) -> Kind:
 
 def kind_of_class(cls: type) -> Kind:
     """Return the kind of the instances of a class."""
+    if has_value(cls):
+        return Kind.OBJECT
     for kind, classes in _BY_CLASS:
         if issubclass(cls, classes):
             return kind
@@ -134,10 +139,26 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.OBJECT
     if module.startswith(_IMMUTABLE_MODULES):
         return Kind.ATOM
+    if _is_remote(cls):
+        return Kind.OPAQUE
     if is_of_lightning(module) or module.startswith(_CLOSED_MODULES):
         return Kind.CLOSED
     has_state = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
     return Kind.OBJECT if has_state else Kind.OPAQUE
+
+
+def has_value(cls: type) -> bool:
+    """Return whether instances of a class are numbers or texts that may have attributes, too."""
+    return issubclass(cls, VALUES) and cls not in VALUES and cls.__dictoffset__ != 0 and not issubclass(cls, enum.Enum)
+
+
+def value_of(value: Any) -> Any:
+    """Return the number or text that an instance of a class with `has_value` is, without its class."""
+    if isinstance(value, (str, bytes)):
+        base: Any = str if isinstance(value, str) else bytes
+        return base.__getitem__(value, slice(None))
+    base = next(each for each in VALUES if isinstance(value, each))
+    return base.__pos__(value)
 
 
 _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
@@ -151,13 +172,20 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.SET, (set,)),
     (Kind.ARRAY, (np.ndarray,)),
     (Kind.BYTES, (bytearray, array.array)),
+    (Kind.MEMORY, (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)),
     (Kind.STREAM, _STREAMS),
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
     (Kind.FUNCTION, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)),
-    (Kind.CELL, (types.CellType,)),
+    (Kind.CELL, (types.CellType, contextvars.ContextVar)),
+    (Kind.OBJECT, (threading.local,)),  # what it holds for the thread that trains
     (Kind.OPAQUE, (*LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
 )
+
+
+def _is_remote(cls: type) -> bool:
+    """Return whether instances stand for something in another process, as those of a `multiprocessing.Manager`."""
+    return any(base.__module__ == "multiprocessing.managers" for base in cls.__mro__)
 
 
 def is_live(value: Any) -> bool:
@@ -224,6 +252,8 @@ def probe(value: Any) -> Any:
 
 def pickled_digest(value: Any) -> bytes | None:
     """Return a digest of what an opaque value is pickled as; None if it is large, or cannot be pickled."""
+    if _is_remote(type(value)):
+        return None
     try:
         if getattr(value, "nbytes", 0) > _LARGE_BYTES:
             return None

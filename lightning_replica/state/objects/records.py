@@ -5,14 +5,16 @@ refers to what is the same after a restoration, whatever it is.
 """
 
 import copy
+import ctypes
 import functools
 import itertools
 import operator
 import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
@@ -34,7 +36,9 @@ from lightning_replica.state.objects.kinds import (
 Stands: TypeAlias = Callable[[Any], Any]
 """Returns what stands for a value now: the value itself, or what was made in its place."""
 
-_MISSING = object()
+MISSING: Final = object()
+"""What stands where nothing is."""
+_GRADIENT, _REQUIRES = "grad", "requires_grad"
 _BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
 
 
@@ -74,39 +78,79 @@ class Attributes(Record):
     """The attributes of an object.
 
     Args:
-        value: The object.
+        value: The object; a module of Python or a class has attributes, too.
         name: Its name.
         own: Names of attributes that other code restores, or that do not belong to the user.
+        only: Names of the only attributes that count; None for all.
     """
 
-    __slots__ = ("names", "own", "values")
+    __slots__ = ("names", "only", "own", "values")
 
-    def __init__(self, value: Any, name: str, own: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, value: Any, name: str, own: frozenset[str] = frozenset(), only: Sequence[str] | None = None
+    ) -> None:
         super().__init__(value, name)
-        self.own = own
-        now = vars(value)
-        self.names = [each for each in now if each not in own]
+        self.own, self.only = own, only
+        now = _attributes_of(value)
+        self.names = self._names_in(now)
         self.values = [now[each] for each in self.names]
+
+    def _names_in(self, now: Mapping[str, Any]) -> list[str]:
+        if self.only is not None:
+            return [each for each in self.only if each in now]
+        return [each for each in now if each not in self.own] if self.own else [*now]
 
     def children(self) -> Iterable[tuple[str, Any]]:
         return ((f".{name}", value) for name, value in zip(self.names, self.values, strict=True))
 
     def is_same(self) -> bool:
-        now, own = vars(self.value), self.own
-        names = [each for each in now if each not in own] if own else [*now]
+        now = _attributes_of(self.value)
+        names = self._names_in(now)
         return names == self.names and all(map(operator.is_, map(now.__getitem__, names), self.values))
 
     def put_back(self, stands: Stands) -> None:
-        now = vars(self.value)
-        if [each for each in now if each not in self.own] != self.names:
-            for name in [each for each in now if each not in self.own]:
-                del now[name]
+        now = _attributes_of(self.value)
+        names = self._names_in(now)
+        if names != self.names:
+            for name in names:
+                delete_attribute(self.value, name)
+        now = _attributes_of(self.value)
         for name, value in zip(self.names, self.values, strict=True):
-            if not is_registered(self.value, name):
-                now[name] = stands(value)
+            stand = stands(value)
+            if now.get(name, MISSING) is not stand and not is_registered(self.value, name):
+                set_attribute(self.value, name, stand)
 
     def renewed(self) -> "Attributes":
-        return Attributes(self.value, self.name, self.own)
+        return Attributes(self.value, self.name, self.own, self.only)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object; a leaf of autograd's graphs may have a gradient, besides."""
+    if isinstance(value, Tensor) and value.is_leaf:
+        gradient = {} if value.grad is None else {_GRADIENT: value.grad}
+        return {**vars(value), _REQUIRES: value.requires_grad, **gradient}
+    found: Mapping[str, Any] = vars(value)
+    return found
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, without calling code of the object's class."""
+    if isinstance(owner, type):
+        type.__setattr__(owner, name, value)
+    elif isinstance(owner, Tensor) and name in (_GRADIENT, _REQUIRES):
+        setattr(owner, name, value)
+    else:
+        vars(owner)[name] = value
+
+
+def delete_attribute(owner: Any, name: str) -> None:
+    """Delete an attribute, without calling code of the object's class."""
+    if isinstance(owner, type):
+        type.__delattr__(owner, name)
+    elif isinstance(owner, Tensor) and name in (_GRADIENT, _REQUIRES):
+        owner.grad = None  # that it requires one is set, never deleted
+    else:
+        del vars(owner)[name]
 
 
 class Slots(Record):
@@ -116,21 +160,21 @@ class Slots(Record):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.values = [getattr(value, slot, _MISSING) for slot in slots_of(type(value))]
+        self.values = [getattr(value, slot, MISSING) for slot in slots_of(type(value))]
 
     def children(self) -> Iterable[tuple[str, Any]]:
         named = zip(slots_of(type(self.value)), self.values, strict=True)
-        return ((f".{name}", value) for name, value in named if value is not _MISSING)
+        return ((f".{name}", value) for name, value in named if value is not MISSING)
 
     def is_same(self) -> bool:
-        now = (getattr(self.value, slot, _MISSING) for slot in slots_of(type(self.value)))
+        now = (getattr(self.value, slot, MISSING) for slot in slots_of(type(self.value)))
         return all(map(operator.is_, now, self.values))
 
     def put_back(self, stands: Stands) -> None:
         for name, value in zip(slots_of(type(self.value)), self.values, strict=True):
-            if getattr(self.value, name, _MISSING) is value:
+            if getattr(self.value, name, MISSING) is value:
                 continue
-            if value is _MISSING:
+            if value is MISSING:
                 object.__delattr__(self.value, name)
             else:
                 object.__setattr__(self.value, name, stands(value))  # a frozen dataclass has no other way
@@ -282,6 +326,40 @@ class Bytes(Record):
             self.value[:] = self.content
 
 
+class Memory(Record):
+    """The memory of an object of ctypes. One that points to other objects is left alone."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.content = memory_of(value)
+
+    def is_same(self) -> bool:
+        return memory_of(self.value) == self.content
+
+    def put_back(self, stands: Stands) -> None:
+        fill_memory(self.value, self.content)
+
+
+def memory_of(value: Any) -> bytes:
+    """Return the bytes of an object of ctypes; none if it points to other objects."""
+    return b"" if _points(value) else ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+
+
+def fill_memory(value: Any, content: bytes) -> None:
+    """Write into an object of ctypes what `memory_of` has returned."""
+    if not _points(value) and len(content) == ctypes.sizeof(value):
+        ctypes.memmove(ctypes.addressof(value), content, len(content))
+
+
+def _points(value: Any) -> bool:
+    """Return whether an object of ctypes keeps others alive, besides the memory that it lies in."""
+    kept = value._objects
+    kept = list(kept.values()) if isinstance(kept, dict) else [] if kept is None else [kept]
+    return not all(isinstance(each, memoryview) for each in kept)
+
+
 class Stream(Record):
     """The content of a stream in memory, and where it stands."""
 
@@ -375,32 +453,43 @@ def _are_same(now: Any, then: Any) -> bool:
 
 
 class Variable(Record):
-    """A variable of a closure."""
+    """A variable of a closure or of a context. One of a context that had no value then cannot be without one again."""
 
     __slots__ = ("content",)
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.content = self._now()
-
-    def _now(self) -> Any:
-        try:
-            return self.value.cell_contents
-        except ValueError:
-            return _MISSING
+        self.content = content_of(value)
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        return () if self.content is _MISSING else (("", self.content),)
+        return () if self.content is MISSING else (("", self.content),)
 
     def is_same(self) -> bool:
-        return self._now() is self.content
+        return content_of(self.value) is self.content
 
     def put_back(self, stands: Stands) -> None:
-        if self.content is _MISSING:
-            if self._now() is not _MISSING:
-                del self.value.cell_contents
-        else:
-            self.value.cell_contents = stands(self.content)
+        if self.content is not MISSING:
+            set_content(self.value, stands(self.content))
+        elif isinstance(self.value, types.CellType) and content_of(self.value) is not MISSING:
+            del self.value.cell_contents
+
+
+def content_of(variable: types.CellType | ContextVar[Any]) -> Any:
+    """Return what a variable of a closure or of a context holds; `MISSING` if it holds nothing."""
+    if isinstance(variable, ContextVar):
+        return variable.get(MISSING)
+    try:
+        return variable.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def set_content(variable: types.CellType | ContextVar[Any], content: Any) -> None:
+    """Make a variable of a closure or of a context hold ``content``."""
+    if not isinstance(variable, ContextVar):
+        variable.cell_contents = content
+    elif content_of(variable) is not content:
+        variable.set(content)
 
 
 class Closure(Record):
@@ -530,6 +619,7 @@ OF_KIND: dict[Kind, type[Record]] = {
     Kind.SET: Members,
     Kind.ARRAY: ObjectItems,
     Kind.BYTES: Bytes,
+    Kind.MEMORY: Memory,
     Kind.STREAM: Stream,
     Kind.GENERATOR: Randomness,
     Kind.ITERATOR: Iterated,

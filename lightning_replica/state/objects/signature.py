@@ -17,12 +17,13 @@ from lightning_replica.core.inexact import warn
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.capture import Anchors, Capture, Content, Recorder, Root
 from lightning_replica.state.objects.contents import plain_of
-from lightning_replica.state.objects.kinds import Kind, describe, kind_of, probe
+from lightning_replica.state.objects.kinds import Kind, describe, has_value, kind_of, probe, value_of
 from lightning_replica.state.objects.records import (
     Bytes,
     Graphed,
     Iterated,
     Members,
+    Memory,
     Randomness,
     Record,
     Stream,
@@ -130,6 +131,8 @@ class _Tokens:
         kind, record = kind_of(value), self._capture.records.get(id(value))
         if kind is Kind.ATOM:
             yield repr(value)
+        elif has_value(type(value)):
+            yield repr(value_of(value))
         elif isinstance(value, Tensor):
             if not self._anchors.has_memory_of(value):
                 yield _bytes_of(value, record, self._copies.get(id(value)))
@@ -152,7 +155,7 @@ def _text_of(record: Record) -> str:
         return repr(record.state if not isinstance(record.state, Tensor) else record.state.tolist())
     if isinstance(record, Stream):
         return repr(record.content)
-    if isinstance(record, Bytes):
+    if isinstance(record, (Bytes, Memory)):
         return repr(record.content)
     if isinstance(record, Iterated):
         if record.rest is not None:

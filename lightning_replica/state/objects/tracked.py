@@ -170,14 +170,14 @@ def _elsewhere(first: Capture, sent: Sequence[Any], known: frozenset[int]) -> It
     names = {root: {attribute for attribute, _ in pairs} for root, pairs in sent if root != LEFT_OUT}
     for root in first.roots:
         for name, value in vars(root.value).items():
-            if name not in names.get(root.name, ()) and name not in root.own:
+            if name not in names.get(root.name, ()) and root.follows(name):
                 yield from _keys_under(value, first, known)
 
 
 def _changed(
     capture: Capture, first: Capture | None, all_changed: bool, known: frozenset[int]
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the names of the attributes that have changed since ``first``, root by root."""
+    """Yield the names of the attributes that have changed since ``first`` or are gone, root by root."""
     if first is None:
         return
     moved = {key for key, record in capture.records.items() if first.records.get(key) is not record}
@@ -188,11 +188,11 @@ def _changed(
     for root in capture.roots:
         record, before_it = capture.attributes_of(root), first.records.get(id(root.value))
         was = dict(zip(before_it.names, before_it.values, strict=True)) if isinstance(before_it, Attributes) else {}
-        names = frozenset(
+        names = frozenset(was.keys() - {*record.names}) | {
             name
             for name, value in zip(record.names, record.values, strict=True)
             if all_changed or name not in was or _has_moved(value, was[name], moved, capture, known)
-        )
+        }
         if names:
             yield root.name, names
 
@@ -237,6 +237,8 @@ class _Sizes:
 
     def is_large(self, record: Attributes, name: str) -> bool:
         """Return whether an attribute takes too much."""
+        if name not in record.names:  # it is gone
+            return False
         value = record.values[record.names.index(name)]
         keys = list(_keys_under(value, self._capture, self._known))
         if len(keys) > 2 * self.limits.many:

@@ -42,7 +42,7 @@ from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import TransferError
-from lightning_replica.state.atoms import ATOMS
+from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.kinds import (
@@ -50,13 +50,16 @@ from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
     describe,
+    has_value,
     iterator_of,
     kind_of,
     kind_of_class,
     reduced,
     set_random,
+    value_of,
 )
 from lightning_replica.state.objects.records import (
+    MISSING,
     Attributes,
     Bytes,
     Closure,
@@ -66,19 +69,24 @@ from lightning_replica.state.objects.records import (
     Items,
     Iterated,
     Members,
+    Memory,
     Randomness,
     Record,
     Slots,
     Stream,
     Variable,
     base_of,
+    content_of,
+    delete_attribute,
+    fill_memory,
     fill_stream,
     fixed_of,
     is_registered,
     refer,
+    set_attribute,
+    set_content,
 )
 
-_MISSING: Final = object()
 _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
 _MADE_IN_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -95,6 +103,7 @@ _AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
 }
 _BOUND_TO: Final = ".__self__"
 _PARTIAL: Final = describe(functools.partial(print))
+_GONE: Final = "-"
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
 
@@ -127,13 +136,14 @@ class Encoder:
 
         Args:
             record: What the root held.
-            names: Those that are wanted; None for all.
+            names: Those that are wanted, also of attributes that are gone; None for all that are there.
         """
         sent = []
         for name, value in zip(record.names, record.values, strict=True):
             if names is None or name in names:
                 sent.append([name, self._encode(value, f"{record.name}.{name}", 0)])
-        return sent
+        gone = sorted(names - {*record.names}) if names is not None else []
+        return [*sent, *([name, [_GONE]] for name in gone)]
 
     def _encode(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in ATOMS:
@@ -244,7 +254,10 @@ class Encoder:
     ) -> Any:
         if not isinstance(record, Attributes) and not isinstance(slots, Slots):
             return self._left_out(value)
-        return ["object", identity, _class_of(value), self._pairs([record, slots], name, depth)]
+        pairs = self._pairs([record, slots], name, depth)
+        if has_value(type(value)):
+            return ["value", identity, _class_of(value), self._encode(value_of(value), name, depth + 1), pairs]
+        return ["object", identity, _class_of(value), pairs]
 
     def _pairs(self, records: Iterable[Record | None], name: str, depth: int) -> list[Any]:
         pairs = [pair for record in records if record is not None for pair in self._named(record, name, depth)]
@@ -280,6 +293,8 @@ class Encoder:
         if isinstance(record, Bytes):
             code = value.typecode if isinstance(value, array.array) else ""
             return ["bytes", identity, code, bytes(record.content)]
+        if isinstance(record, Memory):
+            return ["memory", identity, _class_of(value), record.content]
         if isinstance(record, Stream) and record.content is not None:
             return ["stream", identity, *record.content]
         if isinstance(record, Closure):
@@ -318,9 +333,13 @@ class Decoder:
         for attribute, value in sent:
             if is_registered(root, attribute):
                 continue
-            found = self._decode(value, now.get(attribute, _MISSING), f"{name}.{attribute}")
-            if found is not _MISSING:
-                now[attribute] = found
+            if value == [_GONE]:
+                if attribute in now:
+                    delete_attribute(root, attribute)
+                continue
+            found = self._decode(value, now.get(attribute, MISSING), f"{name}.{attribute}")
+            if found is not MISSING:
+                set_attribute(root, attribute, found)
 
     def _decode(self, sent: Any, current: Any, name: str) -> Any:
         if not isinstance(sent, list):
@@ -334,12 +353,12 @@ class Decoder:
         if kind == "#":
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
-            is_there = kind == "?" and current is not _MISSING and describe(current) == rest[0]
+            is_there = kind == "?" and current is not MISSING and describe(current) == rest[0]
             if not is_there and not rest[0].startswith(_OURS):
                 self.report(name, f"a {rest[0]} cannot be sent to a replacement", "once")
             return current
         if kind == "~":
-            if current is _MISSING or [describe(current), repr(current)] != rest:
+            if current is MISSING or [describe(current), repr(current)] != rest:
                 self.report(name, f"{rest[1]} cannot be sent to a replacement", "once")
             return current
         if kind == "weak":
@@ -351,11 +370,11 @@ class Decoder:
         (number, first_name), *content = rest
         if first_name is None:
             if id(current) in self.elsewhere:
-                current = _MISSING  # what stood there is another object, which is still used and has not changed
+                current = MISSING  # what stood there is another object, which is still used and has not changed
         else:
             current = self.existing.get(first_name, current)
-        if current is not _MISSING and id(current) in self._used:
-            current = _MISSING  # it stands for another object already
+        if current is not MISSING and id(current) in self._used:
+            current = MISSING  # it stands for another object already
         made = _READERS[kind](self, number, content, current, name)
         if id(current) in self.elsewhere:
             made = current  # other attributes refer to it, and it has not changed
@@ -364,11 +383,11 @@ class Decoder:
 
     def _weak(self, sent: Any, current: Any, name: str) -> Any:
         """Return a weak reference. What nothing else refers to is gone at once, as it will be in the other process."""
-        was = current() if isinstance(current, weakref.ref) else _MISSING
+        was = current() if isinstance(current, weakref.ref) else MISSING
         target = self._decode(sent, was, name)
         if target is was:
             return current
-        return weakref.ref(set() if target is None or target is _MISSING else target)
+        return weakref.ref(set() if target is None or target is MISSING else target)
 
     def _class(self, title: str, parts: Any, *, current: Any, name: str) -> Any:
         """Return a class: one that is known by this name, or one that is made of its bases."""
@@ -386,11 +405,11 @@ class Decoder:
             self._used.add(id(made))
 
     def _all(self, sent: list[Any], there: list[Any], name: str) -> list[Any]:
-        there = there + [_MISSING] * (len(sent) - len(there))
+        there = there + [MISSING] * (len(sent) - len(there))
         found = [
             self._decode(each, now, f"{name}[{n}]") for n, (each, now) in enumerate(zip(sent, there, strict=False))
         ]
-        return [None if each is _MISSING else each for each in found]
+        return [None if each is MISSING else each for each in found]
 
     def _array(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         return _filled(current, content[0].numpy())
@@ -419,7 +438,7 @@ class Decoder:
             if own.is_leaf and (own.shape, own.dtype, own.device) == (values.shape, values.dtype, values.device):
                 with torch.no_grad():
                     plain_of(own).copy_(values)
-                return current
+                return current if current.requires_grad == leaf else current.requires_grad_(leaf)
         made = _class_named(cls)
         if made is nn.Parameter:
             return nn.Parameter(values, requires_grad=leaf)
@@ -433,29 +452,29 @@ class Decoder:
         if isinstance(made, np.ndarray) and not _is_a(made, cls):
             self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return made
-        if made is not _MISSING and hasattr(made, "__dict__"):
+        if made is not MISSING and hasattr(made, "__dict__"):
             self._set_attributes(made, pairs, name)
         return made
 
     def _function(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         title, source, sent = content
-        made = current if current is not _MISSING and title_of(current) == title else _function_named(source)
+        made = current if current is not MISSING and title_of(current) == title else _function_named(source)
         if title == _PARTIAL and made is None:
             made = functools.partial(_nothing)
         if made is None and [part for part, _ in sent] == [_BOUND_TO]:  # a method written in C, as that of a list
-            made = getattr(self._decode(sent[0][1], _MISSING, name + _BOUND_TO), title.rpartition(".")[2], None)
+            made = getattr(self._decode(sent[0][1], MISSING, name + _BOUND_TO), title.rpartition(".")[2], None)
             return made if isinstance(made, types.BuiltinFunctionType) else current
         if made is None:
             self.report(name, f"the function {title} cannot be sent to a replacement", "once")
             return current
         self._keep(number, made)
         now = dict(closure_of(made))
-        parts = {part: self._decode(each, now.get(part, _MISSING), f"{name}{part}") for part, each in sent}
-        owner = parts.pop(_BOUND_TO, _MISSING)
+        parts = {part: self._decode(each, now.get(part, MISSING), f"{name}{part}") for part, each in sent}
+        owner = parts.pop(_BOUND_TO, MISSING)
         function = getattr(made, "__func__", made)
         if parts.keys() == now.keys() - {_BOUND_TO}:
-            refer(function, {part: now[part] if each is _MISSING else each for part, each in parts.items()})
-        if owner is _MISSING or owner is now.get(_BOUND_TO):
+            refer(function, {part: now[part] if each is MISSING else each for part, each in parts.items()})
+        if owner is MISSING or owner is now.get(_BOUND_TO):
             return made
         if isinstance(made, types.BuiltinFunctionType):
             return getattr(owner, made.__name__)
@@ -465,7 +484,7 @@ class Decoder:
         function, sent, state = content
         there = list(reduced(current)[1]) if kind_of(current) is Kind.ITERATOR else []
         arguments = self._all(sent, there if len(there) == len(sent) else [], name)
-        return iterator_of(_ITERATORS[function], arguments, self._decode(state, _MISSING, name))
+        return iterator_of(_ITERATORS[function], arguments, self._decode(state, MISSING, name))
 
     def _view(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         anchor, offset, shape, stride, dtype = content
@@ -480,7 +499,7 @@ class Decoder:
         return part
 
     def _random(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        return _generator(_state_of_plain(content[0]), None if current is _MISSING else current)
+        return _generator(_state_of_plain(content[0]), None if current is MISSING else current)
 
     def _bytes(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         code, values = content
@@ -490,6 +509,14 @@ class Decoder:
             return current
         return made
 
+    def _memory(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, values = content
+        if not _is_a(current, cls):
+            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+        else:
+            fill_memory(current, values)
+        return current
+
     def _stream(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         values, place = content
         made = io.StringIO() if isinstance(values, str) else io.BytesIO()
@@ -498,12 +525,8 @@ class Decoder:
         return made
 
     def _cell(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        if current is not _MISSING and content:
-            try:
-                now = current.cell_contents
-            except ValueError:
-                now = _MISSING
-            current.cell_contents = self._decode(content[0], now, name)
+        if current is not MISSING and content:
+            set_content(current, self._decode(content[0], content_of(current), name))
         return current
 
     def _list(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -533,12 +556,12 @@ class Decoder:
         base = base_of(made)
         known = dict(base.items(made))
         items = [
-            self._decode(each, known.get(key, _MISSING), f"{name}[{key!r}]")
+            self._decode(each, known.get(key, MISSING), f"{name}[{key!r}]")
             for key, each in zip(keys, sent, strict=True)
         ]
         base.clear(made)
         for key, item in zip(keys, items, strict=True):
-            if item is not _MISSING:
+            if item is not MISSING:
                 base.__setitem__(made, key, item)
         return made
 
@@ -547,8 +570,9 @@ class Decoder:
         made = current if _is_a(current, cls) else _new(cls, set())
         if made is None:
             return current
+        members = self._all(sent, [], name)
         set.clear(made)
-        set.update(made, self._all(sent, [], name))
+        set.update(made, members)
         return made
 
     def _tuple(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -576,15 +600,26 @@ class Decoder:
         self._set_attributes(made, pairs, name)
         return made
 
+    def _value(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, sent, pairs = content
+        value = self._decode(sent, MISSING, name)
+        made = current if _is_a(current, cls) and is_same_atom(value_of(current), value) else _with_value(cls, value)
+        if made is None:
+            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            return current
+        self._keep(number, made)
+        self._set_attributes(made, pairs, name)
+        return made
+
     def _set_attributes(self, made: Any, pairs: list[Any], name: str) -> None:
         wanted = {attribute for attribute, _ in pairs}
         attributes = getattr(made, "__dict__", {})
         for attribute in [each for each in attributes if each not in wanted]:
             del attributes[attribute]
         for attribute, each in pairs:
-            now = attributes[attribute] if attribute in attributes else getattr(made, attribute, _MISSING)
+            now = attributes[attribute] if attribute in attributes else getattr(made, attribute, MISSING)
             value = self._decode(each, now, f"{name}.{attribute}")
-            if value is _MISSING:
+            if value is MISSING:
                 continue
             if hasattr(made, "__dict__") and (attribute in attributes or not hasattr(type(made), attribute)):
                 attributes[attribute] = value
@@ -735,7 +770,7 @@ def _nothing() -> None:
 
 
 def _is_a(value: Any, cls: str) -> bool:
-    return value is not _MISSING and _class_of(value) == cls
+    return value is not MISSING and _class_of(value) == cls
 
 
 def _new(cls: str, empty: Any) -> Any:
@@ -753,6 +788,13 @@ def _new(cls: str, empty: Any) -> Any:
         return base.__new__(found)
     except TypeError:
         return None
+
+
+def _with_value(cls: str, value: Any) -> Any:
+    """Return a number or a text of a class, without calling code of that class; None if that is not possible."""
+    found = _class_named(cls)
+    base: Any = type(value)
+    return base.__new__(found, value) if found is not None and issubclass(found, base) else None
 
 
 def _state_to_plain(state: Any) -> Any:
@@ -815,12 +857,14 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "function": Decoder._function,
     "iterator": Decoder._iterator,
     "list": Decoder._list,
+    "memory": Decoder._memory,
     "object": Decoder._object,
     "random": Decoder._random,
     "set": Decoder._set,
     "stream": Decoder._stream,
     "tensor": Decoder._tensor,
     "tuple": Decoder._tuple,
+    "value": Decoder._value,
     "view": Decoder._view,
     "with": Decoder._with,
 }

@@ -1,0 +1,50 @@
+"""torch's settings for the whole process: what user code changes in training is set back."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.backends import cuda, cudnn
+
+from lightning_replica.state import torch_settings
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "precision of float32 products": lambda: torch.set_float32_matmul_precision("high"),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "cudnn.benchmark": lambda: setattr(cudnn, "benchmark", True),
+    "cudnn.deterministic": lambda: setattr(cudnn, "deterministic", True),
+    "cudnn.enabled": lambda: setattr(cudnn, "enabled", False),
+    "flash attention": lambda: cuda.enable_flash_sdp(False),
+    "memory-efficient attention": lambda: cuda.enable_mem_efficient_sdp(False),
+    "attention by matrix products": lambda: cuda.enable_math_sdp(False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch_settings.take()
+    yield
+    torch_settings.put_back(before)
+
+
+def test_all_are_tried() -> None:
+    assert CHANGES.keys() == torch_settings.take().keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_is_set_back(name: str) -> None:
+    before = json.loads(json.dumps(torch_settings.take()))
+    CHANGES[name]()
+    changed = torch_settings.take()
+    assert [each for each in before if changed[each] != before[each]] == [name]
+    torch_settings.put_back(before)
+    assert torch_settings.take() == before
+    torch_settings.put_back(changed)
+    assert torch_settings.take() == changed
+
+
+def test_a_setting_that_this_torch_does_not_know_is_left_alone() -> None:
+    torch_settings.put_back({"another": 1})
