@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_replica.core import runtime
+from tests.support.hydra_scripts import needs_hydra
 
 HYDRA = """
 import hydra
@@ -111,6 +112,7 @@ def test_configuration_files_that_hydra_has_read(tmp_path: Path) -> None:
     assert read == {"configuration train.yaml", "configuration optimizer/sgd.yaml"}
 
 
+@needs_hydra
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

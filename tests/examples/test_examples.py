@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import forked_python
+from tests.support.hydra_scripts import needs_hydra
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -61,11 +62,13 @@ def output_folder(folder: Path) -> Path:
     return found
 
 
+@needs_hydra
 def test_hydra(untouched: str, tmp_path: Path) -> None:
     assert fingerprint(run(tmp_path, "train_hydra.py", *TINY_HYDRA, "strategy.max_tries=5")) == untouched
     assert "max_tries: 5" in (output_folder(tmp_path) / ".hydra" / "config.yaml").read_text()
 
 
+@needs_hydra
 @pytest.mark.parametrize(("rank", "standby"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.combinations)])
 def test_hydra_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_path: Path) -> None:
     options = ["+experiment=lost_rank", "callbacks.kill.step=2", f"callbacks.kill.rank={rank}"]
@@ -81,12 +84,14 @@ def test_hydra_with_a_lost_rank(rank: int, standby: int, untouched: str, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
 
 
+@needs_hydra
 def test_hydra_with_a_misspelt_option(tmp_path: Path) -> None:
     done = run(tmp_path, "train_hydra.py", *TINY_HYDRA, "strategy.replcas=2")
     assert done.returncode == 1
     assert "Key 'replcas' not in 'StrategyConf'" in done.stdout
 
 
+@needs_hydra
 def test_hydra_multirun(tmp_path: Path) -> None:
     done = run(tmp_path, "train_hydra.py", "--multirun", *TINY_HYDRA[1:], "trainer.devices=2,4")
     assert done.returncode == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hydra_scripts import hydra_starts
 from tests.wild.kill import Kill
 from tests.wild.outcome import Outcome
 from tests.wild.table import LIKE_DDP, SAMPLE, SCRIPTS
@@ -27,6 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         missing = [variable for variable in SCRIPTS[name].packages if variable not in os.environ]
         if missing:
             pytest.skip(f"{missing[0]} names no directory with that package")
+        if name.startswith("hydra") and not hydra_starts():
+            pytest.skip("this Hydra does not start under this Python")
         if (name, strategy) not in known:
             out = tmp_path_factory.mktemp(f"{name}-{strategy}")
             known[name, strategy] = SCRIPTS[name].run(strategy, out)
