@@ -18,6 +18,7 @@ _OTHERS: Final = tuple(
 )
 _WRAPPERS: Final = (types.FunctionType, type(functools.lru_cache(len)))
 _READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_MANY: Final = 1000  # items of a table of functions that are looked at
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))  # in an environment, of a user, of Debian
 
 
@@ -50,10 +51,11 @@ class UserCode:
     ) -> None:
         self._without = without
         of_objects = dict.fromkeys(map(type, objects))
-        self._followed = {cls.__module__: not _is_of_others(cls.__module__) for cls in of_objects}
+        self._followed = {module_of(cls): not _is_of_others(module_of(cls)) for cls in of_objects}
         self._classes: dict[type, None] = {}
         self._functions: dict[types.CodeType, frozenset[str]] = {}
         self._names: dict[str, set[str]] = {}
+        self._written: dict[str, set[str]] = {}
         for cls in (*of_objects, *classes):
             self._add_class(cls)
 
@@ -67,6 +69,11 @@ class UserCode:
         """By name of a module of Python, the names that code uses there: of variables, functions, attributes."""
         return self._names
 
+    @property
+    def written(self) -> Mapping[str, Collection[str]]:
+        """By name of a module of Python, the global variables that code writes to by their names."""
+        return self._written
+
     def reader_of(self, attribute: str, not_of: Collection[str] = ()) -> str | None:
         """Return the name of a function that reads an attribute; None if none does.
 
@@ -74,22 +81,24 @@ class UserCode:
             attribute: The name of the attribute.
             not_of: Names of owners of which it does not count.
         """
-        using = (code for code, names in self._functions.items() if attribute in names)
+        using = (code for code, names in self._functions.items() if names & {attribute, "getattr"})
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__:
-            if base in self._classes or issubclass(base, self._without) or not self._follows(base.__module__):
+            if base in self._classes or issubclass(base, self._without) or not self._follows(module_of(base)):
                 continue
             self._classes[base] = None
             for value in vars(base).values():
                 for function in _functions_in(value):
                     self._add_function(function)
 
-    def _follows(self, module: str) -> bool:
+    def _follows(self, module: Any) -> bool:
+        if not isinstance(module, str):  # of a class that was made by hand
+            return False
         if module not in self._followed:
             file = getattr(sys.modules.get(module), "__file__", None)
-            self._followed[module] = file is not None and is_users(file)
+            self._followed[module] = isinstance(file, str) and is_users(file)
         return self._followed[module]
 
     def _add_function(self, function: types.FunctionType) -> None:
@@ -100,8 +109,9 @@ class UserCode:
             self._add_function(inner)
         name = function.__globals__.get("__name__", "")
         module = sys.modules.get(name)
-        if module is not None and vars(module) is function.__globals__ and self._follows(name):
+        if module is not None and getattr(module, "__dict__", None) is function.__globals__ and self._follows(name):
             names = self._functions[function.__code__] = frozenset(_names_in(function.__code__))
+            self._written.setdefault(name, set()).update(_written_in(function.__code__))
             self._add_names(module, names)
 
     def _add_names(self, module: types.ModuleType, names: Collection[str]) -> None:
@@ -110,14 +120,38 @@ class UserCode:
         known.update(new)
         for name in new:
             value = vars(module).get(name)
-            if isinstance(value, types.ModuleType):  # the code may use a variable of that one
-                if self._follows(value.__name__):
-                    self._add_names(value, names)
-            elif isinstance(value, type):
-                self._add_class(value)
-            else:
-                for function in _functions_in(value):
+            self._add_value(value, names)
+            if name not in vars(module):  # imported where it is used
+                self._add_value(sys.modules.get(name), names)
+
+    def _add_value(self, value: Any, names: Collection[str]) -> None:
+        cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
+        if issubclass(cls, types.ModuleType):  # the code may use a variable of that one
+            if self._follows(str(vars(value).get("__name__", ""))):
+                self._add_names(value, names)
+        elif issubclass(cls, type):
+            self._add_class(value)
+        elif issubclass(cls, (list, tuple, dict)):  # a table of functions
+            items = value.values() if issubclass(cls, dict) else value
+            for item in list(items)[:_MANY]:
+                for function in _functions_in(item):
                     self._add_function(function)
+        else:
+            self._add_class(cls)
+            for function in _functions_in(value):
+                self._add_function(function)
+
+
+def is_users_class(cls: type) -> bool:
+    """Return whether the user's code defines a class."""
+    file = getattr(sys.modules.get(module_of(cls)), "__file__", None)
+    return isinstance(file, str) and is_users(file)
+
+
+def module_of(cls: type) -> str:
+    """Return the name of the module that defines a class; empty if the class does not say."""
+    name = getattr(cls, "__module__", "")
+    return name if isinstance(name, str) else ""
 
 
 def _is_of_others(module: str) -> bool:
@@ -126,17 +160,18 @@ def _is_of_others(module: str) -> bool:
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
     """Yield the functions that an attribute of a class or a variable of a module calls."""
-    if isinstance(value, property):
+    cls = type(value)
+    if issubclass(cls, property):
         found: list[Any] = [value.fget, value.fset, value.fdel]
-    elif isinstance(value, functools.cached_property):
+    elif issubclass(cls, (functools.cached_property, functools.partial, functools.partialmethod)):
         found = [value.func]
-    elif isinstance(value, (staticmethod, classmethod)):
+    elif issubclass(cls, (staticmethod, classmethod, types.MethodType)):
         found = [value.__func__]
     else:
         found = [value]
     for each in found:
-        while isinstance(each, _WRAPPERS):
-            if isinstance(each, types.FunctionType):
+        while issubclass(type(each), _WRAPPERS):
+            if issubclass(type(each), types.FunctionType):
                 yield each
             each = getattr(each, "__wrapped__", None)
 
@@ -151,6 +186,8 @@ def _enclosed_in(function: types.FunctionType) -> Iterator[types.FunctionType]:
 
 
 def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> bool:
+    if attribute in code.co_consts and "getattr" in code.co_names:
+        return True
     owner: Any = None
     for instruction in dis.get_instructions(code):
         is_read = instruction.opname in _READ and instruction.argval == attribute
@@ -159,6 +196,15 @@ def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> boo
         owner = instruction.argval
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return any(_reads(each, attribute, not_of) for each in inner)
+
+
+def _written_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of the global variables that code writes to."""
+    if dis.opmap["STORE_GLOBAL"] in code.co_code[::2]:
+        yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _written_in(constant)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

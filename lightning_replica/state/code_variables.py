@@ -14,10 +14,11 @@ from typing import Any, Final
 
 from lightning_replica.core.user_code import UserCode
 from lightning_replica.state.objects.capture import Root
-from lightning_replica.state.objects.kinds import Kind, kind_of
+from lightning_replica.state.objects.records import is_special
 
 GLOBALS: Final = "globals of "
 CLASS: Final = "class "
+MOST: Final = 5000  # objects that the variables of one module or class may lead to; a dataset in memory has more
 _NO_STATE: Final = (
     *(types.ModuleType, type, types.BuiltinFunctionType, types.MethodType),
     *(staticmethod, classmethod, property, functools.cached_property),
@@ -29,39 +30,26 @@ def variables_of(code: UserCode) -> Iterator[Root]:
     """Yield where the walk over variables begins: modules of Python, and classes."""
     for name, names in sorted(code.names.items()):
         module = sys.modules[name]
-        only = tuple(each for each in sorted(names) if _is_state(vars(module).get(each)))
-        yield Root(module, GLOBALS + name, only=only)
+        now, written = vars(module), code.written.get(name, ())
+        only = tuple(each for each in sorted(names) if (_is_state(now[each]) if each in now else each in written))
+        yield Root(module, GLOBALS + name, only=only, most=MOST)
     titles = set[str]()
     for cls in code.classes:
         title = f"{CLASS}{cls.__module__}.{cls.__qualname__}"
         if title not in titles:  # of classes that a function makes anew each time, the first
             titles.add(title)
-            yield Root(cls, title, own=_not_state_of(cls))
+            yield Root(cls, title, own=_not_state_of(cls), most=MOST)
 
 
 def _not_state_of(cls: type) -> frozenset[str]:
     """Return the names in the body of a class that are no state; an attribute that comes later counts."""
-    return frozenset(name for name, value in vars(cls).items() if _is_special(name) or not _is_state(value))
-
-
-def _is_special(name: str) -> bool:
-    return (name.startswith("__") and name.endswith("__")) or name.startswith("_abc_")
+    return frozenset(name for name, value in vars(cls).items() if is_special(name) or not _is_state(value))
 
 
 def _is_state(value: Any) -> bool:
     """Return whether a value may change, or be replaced by another one, as training goes on."""
-    if isinstance(value, types.FunctionType):
-        return _keeps_something(value)
-    is_slot = hasattr(type(value), "__get__") and not type(value).__flags__ & _MADE_IN_PYTHON
-    return not (is_slot or isinstance(value, _NO_STATE))
-
-
-def _keeps_something(function: types.FunctionType) -> bool:
-    """Return whether a function has variables of a closure, attributes, or a default value that can change.
-
-    A function that names itself may give itself attributes.
-    """
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    closure = set(function.__code__.co_freevars) - {"__class__"}
-    attributes = vars(function) or function.__name__ in function.__code__.co_names
-    return bool(closure or attributes) or any(kind_of(value) is not Kind.ATOM for value in defaults)
+    cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
+    if cls is types.FunctionType:  # another one may take its place
+        return True
+    is_slot = hasattr(cls, "__get__") and not cls.__flags__ & _MADE_IN_PYTHON
+    return not (is_slot or issubclass(cls, _NO_STATE))

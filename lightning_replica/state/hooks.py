@@ -1,4 +1,4 @@
-"""Hooks of the user's on modules: functions that modules call in forward and backward.
+"""Hooks of the user's on modules and parameters: functions that are called in forward and backward.
 
 A hook that is registered in training is registered once more when the batch is repeated, and one that removes itself
 is missing then. So ranks that go back put the tables of hooks back. A function cannot be sent: of hooks that a
@@ -6,6 +6,7 @@ replacement lacks, `names_of` tells the names.
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -13,14 +14,15 @@ from typing import Any, Final, TypeAlias
 from torch import nn
 
 from lightning_replica._compat.torch import registered_hooks
+from lightning_replica._compat.tree import Tree
 
 _TABLES: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_FLAGS: Final = (
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
+_OF_MODULES: Final = (
+    *_TABLES,
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
-_OF_PARAMETERS: Final = "_post_accumulate_grad_hooks"
+_OF_PARAMETERS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_tables_of_module = operator.itemgetter(*_OF_MODULES)
 _NOT_USERS: Final = ("lightning_replica.", "torch.")
 
 Table: TypeAlias = dict[int, Any]
@@ -29,33 +31,34 @@ Table: TypeAlias = dict[int, Any]
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of modules at one point.
+    """The hooks of modules and parameters at one point.
 
     Attributes:
         registered: How many hooks this process had registered by then.
-        tables: All tables that had entries, and their entries.
+        tables: All tables that had entries, with their owners and names, and their entries.
     """
 
     registered: int
-    tables: Sequence[tuple[Table, Table]]
+    tables: Sequence[tuple[Any, str, Table]]
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module], former: "Hooks | None" = None) -> "Hooks":
-        """Return the hooks of modules; ``former`` if nothing has been registered or removed since."""
+    def of(cls, tree: Tree, former: "Hooks | None" = None) -> "Hooks":
+        """Return the hooks of a module's parts; ``former`` if nothing has been registered or removed since."""
         registered = registered_hooks()
         if former is not None and former.registered == registered and former._hold():
             return former
-        found = (table for module in modules for table in _tables_of(module, (*_TABLES, *_FLAGS)))
-        return cls(registered, [(table, dict(table)) for table in found if table])
+        return cls(registered, [(owner, name, dict(table)) for owner, name, table in _filled(tree)])
 
-    def put_back(self, modules: Sequence[nn.Module]) -> None:
+    def put_back(self, tree: Tree) -> None:
         """Register what was registered then, and nothing else. Hooks that are not the user's stay as they are."""
-        then = {id(table): entries for table, entries in self.tables}
-        users = {number for _, entries in self.tables for number, hook in entries.items() if _is_users(hook)}
-        tables = [table for module in modules for table in _tables_of(module, (*_TABLES, *_FLAGS))]
-        users |= {number for table in tables for number, hook in table.items() if _is_users(hook)}
-        for table in tables:
-            before = then.get(id(table), {})
+        then = {(id(owner), name): entries for owner, name, entries in self.tables}
+        users = {number for *_, entries in self.tables for number, hook in entries.items() if _is_users(hook)}
+        now = {(id(owner), name): (owner, name) for owner, name, _ in (*self.tables, *_filled(tree))}
+        users |= {number for *_, table in _filled(tree) for number, hook in table.items() if _is_users(hook)}
+        for key, (owner, name) in now.items():
+            table, before = getattr(owner, name), then.get(key, {})
+            if table is None:
+                continue  # of a parameter, it has been taken away
             wanted = {number: entry for number, entry in before.items() if number in users or number in table}
             wanted |= {number: entry for number, entry in table.items() if number not in users}
             if list(wanted.items()) != list(table.items()):
@@ -63,22 +66,30 @@ class Hooks:
                 table.update(wanted)
 
     def _hold(self) -> bool:
-        return all(table.keys() == entries.keys() for table, entries in self.tables)
+        return all((getattr(owner, name) or {}).keys() == entries.keys() for owner, name, entries in self.tables)
+
+
+def _filled(tree: Tree) -> Iterator[tuple[Any, str, Table]]:
+    """Yield the tables that have entries. Of 3000 modules, most have none."""
+    for module in tree.modules:
+        for name, table in zip(_OF_MODULES, _tables_of_module(vars(module)), strict=True):
+            if table:
+                yield module, name, table
+    for parameter in tree.parameters:
+        for name in _OF_PARAMETERS:
+            if table := getattr(parameter, name, None):
+                yield parameter, name, table
 
 
 def names_of(module: nn.Module) -> dict[str, str]:
     """Return the names of the user's hooks, by what has them: modules and parameters."""
     found: dict[str, str] = {}
     for name, each in (*module.named_modules(), *module.named_parameters()):
-        tables = _tables_of(each, (*_TABLES, _OF_PARAMETERS))
+        tables = [getattr(each, table, None) or {} for table in (*_TABLES, *_OF_PARAMETERS)]
         names = [_name_of(hook) for table in tables for hook in table.values() if _is_users(hook)]
         if names:
             found[name or "the module"] = ", ".join(names)
     return found
-
-
-def _tables_of(owner: Any, names: Sequence[str]) -> Iterator[Table]:
-    return (table for name in names if (table := getattr(owner, name, None)) is not None)
 
 
 def _is_users(hook: Any) -> bool:

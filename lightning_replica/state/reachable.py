@@ -24,7 +24,7 @@ from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.points import PHASES
-from lightning_replica.core.user_code import UserCode
+from lightning_replica.core.user_code import UserCode, is_users_class, module_of
 from lightning_replica.sharding.engine import OF_PARAMETERS
 from lightning_replica.state.code_variables import CLASS, GLOBALS, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
@@ -73,7 +73,7 @@ class Reachable:
         self._tree: Tree | None = None
         self._loaders: list[ExactLoader] = []
         self._roots: list[Root] = []
-        self._variables = _Variables()
+        self._variables = _Variables(report)
         self._anchors = Anchors({})
         self._marked: list[int] = []
         self._sizes: list[int] = []
@@ -83,6 +83,10 @@ class Reachable:
         self._tracked = Tracked(report, all_changed=loads)
         self._look(Tree.of(module))
         self._tracked.begin(self._roots, self._anchors)
+        if self._variables.learn(self._tracked.classes):  # the code of these objects may lead to more variables
+            self._tree = None
+            self._look(Tree.of(module))
+            self._tracked.begin(self._roots, self._anchors)
 
     def _look(self, tree: Tree) -> None:
         loaders = _loaders(self._trainer)
@@ -200,17 +204,29 @@ def _is_marked(tensor: Tensor) -> bool:
 class _Variables:
     """Finds variables of the user's code again where the classes of the user's objects are others than before."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._classes: set[type] = set()
+        self._learnt: set[type] = set()
         self._roots: list[Root] = []
+
+    def learn(self, classes: Iterable[type]) -> bool:
+        """Follow the code of further classes, too. Return whether there is any of the user's among them."""
+        self._learnt = set(filter(is_users_class, classes))
+        return bool(self._learnt)
 
     def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
         """Return where the walk over them begins."""
         objects = _objects_of(trainer)
-        classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers)}
+        classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers), *self._learnt}
         if classes != self._classes:
-            code = UserCode(objects, sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)))
-            self._classes, self._roots = classes, [*variables_of(code)]
+            self._classes, self._roots = classes, []
+            try:
+                code = UserCode(objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)))
+                self._roots = [*variables_of(code)]
+            except Exception as error:  # classes may be of any kind, and run code of their own when they are asked
+                why = f"they cannot be found ({type(error).__name__}: {error}), so what changes does not go back"
+                self._report("variables of your code", why)
         return self._roots
 
 

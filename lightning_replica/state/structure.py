@@ -49,7 +49,7 @@ class Structure:
         else:
             children = [dict(module._modules) for module in tree.modules]
         hooked = [tree.modules[number] for number in tree.hooked()]
-        hooks = Hooks.of(tree.modules, None if former is None else former.hooks)
+        hooks = Hooks.of(tree, None if former is None else former.hooks)
         return cls(tree.modules, children, tree.parameters, Pruned.among(hooked), hooks)
 
     def put_back(self, module: nn.Module) -> None:
@@ -70,7 +70,7 @@ class Structure:
             else:
                 tensor.regain()
         arrange(modules, self.parameters)
-        self.hooks.put_back(modules)
+        self.hooks.put_back(Tree.of(module))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ CHANGES: dict[str, Callable[[], object]] = {
     "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
     "cudnn.benchmark": lambda: setattr(cudnn, "benchmark", True),
     "cudnn.deterministic": lambda: setattr(cudnn, "deterministic", True),
+    "cudnn.allow_tf32": lambda: setattr(cudnn, "allow_tf32", False),
+    "sums in bfloat16": lambda: setattr(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "attention by cuDNN": lambda: cuda.enable_cudnn_sdp(False),
     "cudnn.enabled": lambda: setattr(cudnn, "enabled", False),
     "flash attention": lambda: cuda.enable_flash_sdp(False),
     "memory-efficient attention": lambda: cuda.enable_mem_efficient_sdp(False),
@@ -24,7 +27,9 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # torch.testing, which other tests import, forbids to set some.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     before = torch_settings.take()
     yield
     torch_settings.put_back(before)

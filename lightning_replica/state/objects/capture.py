@@ -11,9 +11,11 @@ containers hold is compared as a whole in the first windows only, and then in tu
 """
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
+from types import FunctionType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from lightning_replica.state.objects.contents import (
     plain_of,
     same_content,
 )
-from lightning_replica.state.objects.kinds import HARMLESS, Kind, describe, kind_of, slots_of
+from lightning_replica.state.objects.kinds import HARMLESS, Kind, describe, keeps_something, kind_of, slots_of
 from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
@@ -99,6 +101,7 @@ class Root:
         name: Its name, the same in every process of the job.
         own: Names of attributes that other code restores.
         only: Names of the only attributes that count; None for all.
+        most: How many objects it may lead to; None if that does not matter.
         leads: How many of the ``own`` names come first in the object's attributes, as those of ``nn.Module`` do.
     """
 
@@ -107,6 +110,7 @@ class Root:
     own: frozenset[str] = frozenset()
     leads: int = 0
     only: tuple[str, ...] | None = None
+    most: int | None = None
 
     def follows(self, name: str) -> bool:
         """Return whether an attribute counts."""
@@ -177,17 +181,20 @@ class Capture:
                 made[key] = remade[key].made_again(stands)
             return made.get(key, value)
 
-        for record in self.records.values():
-            record.put_back(stands)
-            if isinstance(record, Unknown):
-                _tell_of(record, report)
-            elif isinstance(record, Attributes):
-                wake_waiting(record.values)
-        for held, copy in self.copies:
+        for held, copy in self.copies:  # first: a gradient has the shape of its tensor
             if copy is not None:
                 held.put_back(copy)
             elif held.look():
                 report(held.name, "it has changed in the step that is repeated, and cannot be restored", "once")
+        for record in self.records.values():
+            try:
+                record.put_back(stands)
+            except Exception as error:  # its class runs code of its own, or refuses
+                report(record.name, f"it could not be put back ({type(error).__name__}: {error})", "once")
+            if isinstance(record, Unknown):
+                _tell_of(record, report)
+            elif isinstance(record, Attributes):
+                wake_waiting(record.values)
 
 
 def _tell_of(record: Unknown, report: Report) -> None:
@@ -218,6 +225,7 @@ class Recorder:
         self._containers: set[int] | None = None
         self._compared: list[Record] | None = None
         self._modules = _Modules([])
+        self._most = _ALL
         self._windows = self._turn = self._dropped = self._dropped_bytes = 0
         self._last = Capture()
         self._stale = True
@@ -243,6 +251,11 @@ class Recorder:
             self._last = Capture(roots, dict(self._records), copies)
         return self._last
 
+    def restart(self) -> None:
+        """Count windows from the first one again."""
+        self._windows = 0
+        self._contents.restart()
+
     def forget(self) -> None:
         """Walk anew in the next `take`; called when a capture has been put back."""
         self._stale = True
@@ -252,7 +265,9 @@ class Recorder:
         self._dropped = self._dropped_bytes = 0
         reached: set[int] = set()
         for root in self._roots:
+            self._most = _ALL if root.most is None else min(_ALL, len(self._records) + root.most)
             self._add(id(root.value), Attributes(root.value, root.name, root.own, root.only), reached, None)
+        self._most = _ALL
         self._modules = _Modules([root for root in self._roots if root.leads])
         self._contents.keep(reached)
         self._followed = {key: each for key, each in self._followed.items() if key in self._records}
@@ -263,6 +278,9 @@ class Recorder:
         ahead = [(key, first, container)]
         while ahead:
             key, record, inside = ahead.pop()
+            if len(self._records) + _size_of(record) >= self._most:
+                self._report(_whole(record.name), "too many objects are reachable: changes in some are not seen")
+                continue
             record = self._known(key, record)
             record.key = key
             self._records[key] = record
@@ -272,7 +290,7 @@ class Recorder:
             elif _size_of(record) > MANY and self._followed.get(key) is not record.value:
                 inside = self._in_turn[key] = key
                 self._containers = None
-            found = [self._reach(record, name, value, reached, inside) for name, value in record.children()]
+            found = [self._reached(record, name, value, reached, inside) for name, value in record.children()]
             ahead += [(*each, inside) for each in chain.from_iterable(found)][::-1]
 
     def _known(self, key: int, record: Record) -> Record:
@@ -288,6 +306,16 @@ class Recorder:
             self._tell_of_unknown(former)
         return record
 
+    def _reached(
+        self, parent: Record, name: str, value: Any, reached: set[int] | None, inside: int | None
+    ) -> Iterable[tuple[int, Record]]:
+        try:
+            return list(self._reach(parent, name, value, reached, inside))
+        except Exception as error:  # its class runs code of its own when it is asked for its attributes
+            why = f"it cannot be looked at ({type(error).__name__}: {error}), so what it holds does not go back"
+            self._report(parent.name + name, why)
+            return ()
+
     def _reach(
         self, parent: Record, name: str, value: Any, reached: set[int] | None, inside: int | None
     ) -> Iterable[tuple[int, Record]]:
@@ -298,9 +326,6 @@ class Recorder:
             return
         if key in self._records or ~key in self._records:
             return
-        if len(self._records) >= _ALL:
-            self._report(f"{parent.name}", f"more than {_ALL} objects are reachable: changes in some are not seen")
-            return
         name = parent.name + name
         if kind is Kind.TENSOR:
             yield from self._reach_tensor(name, value, reached, inside)
@@ -310,11 +335,15 @@ class Recorder:
                 yield ~key, Attributes(value, name)
         elif kind is Kind.OBJECT:
             if hasattr(value, "__dict__"):
-                yield id(value), Attributes(value, name)
+                yield id(value), Attributes(value, name, _empty_tables_of(value))
             if slots_of(type(value)):
                 yield ~id(value), Slots(value, name)
         else:
             mixed = kind is Kind.ARRAY and value.dtype != object  # records with objects in them
+            if kind is Kind.DICT and _is_of_a_module(value):
+                return
+            if type(value) is FunctionType and not keeps_something(value):
+                return
             record = (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
             if isinstance(record, Unknown) and record.advances:
                 self._tell_of_unknown(record)
@@ -437,6 +466,24 @@ class _Modules:
         return self._ids
 
 
+_TABLES: Final = frozenset(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name
+)
+
+
+def _empty_tables_of(value: Any) -> frozenset[str]:
+    """Return the names of a module's tables of hooks that are empty: there are 14 of them in each."""
+    if not isinstance(value, nn.Module):
+        return frozenset()
+    return frozenset(name for name in _TABLES if not vars(value).get(name))
+
+
+def _is_of_a_module(value: dict[Any, Any]) -> bool:
+    """Return whether a dict holds the variables of a module of Python: only those that code names count."""
+    module = sys.modules.get(str(value.get("__name__", "")))
+    return getattr(module, "__dict__", None) is value
+
+
 def leads_of(module: nn.Module, own: frozenset[str]) -> int:
     """Return how many attributes at the beginning are ``own``."""
     found = 0
@@ -445,6 +492,11 @@ def leads_of(module: nn.Module, own: frozenset[str]) -> int:
             break
         found += 1
     return found
+
+
+def _whole(name: str) -> str:
+    """Return the name of what a name leads into: ``module.data`` of ``module.data[3].x``."""
+    return name.partition("[")[0]
 
 
 def _size_of(record: Record) -> int:

@@ -12,6 +12,7 @@ cannot be undone; that is reported, too.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -69,6 +70,8 @@ class Held:
         self.writes = self._count()
         self.copy = copy_of(self.value)
         self.nbytes = self.copy.nbytes
+        if isinstance(self.value, Tensor) and self.value.requires_grad:
+            self.copy.learns = True
 
     def is_written(self) -> bool:
         """Return whether torch has counted a write since the last copy or look."""
@@ -76,6 +79,9 @@ class Held:
 
     def put_back(self, copy: Copy) -> None:
         """Write the content of ``copy`` if the present one is another."""
+        if isinstance(self.value, Tensor) and self.value.requires_grad and not hasattr(copy, "learns"):
+            with suppress(RuntimeError):  # a view cannot
+                self.value.detach_().grad = None
         content = plain_of(self.value)
         if same_content(content, copy):
             return
@@ -148,6 +154,10 @@ class Contents:
             else:
                 held.look()
         return held
+
+    def restart(self) -> None:
+        """Count windows from the first one again."""
+        self._windows = 0
 
     def keep(self, values: Iterable[int]) -> None:
         """Watch only the values with these ``id``."""
@@ -226,6 +236,8 @@ def is_content(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return not value.dtype.hasobject
     local = local_of(value)
+    if local.is_nested or nn.parameter.is_lazy(local):
+        return False
     return is_plain(local) and not is_wrapper(local)
 
 

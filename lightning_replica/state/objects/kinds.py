@@ -5,7 +5,9 @@ in place, it cannot change, or it is opaque: then a change can at most be seen, 
 """
 
 import array
+import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import contextvars
 import ctypes
@@ -84,19 +86,22 @@ _IMMUTABLE: Final = (
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
     *(DataLoader, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
-    *(torch.distributed.Store, torch.jit.ScriptModule),
+    *(torch.distributed.Store, torch.jit.ScriptModule, torch.jit.ScriptFunction),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
     multiprocessing.synchronize.SemLock,
 )
 _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
 _LARGE_BYTES: Final = 2**24
+_LARGE_MEMORY: Final = 2**20  # bytes of ctypes, which are compared in every snapshot
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "_multiprocessing.")  # the last: locks
 # Part of something that runs: to put its attributes back would break it.
 LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),
     *(queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue),
-    multiprocessing.connection.Connection,
+    *(multiprocessing.connection.Connection, concurrent.futures.Future, asyncio.Future),
 )
+_CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
+_POINTERS: Final = "PzZOX"  # codes of the types of ctypes that hold addresses
 _STREAMS: Final = (io.BytesIO, io.StringIO)
 _ITERATORS: Final[tuple[type, ...]] = (
     *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(2**70))), type(iter("")), type(iter(b""))),
@@ -110,7 +115,7 @@ _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__"
 
 # They hold no state of the training, or none that a result depends on.
 HARMLESS: Final = (
-    *(weakref.ReferenceType, weakref.ProxyType, types.MappingProxyType),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType),
     *(type(functools.lru_cache(len)), types.TracebackType, types.FrameType, types.GetSetDescriptorType),
 )
 
@@ -124,6 +129,8 @@ def kind_of(value: Any) -> Kind:
     kind = _known.get(cls)
     if kind is None:
         kind = _known[cls] = kind_of_class(cls)
+    if kind is Kind.MEMORY and (ctypes.sizeof(value) > _LARGE_MEMORY or holds_addresses(cls)):
+        return Kind.OPAQUE
     return Kind.OPAQUE if kind is Kind.OBJECT and is_live(value) else kind
 
 
@@ -149,7 +156,9 @@ def kind_of_class(cls: type) -> Kind:
 
 def has_value(cls: type) -> bool:
     """Return whether instances of a class are numbers or texts that may have attributes, too."""
-    return issubclass(cls, VALUES) and cls not in VALUES and cls.__dictoffset__ != 0 and not issubclass(cls, enum.Enum)
+    if not issubclass(cls, VALUES) or cls in VALUES or issubclass(cls, enum.Enum):
+        return False
+    return cls.__dictoffset__ != 0 or bool(slots_of(cls))
 
 
 def value_of(value: Any) -> Any:
@@ -162,6 +171,7 @@ def value_of(value: Any) -> Any:
 
 
 _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
+    (Kind.OPAQUE, (weakref.ProxyType, weakref.CallableProxyType)),  # first: any question goes to what they stand for
     (Kind.CLOSED, _CLOSED),
     (Kind.ATOM, (random.SystemRandom,)),
     (Kind.TENSOR, (Tensor,)),
@@ -172,7 +182,8 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.SET, (set,)),
     (Kind.ARRAY, (np.ndarray,)),
     (Kind.BYTES, (bytearray, array.array)),
-    (Kind.MEMORY, (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)),
+    (Kind.MEMORY, _CTYPES),
+    (Kind.OPAQUE, (ctypes._Pointer,)),
     (Kind.STREAM, _STREAMS),
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
@@ -186,6 +197,29 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
 def _is_remote(cls: type) -> bool:
     """Return whether instances stand for something in another process, as those of a `multiprocessing.Manager`."""
     return any(base.__module__ == "multiprocessing.managers" for base in cls.__mro__)
+
+
+def holds_addresses(cls: Any) -> bool:
+    """Return whether objects of a class of ctypes hold addresses, which mean nothing later or elsewhere."""
+    if issubclass(cls, ctypes._SimpleCData):
+        return cls._type_ in _POINTERS
+    if issubclass(cls, ctypes.Array):
+        return holds_addresses(cls._type_)
+    if issubclass(cls, (ctypes.Structure, ctypes.Union)):
+        parts = [part for base in cls.__mro__ for part in vars(base).get("_fields_", ())]
+        return any(holds_addresses(part[1]) for part in parts)
+    return True
+
+
+def keeps_something(function: types.FunctionType) -> bool:
+    """Return whether a function has variables of a closure, attributes, or a default value that can change.
+
+    A function that names itself may give itself attributes.
+    """
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    closure = set(function.__code__.co_freevars) - {"__class__"}
+    attributes = vars(function) or function.__name__ in function.__code__.co_names
+    return bool(closure or attributes) or any(kind_of(value) is not Kind.ATOM for value in defaults)
 
 
 def is_live(value: Any) -> bool:
@@ -236,12 +270,14 @@ def iterator_of(function: Any, arguments: Iterable[Any], state: Any) -> Any:
 
 def probe(value: Any) -> Any:
     """Return something that shows whether an opaque value has changed; None if nothing does."""
+    if issubclass(type(value), (weakref.ProxyType, weakref.CallableProxyType)):
+        return None
     if isinstance(value, types.GeneratorType):
         return (-1, 0) if value.gi_frame is None else (value.gi_frame.f_lasti, value.gi_frame.f_lineno)
     if isinstance(value, ITERTOOLS):
         return repr(value) if " at 0x" not in repr(value) else None
     if isinstance(value, Tensor):
-        return write_count(value)
+        return None if nn.parameter.is_lazy(value) else write_count(value)
     if isinstance(value, queue.SimpleQueue):
         return value.qsize()
     if isinstance(value, io.IOBase):
@@ -252,7 +288,7 @@ def probe(value: Any) -> Any:
 
 def pickled_digest(value: Any) -> bytes | None:
     """Return a digest of what an opaque value is pickled as; None if it is large, or cannot be pickled."""
-    if _is_remote(type(value)):
+    if _is_remote(type(value)) or issubclass(type(value), (*_CTYPES, ctypes._Pointer)):
         return None
     try:
         if getattr(value, "nbytes", 0) > _LARGE_BYTES:

@@ -98,6 +98,8 @@ class Attributes(Record):
     def _names_in(self, now: Mapping[str, Any]) -> list[str]:
         if self.only is not None:
             return [each for each in self.only if each in now]
+        if isinstance(self.value, type):
+            return [each for each in now if each not in self.own and not is_special(each)]
         return [each for each in now if each not in self.own] if self.own else [*now]
 
     def children(self) -> Iterable[tuple[str, Any]]:
@@ -111,13 +113,16 @@ class Attributes(Record):
     def put_back(self, stands: Stands) -> None:
         now = _attributes_of(self.value)
         names = self._names_in(now)
+        registered = {name for name in self.names if is_registered(self.value, name)}
         if names != self.names:
-            for name in names:
+            # Other threads may read variables of modules and classes meanwhile; the order of these does not matter.
+            shared = isinstance(self.value, (types.ModuleType, type))
+            for name in set(names) - set(self.names) if shared else names:
                 delete_attribute(self.value, name)
         now = _attributes_of(self.value)
         for name, value in zip(self.names, self.values, strict=True):
             stand = stands(value)
-            if now.get(name, MISSING) is not stand and not is_registered(self.value, name):
+            if now.get(name, MISSING) is not stand and name not in registered:
                 set_attribute(self.value, name, stand)
 
     def renewed(self) -> "Attributes":
@@ -136,17 +141,36 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
 def set_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, without calling code of the object's class."""
     if isinstance(owner, type):
-        type.__setattr__(owner, name, value)
+        _of_metaclass(owner, "__setattr__")(owner, name, value)
     elif isinstance(owner, Tensor) and name in (_GRADIENT, _REQUIRES):
+        if not owner.is_leaf:  # it has become a part of a graph, in place
+            owner.detach_()
         setattr(owner, name, value)
     else:
         vars(owner)[name] = value
 
 
+def _of_metaclass(owner: type, method: str) -> Any:
+    """Return what changes a class: `type`'s method, or that of a metaclass in C, which refuses `type`'s."""
+    return getattr(type if type(owner).__setattr__ is type.__setattr__ or _in_python(owner) else type(owner), method)
+
+
+def _in_python(owner: type) -> bool:
+    """Return whether the metaclass of a class, or one that it is derived from, says in Python what to do."""
+    metaclass: Any = type(owner)
+    found = next(vars(each)["__setattr__"] for each in metaclass.__mro__ if "__setattr__" in vars(each))
+    return isinstance(found, types.FunctionType)
+
+
+def is_special(name: str) -> bool:
+    """Return whether Python itself sets an attribute of a class."""
+    return (name.startswith("__") and name.endswith("__")) or name.startswith("_abc_")
+
+
 def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute, without calling code of the object's class."""
     if isinstance(owner, type):
-        type.__delattr__(owner, name)
+        _of_metaclass(owner, "__delattr__")(owner, name)
     elif isinstance(owner, Tensor) and name in (_GRADIENT, _REQUIRES):
         owner.grad = None  # that it requires one is set, never deleted
     else:
@@ -175,9 +199,14 @@ class Slots(Record):
             if getattr(self.value, name, MISSING) is value:
                 continue
             if value is MISSING:
-                object.__delattr__(self.value, name)
+                slot_of(self.value, name).__delete__(self.value)
             else:
-                object.__setattr__(self.value, name, stands(value))  # a frozen dataclass has no other way
+                slot_of(self.value, name).__set__(self.value, stands(value))  # a frozen dataclass has no other way
+
+
+def slot_of(value: Any, name: str) -> Any:
+    """Return what the class of an object has under a name, as the descriptor of a slot; None if it has nothing."""
+    return next((vars(base)[name] for base in type(value).__mro__ if name in vars(base)), None)
 
 
 def base_of(value: Any) -> Any:
@@ -327,7 +356,7 @@ class Bytes(Record):
 
 
 class Memory(Record):
-    """The memory of an object of ctypes. One that points to other objects is left alone."""
+    """The memory of an object of ctypes that holds no addresses."""
 
     __slots__ = ("content",)
 
@@ -343,21 +372,14 @@ class Memory(Record):
 
 
 def memory_of(value: Any) -> bytes:
-    """Return the bytes of an object of ctypes; none if it points to other objects."""
-    return b"" if _points(value) else ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+    """Return the bytes of an object of ctypes."""
+    return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
 
 
 def fill_memory(value: Any, content: bytes) -> None:
     """Write into an object of ctypes what `memory_of` has returned."""
-    if not _points(value) and len(content) == ctypes.sizeof(value):
+    if len(content) == ctypes.sizeof(value):
         ctypes.memmove(ctypes.addressof(value), content, len(content))
-
-
-def _points(value: Any) -> bool:
-    """Return whether an object of ctypes keeps others alive, besides the memory that it lies in."""
-    kept = value._objects
-    kept = list(kept.values()) if isinstance(kept, dict) else [] if kept is None else [kept]
-    return not all(isinstance(each, memoryview) for each in kept)
 
 
 class Stream(Record):
@@ -476,11 +498,9 @@ class Variable(Record):
 
 def content_of(variable: types.CellType | ContextVar[Any]) -> Any:
     """Return what a variable of a closure or of a context holds; `MISSING` if it holds nothing."""
-    if isinstance(variable, ContextVar):
-        return variable.get(MISSING)
     try:
-        return variable.cell_contents
-    except ValueError:
+        return variable.get() if isinstance(variable, ContextVar) else variable.cell_contents
+    except (LookupError, ValueError):
         return MISSING
 
 

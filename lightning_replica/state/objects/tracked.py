@@ -78,11 +78,17 @@ class Tracked:
         self._last = Taken()
 
     def begin(self, roots: Sequence[Root], anchors: Anchors) -> None:
-        """Count what objects hold now as unchanged."""
+        """Count what objects hold now as unchanged; may be called again, with other roots."""
+        self._recorder.restart()
         self._first = self._recorder.take(roots, anchors)
         self._existing = self._first.by_name()
         self._names = {id(value): name for name, value in self._existing.items()}
         self._last = Taken()
+
+    @property
+    def classes(self) -> set[type]:
+        """The classes of all objects that were reachable in the beginning."""
+        return set() if self._first is None else {type(record.value) for record in self._first.records.values()}
 
     def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""
@@ -121,6 +127,8 @@ class Tracked:
         for name, attributes in sent:
             if name in by_name:
                 decoder.put_attributes(by_name[name], name, attributes)
+            elif name != LEFT_OUT:
+                self._report(name, "it is not there in this process, so what it held is lost", "once")
         self._recorder.forget()
 
     def begin_to_save(self, taken: Taken) -> None:

@@ -85,6 +85,7 @@ from lightning_replica.state.objects.records import (
     refer,
     set_attribute,
     set_content,
+    slot_of,
 )
 
 _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
@@ -621,10 +622,11 @@ class Decoder:
             value = self._decode(each, now, f"{name}.{attribute}")
             if value is MISSING:
                 continue
-            if hasattr(made, "__dict__") and (attribute in attributes or not hasattr(type(made), attribute)):
-                attributes[attribute] = value
+            slot = slot_of(made, attribute)
+            if hasattr(type(slot), "__set__") and attribute not in attributes:
+                slot.__set__(made, value)
             else:
-                object.__setattr__(made, attribute, value)
+                attributes[attribute] = value
 
 
 def _filled(current: Any, array_: Any) -> Any:
