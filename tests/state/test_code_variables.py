@@ -1,6 +1,11 @@
 """Global variables of the user's modules, and attributes of classes and functions: which are found, and put back."""
 
+import ctypes
 import functools
+import multiprocessing
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +24,7 @@ ANCHORS = Anchors({})
 COUNT = 0
 LATER: Any  # there is none before the first step
 SEEN: list[int] = []
+DATASET = [{"id": number} for number in range(200)]
 WEIGHT = torch.zeros(2)
 UNUSED = 0
 
@@ -136,3 +142,117 @@ def test_numbers_and_texts_with_attributes(base: Any) -> None:
     value.more = 1
     taken.put_back(inexact.report)
     assert (holder.value, holder.value.note, hasattr(value, "more")) == (value, [1], False)
+
+
+def goes_back(change: Callable[[Any], None], shown: Callable[[Any], Any], **attributes: Any) -> Inexact:
+    holder = type("Holder", (), {})()
+    vars(holder).update(attributes)
+    records, inexact = recorder()
+    taken, before = records.take([Root(holder, "it")], ANCHORS), shown(holder)
+    change(holder)
+    assert shown(holder) != before
+    taken.put_back(inexact.report)
+    assert shown(holder) == before
+    return inexact
+
+
+class Pair(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int), ("values", ctypes.c_double * 2))
+
+
+class Pointing(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int), ("text", ctypes.c_char_p))
+
+
+def test_memory_of_ctypes() -> None:
+    def change(it: Any) -> None:
+        it.pair.count, it.pair.values[1], it.shared.value = 3, 0.5, 7
+
+    def shown(it: Any) -> Any:
+        return it.pair.count, it.pair.values[1], it.shared.value
+
+    assert not goes_back(change, shown, pair=Pair(), shared=multiprocessing.Value("i", 1)).known
+
+
+@pytest.mark.parametrize("value", [Pointing(1, b"text"), ctypes.c_void_p(5), (ctypes.c_char * 2**21)()])
+def test_memory_that_is_large_or_holds_addresses_is_named(value: Any) -> None:
+    records, inexact = recorder()
+    holder = type("Holder", (), {})()
+    holder.value = value
+    records.take([Root(holder, "it")], ANCHORS).put_back(inexact.report)
+    assert list(inexact.known) == ["it.value"]
+
+
+class Local(threading.local):
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        self.slot, self.count = 1, 1
+
+
+class Text(str):
+    __slots__ = ("slot",)
+
+
+def test_slots_of_all_kinds() -> None:
+    text = Text("text")
+    text.slot = 1  # type: ignore[attr-defined]
+
+    def change(it: Any) -> None:
+        it.local.slot = it.local.count = it.text.slot = 2
+
+    def shown(it: Any) -> Any:
+        return it.local.slot, it.local.count, it.text.slot
+
+    assert not goes_back(change, shown, local=Local(), text=text).known
+
+
+def test_a_leaf_that_became_a_part_of_a_graph() -> None:
+    def change(it: Any) -> None:
+        it.plain += torch.ones(2, requires_grad=True)
+        it.marked.data = torch.zeros(3)
+
+    def shown(it: Any) -> Any:
+        return [(each.requires_grad, each.is_leaf, each.tolist()) for each in (it.plain, it.marked)]
+
+    marked: Any = torch.ones(2, requires_grad=True)
+    marked.sum().backward()
+    assert not goes_back(change, shown, plain=torch.zeros(2), marked=marked).known
+    assert marked.grad.tolist() == [1, 1]
+
+
+def test_a_tensor_that_is_learnt_later() -> None:
+    def change(it: Any) -> None:
+        it.tensor.requires_grad_().sum().backward()
+
+    assert not goes_back(change, lambda it: (it.tensor.requires_grad, it.tensor.grad), tensor=torch.zeros(2)).known
+
+
+class Refuses:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise RuntimeError("not configured")
+        return object.__getattribute__(self, name)
+
+
+def test_what_cannot_be_looked_at_is_named() -> None:
+    class Gone:
+        """Nothing refers to it when it is looked at."""
+
+    def change(it: Any) -> None:
+        it.count += 1
+
+    inexact = goes_back(change, lambda it: it.count, count=1, refuses=Refuses(), dead=weakref.proxy(Gone()))
+    assert list(inexact.known) == ["it.refuses"]
+
+
+def test_a_dataset_in_memory_takes_no_room_of_the_models() -> None:
+    records, inexact = recorder()
+    holder = type("Holder", (), {})()
+    holder.seen = []
+    roots = [Root(holder, "it"), Root(sys.modules[__name__], "globals", only=("DATASET",), most=100)]
+    taken = records.take(roots, ANCHORS)
+    holder.seen.append(1)
+    taken.put_back(inexact.report)
+    assert holder.seen == []
+    assert list(inexact.known) == ["globals.DATASET"]

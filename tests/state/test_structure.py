@@ -1,5 +1,7 @@
 """The structure of a model: pruned, put back, and followed by one that was built anew."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -156,6 +158,34 @@ def test_hooks_of_others_stay() -> None:
     structure.put_back(net)
     assert [hook.__name__ for hook in net[1]._forward_hooks.values()] == ["forward"]
     assert len(net[0]._forward_pre_hooks) == 1
+
+
+def test_hooks_of_parameters_go_back() -> None:
+    net = model()
+    weight = tensor_of(net[0].weight)
+    structure = Structure.of(Tree.of(net))
+    for _ in range(2):
+        weight.register_hook(lambda gradient: gradient / 2)
+        structure.put_back(net)
+        net(torch.ones(2, 4)).sum().backward()
+        whole, weight.grad = weight.grad, None
+    handle = weight.register_hook(lambda gradient: gradient / 2)
+    structure = Structure.of(Tree.of(net))
+    handle.remove()
+    structure.put_back(net)
+    net(torch.ones(2, 4)).sum().backward()
+    assert weight.grad is not None
+    assert whole is not None
+    assert torch.equal(weight.grad, whole / 2)
+
+
+def test_a_table_of_hooks_that_is_another_one() -> None:
+    net = model()
+    net[0].register_forward_hook(scales)
+    before, structure = hooks_of(net), Structure.of(Tree.of(net))
+    net[0]._forward_hooks = OrderedDict()
+    structure.put_back(net)
+    assert hooks_of(net) == before
 
 
 def hooks_of(net: nn.Module) -> list[list[object]]:

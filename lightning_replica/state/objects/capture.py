@@ -201,7 +201,7 @@ def _tell_of(record: Unknown, report: Report) -> None:
     changed, what = record.has_changed(), describe(record.value)
     if changed:
         report(record.name, f"it is a {what}, which has changed and cannot be restored")
-    elif changed is None and not isinstance(record.value, HARMLESS):
+    elif changed is None and not issubclass(type(record.value), HARMLESS):
         report(record.name, f"it is a {what}, and nothing shows whether it changes", "unknown")
 
 
@@ -335,7 +335,7 @@ class Recorder:
                 yield ~key, Attributes(value, name)
         elif kind is Kind.OBJECT:
             if hasattr(value, "__dict__"):
-                yield id(value), Attributes(value, name, _empty_tables_of(value))
+                yield id(value), Attributes(value, name)
             if slots_of(type(value)):
                 yield ~id(value), Slots(value, name)
         else:
@@ -464,18 +464,6 @@ class _Modules:
             return []
         self._note()
         return self._ids
-
-
-_TABLES: Final = frozenset(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name
-)
-
-
-def _empty_tables_of(value: Any) -> frozenset[str]:
-    """Return the names of a module's tables of hooks that are empty: there are 14 of them in each."""
-    if not isinstance(value, nn.Module):
-        return frozenset()
-    return frozenset(name for name in _TABLES if not vars(value).get(name))
 
 
 def _is_of_a_module(value: dict[Any, Any]) -> bool:

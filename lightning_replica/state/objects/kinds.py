@@ -93,7 +93,7 @@ _CLOSED: Final = (
 _IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
 _LARGE_BYTES: Final = 2**24
 _LARGE_MEMORY: Final = 2**20  # bytes of ctypes, which are compared in every snapshot
-_CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "_multiprocessing.")  # the last: locks
+_CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "torch._ops.", "_multiprocessing.")
 # Part of something that runs: to put its attributes back would break it.
 LIVE: Final = (
     *(threading.Thread, socket.socket, io.IOBase, subprocess.Popen, multiprocessing.process.BaseProcess),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
+    HARMLESS,
     Kind,
     closure_of,
     iterator_of,
@@ -617,7 +618,8 @@ class Unknown(Record):
     @property
     def advances(self) -> bool:
         """Whether it is an iterator of which nothing shows how far it has come."""
-        return self.mark is None and hasattr(self.value, "__next__")
+        cls = type(self.value)
+        return self.mark is None and hasattr(cls, "__next__") and not issubclass(cls, HARMLESS)
 
     def is_same(self) -> bool:
         return bool(probe(self.value) == self.mark)
@@ -663,7 +665,7 @@ def refer(function: Any, parts: Mapping[str, Any]) -> None:
 def wake_waiting(values: Iterable[Any]) -> None:
     """Wake the threads that wait at conditions, as those of a queue: what they wait for may be true now."""
     for value in values:
-        if isinstance(value, threading.Condition) and value.acquire(blocking=False):
+        if issubclass(type(value), threading.Condition) and value.acquire(blocking=False):
             try:
                 value.notify_all()
             finally:
