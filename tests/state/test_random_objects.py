@@ -107,8 +107,9 @@ def change(value: Any, dice: random.Random, builder: Builder, met: set[int]) -> 
         return
     met.add(id(value))
     acts = dice.random() < 0.5
-    if isinstance(value, torch.Tensor) and value.requires_grad and acts:
-        value.sum().backward()
+    if isinstance(value, torch.Tensor) and value.requires_grad and acts and not value.is_inference():
+        with torch.inference_mode(False), torch.enable_grad():  # it may be a hook of a validation
+            value.sum().backward()
     elif isinstance(value, torch.Tensor):
         value.data.add_(acts)
     elif isinstance(value, np.ndarray):
