@@ -29,7 +29,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # torch.testing, which other tests import, forbids to set some.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "flags_frozen", lambda: False)
     before = torch_settings.take()
     yield
     torch_settings.put_back(before)

@@ -352,7 +352,7 @@ class Decoder:
                 return current
             return self.anchored[rest[0]]
         if kind == "#":
-            if rest[0] not in self._made:
+            if rest[0] not in self._made and current is MISSING:
                 self.report(name, "a tuple that leads to itself cannot be sent to a replacement", "once")
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
