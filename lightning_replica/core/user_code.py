@@ -7,7 +7,10 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +21,7 @@ _OTHERS: Final = tuple(
 )
 _WRAPPERS: Final = (types.FunctionType, type(functools.lru_cache(len)))
 _READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_FRAMEWORK: Final = (__name__.partition(".")[0], "lightning_utilities", "torch")
 _MANY: Final = 1000  # items of a table of functions that are looked at
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))  # in an environment, of a user, of Debian
 
@@ -44,6 +48,9 @@ class UserCode:
             class is derived from counts.
         classes: Further classes.
         without: Classes that are not followed, nor those derived from them.
+
+    Attributes:
+        problem: Why some code could not be followed; empty if all could.
     """
 
     def __init__(
@@ -51,13 +58,19 @@ class UserCode:
     ) -> None:
         self._without = without
         of_objects = dict.fromkeys(map(type, objects))
-        self._followed = {module_of(cls): not _is_of_others(module_of(cls)) for cls in of_objects}
+        self._followed = {module_of(cls): not is_of_framework(module_of(cls)) for cls in of_objects}
         self._classes: dict[type, None] = {}
         self._functions: dict[types.CodeType, frozenset[str]] = {}
         self._names: dict[str, set[str]] = {}
         self._written: dict[str, set[str]] = {}
-        for cls in (*of_objects, *classes):
-            self._add_class(cls)
+        self._ahead: list[Callable[[], None]] = []
+        self._ahead += [partial(self._add_class, cls) for cls in (*of_objects, *classes)][::-1]
+        self.problem = ""
+        while self._ahead:  # no recursion: functions may call each other in long chains
+            try:
+                self._ahead.pop()()
+            except Exception as error:  # classes and variables are of any kind, and may run code when they are asked
+                self.problem = f"some code cannot be followed ({type(error).__name__}: {error})"
 
     @property
     def classes(self) -> Collection[type]:
@@ -90,8 +103,10 @@ class UserCode:
                 continue
             self._classes[base] = None
             for value in vars(base).values():
-                for function in _functions_in(value):
-                    self._add_function(function)
+                self._add_functions_of(value)
+
+    def _add_functions_of(self, value: Any) -> None:
+        self._ahead += [partial(self._add_function, function) for function in _functions_in(value)]
 
     def _follows(self, module: Any) -> bool:
         if not isinstance(module, str):  # of a class that was made by hand
@@ -105,8 +120,8 @@ class UserCode:
         if function.__code__ in self._functions:
             return
         names = self._functions[function.__code__] = frozenset()
-        for inner in _enclosed_in(function):
-            self._add_function(inner)
+        for content in _enclosed_in(function):
+            self._add_functions_of(content)
         name = function.__globals__.get("__name__", "")
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__dict__", None) is function.__globals__ and self._follows(name):
@@ -119,10 +134,9 @@ class UserCode:
         new = [name for name in names if name not in known]
         known.update(new)
         for name in new:
-            value = vars(module).get(name)
-            self._add_value(value, names)
-            if name not in vars(module):  # imported where it is used
-                self._add_value(sys.modules.get(name), names)
+            now = vars(module)
+            value = now[name] if name in now else sys.modules.get(name)  # the latter: imported where it is used
+            self._ahead.append(partial(self._add_value, value, names))
 
     def _add_value(self, value: Any, names: Collection[str]) -> None:
         cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
@@ -133,13 +147,11 @@ class UserCode:
             self._add_class(value)
         elif issubclass(cls, (list, tuple, dict)):  # a table of functions
             items = value.values() if issubclass(cls, dict) else value
-            for item in list(items)[:_MANY]:
-                for function in _functions_in(item):
-                    self._add_function(function)
+            for item in islice(items, _MANY):
+                self._add_functions_of(item)
         else:
             self._add_class(cls)
-            for function in _functions_in(value):
-                self._add_function(function)
+            self._add_functions_of(value)
 
 
 def is_users_class(cls: type) -> bool:
@@ -154,8 +166,9 @@ def module_of(cls: type) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _is_of_others(module: str) -> bool:
-    return is_of_lightning(module) or module.partition(".")[0] in ("torch", __name__.partition(".")[0])
+def is_of_framework(module: str) -> bool:
+    """Return whether a module belongs to Lightning, torch or this package."""
+    return is_of_lightning(module) or module.partition(".")[0] in _FRAMEWORK
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
@@ -176,13 +189,11 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
             each = getattr(each, "__wrapped__", None)
 
 
-def _enclosed_in(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """Yield the functions in the closure of a function, as that which a decorator has got."""
+def _enclosed_in(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what is in the closure of a function, as the function that a decorator has got."""
     for cell in function.__closure__ or ():
-        try:
-            yield from _functions_in(cell.cell_contents)
-        except ValueError:  # it is empty
-            continue
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
 
 
 def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> bool:

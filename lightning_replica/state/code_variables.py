@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from lightning_replica.core.user_code import UserCode
 from lightning_replica.state.objects.capture import Root
+from lightning_replica.state.objects.kinds import is_made_in_python
 from lightning_replica.state.objects.records import is_special
 
 GLOBALS: Final = "globals of "
@@ -23,7 +24,6 @@ _NO_STATE: Final = (
     *(types.ModuleType, type, types.BuiltinFunctionType, types.MethodType),
     *(staticmethod, classmethod, property, functools.cached_property),
 )
-_MADE_IN_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 def variables_of(code: UserCode) -> Iterator[Root]:
@@ -51,5 +51,5 @@ def _is_state(value: Any) -> bool:
     cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
     if cls is types.FunctionType:  # another one may take its place
         return True
-    is_slot = hasattr(cls, "__get__") and not cls.__flags__ & _MADE_IN_PYTHON
+    is_slot = hasattr(cls, "__get__") and not is_made_in_python(cls)
     return not (is_slot or issubclass(cls, _NO_STATE))

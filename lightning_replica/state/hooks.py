@@ -53,8 +53,9 @@ class Hooks:
         """Register what was registered then, and nothing else. Hooks that are not the user's stay as they are."""
         then = {(id(owner), name): entries for owner, name, entries in self.tables}
         users = {number for *_, entries in self.tables for number, hook in entries.items() if _is_users(hook)}
-        now = {(id(owner), name): (owner, name) for owner, name, _ in (*self.tables, *_filled(tree))}
-        users |= {number for *_, table in _filled(tree) for number, hook in table.items() if _is_users(hook)}
+        filled = list(_filled(tree))
+        now = {(id(owner), name): (owner, name) for owner, name, _ in (*self.tables, *filled)}
+        users |= {number for *_, table in filled for number, hook in table.items() if _is_users(hook)}
         for key, (owner, name) in now.items():
             table, before = getattr(owner, name), then.get(key, {})
             if table is None:

@@ -55,7 +55,6 @@ _OF_TENSORS: Final = frozenset((*OF_PARAMETERS, "grad", "requires_grad", "persis
 _PLAIN: Final = (Tensor, nn.Parameter)
 GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take more do not go back
 _HOOKS: Final = "hooks of "
-_NOT_USERS: Final = ("lightning_replica.", "torch.")
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
@@ -211,8 +210,8 @@ class _Variables:
         self._roots: list[Root] = []
 
     def learn(self, classes: Iterable[type]) -> bool:
-        """Follow the code of further classes, too. Return whether there is any of the user's among them."""
-        self._learnt = set(filter(is_users_class, classes))
+        """Follow the code of further classes, too. Return whether there is any of the user's that is not known yet."""
+        self._learnt = set(filter(is_users_class, classes)) - self._classes
         return bool(self._learnt)
 
     def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
@@ -220,13 +219,10 @@ class _Variables:
         objects = _objects_of(trainer)
         classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers), *self._learnt}
         if classes != self._classes:
-            self._classes, self._roots = classes, []
-            try:
-                code = UserCode(objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)))
-                self._roots = [*variables_of(code)]
-            except Exception as error:  # classes may be of any kind, and run code of their own when they are asked
-                why = f"they cannot be found ({type(error).__name__}: {error}), so what changes does not go back"
-                self._report("variables of your code", why)
+            code = UserCode(objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)))
+            self._classes, self._roots = classes, [*variables_of(code)]
+            if code.problem:
+                self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")
         return self._roots
 
 

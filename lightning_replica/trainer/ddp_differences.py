@@ -37,8 +37,9 @@ def differences_from_ddp(
         yield (
             f"no optimizer of `configure_optimizers` has {shown}: gradients of such parameters are not averaged over"
             " ranks, as DDP does. If your code updates them, ranks drift apart; if not, set requires_grad=False."
-            + (" They are too large to go back after a fault." if _bytes_of(module, left) > GRADIENTS_BYTES else "")
         )
+        if sum(module.get_parameter(name).nbytes for name in left) > GRADIENTS_BYTES:
+            yield f"the gradients of {shown} are too large to go back after a fault."
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if any(step_hooks_of(optimizer)):
@@ -58,10 +59,6 @@ def differences_from_ddp(
                 f"{methods} of {name} may use its state, of which each rank has a shard only: outside of `step`,"
                 " `state[parameter]` is empty here."
             )
-
-
-def _bytes_of(module: pl.LightningModule, names: Sequence[str]) -> int:
-    return sum(module.get_parameter(name).nbytes for name in names)
 
 
 def _overrides_step(cls: type[Optimizer]) -> bool:

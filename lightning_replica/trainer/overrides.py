@@ -9,15 +9,13 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning_names import pl
-from lightning_replica._compat.packages import is_of_lightning
-from lightning_replica.core.user_code import UserCode
+from lightning_replica.core.user_code import UserCode, is_of_framework
 
 log = logging.getLogger(__name__)
 
 # Hooks that run between a backward pass and the update. User code that overrides one wants to see gradients.
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE = (*_SEE_GRADIENTS, "configure_gradient_clipping")
-_KNOWN = (__name__.partition(".")[0], "lightning_utilities", "torch")  # packages whose code changes no weights here
 # Hooks that run once a batch. User code that overrides one may change weights there.
 _CHANGE_WEIGHTS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -55,7 +53,8 @@ def _who_names_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     users = [module, *(each for each in callbacks if _is_foreign(type(each).__module__))]
-    return UserCode(users, without=(Optimizer,)).reader_of("grad", not_of=("autograd", "func"))
+    code = UserCode(users, without=(Optimizer,))
+    return code.reader_of("grad", not_of=("autograd", "func")) or code.problem or None
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
@@ -114,4 +113,4 @@ def _places(hook: Any) -> Iterator[str]:
 
 
 def _is_foreign(module: str) -> bool:
-    return not is_of_lightning(module) and module.partition(".")[0] not in _KNOWN
+    return not is_of_framework(module)

@@ -71,18 +71,20 @@ def test_the_names_in_the_metadata_of_a_checkpoint_exist() -> None:
         assert all(hasattr(importlib.import_module(module), name) for name in inside), module
 
 
-def test_loops_are_saved_as_they_save_themselves() -> None:
-    module = BoringModel()
-    trainer = L.Trainer(
+def quiet(**options: Any) -> L.Trainer:
+    return L.Trainer(
         max_epochs=2,
-        limit_train_batches=3,
         limit_val_batches=1,
         accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
+
+
+def test_loops_are_saved_as_they_save_themselves() -> None:
+    module = BoringModel()
+    trainer = quiet(limit_train_batches=3, logger=False, enable_checkpointing=False)
     seen = []
 
     def compare(*_: Any) -> None:
@@ -98,17 +100,12 @@ def test_loops_are_saved_as_they_save_themselves() -> None:
 
 def test_attributes_of_a_trainer_that_are_not_the_users_are_known(tmp_path: Path) -> None:
     """Any other one goes back after a fault, as the user's."""
-    trainer = L.Trainer(
-        max_epochs=2,
+    trainer = quiet(
         limit_train_batches=4,
-        limit_val_batches=1,
         val_check_interval="00:00:00:01",
         check_val_every_n_epoch=None,
-        accelerator="cpu",
         log_every_n_steps=1,
         default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(BoringModel())
     trainer.test(BoringModel(), verbose=False)

@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torchmetrics import MeanMetric
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.user_code import UserCode
 from lightning_replica.state.code_variables import variables_of
+from lightning_replica.state.objects import capture
 from lightning_replica.state.objects.capture import Anchors, Recorder, Root
 from tests.chaos import zoo
 
@@ -226,6 +228,59 @@ def test_a_tensor_that_is_learnt_later() -> None:
         it.tensor.requires_grad_().sum().backward()
 
     assert not goes_back(change, lambda it: (it.tensor.requires_grad, it.tensor.grad), tensor=torch.zeros(2)).known
+
+
+def test_a_tensor_that_learns_from_some_step_on() -> None:
+    """It goes back to a step in which it did already, whether or not its values have changed since."""
+    holder = type("Holder", (), {})()
+    holder.tensor = torch.zeros(2)
+    records, inexact = recorder()
+    roots = [Root(holder, "it")]
+    records.take(roots, ANCHORS)
+    holder.tensor.requires_grad_()
+    records.take(roots, ANCHORS)
+    holder.tensor.sum().backward()
+    taken = records.take(roots, ANCHORS)
+    holder.tensor.sum().backward()
+    taken.put_back(inexact.report)
+    assert holder.tensor.requires_grad
+    assert holder.tensor.grad.tolist() == [1, 1]
+    assert not inexact.known
+
+
+def test_roots_are_known_however_many_objects_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_ALL", 1)
+    holders = [type("Holder", (), {})() for _ in range(2)]
+    for holder in holders:
+        holder.objects = [[number] for number in range(5)]
+    records, inexact = recorder()
+    roots = [Root(holder, f"it{number}") for number, holder in enumerate(holders)]
+    taken = records.take(roots, ANCHORS)
+    assert [taken.attributes_of(root).names for root in roots] == [["objects"], ["objects"]]
+    assert list(inexact.known) == ["it0.objects", "it1.objects"]
+
+
+def test_a_dict_whose_methods_say_something_else() -> None:
+    class Strict(dict[str, int]):
+        def get(self, key: str) -> int:  # type: ignore[override]
+            return self[key]
+
+    def change(it: Any) -> None:
+        it.strict["a"] += 1
+
+    assert not goes_back(change, lambda it: it.strict["a"], strict=Strict(a=1)).known
+
+
+def test_long_chains_and_odd_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"def f{number}(): return f{number + 1}()" for number in range(2000)]
+    lines += ["def f2000():", "    global COUNT", "    COUNT = 1", "class Calls:", "    go = f0"]
+    module = types.ModuleType("chained")
+    module.__file__ = __file__
+    exec(compile("\n".join(lines), __file__, "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "chained", module)
+    found = UserCode([], [vars(module)["Calls"]])
+    assert found.problem == ""
+    assert found.written["chained"] == {"COUNT"}
 
 
 class Refuses:

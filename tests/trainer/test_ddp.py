@@ -46,6 +46,13 @@ def test_two_ranks_end_with_the_bits_of_ddp(part: int, tmp_path: Path) -> None:
             check(name, ddp, each)
 
 
+def test_gradients_are_whole_where_code_reads_them_after_the_update(tmp_path: Path) -> None:
+    """With two holders of each of two shards, every gradient is whole anyway."""
+    name = "gradients_seen_after_the_update"
+    ddp, (ours,) = both.compare({name: [{"replicas": 1}]}, tmp_path)[name]
+    check(name, ddp, ours)
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_four_ranks_differ_in_the_order_of_summation_only(replicas: int, tmp_path: Path) -> None:
     names = ["plain", "accumulation", "momentum", "unused", "gan", "images_with_batch_norm", "own_clipping"]

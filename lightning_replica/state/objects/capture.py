@@ -246,7 +246,10 @@ class Recorder:
             changed = True
         else:
             changed = self._renew(window, whole)
-        if self._contents.refresh(window, whole) or changed:
+        written = self._contents.refresh(window, whole)
+        if any(held.learns and ~id(held.value) not in self._records for held in written):
+            self._walk()  # from now on it may have a gradient
+        if written or changed:
             copies = [(held, held.copy) for held in self._contents.held.values()]
             self._last = Capture(roots, dict(self._records), copies)
         return self._last
@@ -278,7 +281,7 @@ class Recorder:
         ahead = [(key, first, container)]
         while ahead:
             key, record, inside = ahead.pop()
-            if len(self._records) + _size_of(record) >= self._most:
+            if record is not first and len(self._records) + _size_of(record) >= self._most:
                 self._report(_whole(record.name), "too many objects are reachable: changes in some are not seen")
                 continue
             record = self._known(key, record)
@@ -468,8 +471,8 @@ class _Modules:
 
 def _is_of_a_module(value: dict[Any, Any]) -> bool:
     """Return whether a dict holds the variables of a module of Python: only those that code names count."""
-    module = sys.modules.get(str(value.get("__name__", "")))
-    return getattr(module, "__dict__", None) is value
+    name = value.get("__name__") if type(value) is dict else None
+    return isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is value
 
 
 def leads_of(module: nn.Module, own: frozenset[str]) -> int:

@@ -47,6 +47,8 @@ class Held:
         follows: Whether it has been seen to change.
         seen: The window in which a part of it was last compared.
         changes: How often it has been seen to change.
+        learns: Whether it is a tensor that required a gradient when it was last taken. Copies have an attribute of
+            this name if it did.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -56,6 +58,7 @@ class Held:
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
+        self.learns = _learns(value)
         self._sample: Copy = None
         self._place = 0
         self.writes = self._count()
@@ -70,16 +73,17 @@ class Held:
         self.writes = self._count()
         self.copy = copy_of(self.value)
         self.nbytes = self.copy.nbytes
-        if isinstance(self.value, Tensor) and self.value.requires_grad:
+        self.learns = _learns(self.value)
+        if self.learns:
             self.copy.learns = True
 
     def is_written(self) -> bool:
-        """Return whether torch has counted a write since the last copy or look."""
-        return self._count() != self.writes
+        """Return whether torch has counted a write since the last copy or look, or whether it learns has changed."""
+        return self._count() != self.writes or _learns(self.value) != self.learns
 
     def put_back(self, copy: Copy) -> None:
         """Write the content of ``copy`` if the present one is another."""
-        if isinstance(self.value, Tensor) and self.value.requires_grad and not hasattr(copy, "learns"):
+        if _learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
             with suppress(RuntimeError):  # a view cannot
                 self.value.detach_().grad = None
         content = plain_of(self.value)
@@ -98,7 +102,7 @@ class Held:
         """Compare a part with what it held when it was last looked at; look at another part from then on."""
         row = _row(self.value)
         changed = self.is_written() or (self._sample is not None and not same_content(self._part(row), self._sample))
-        self.writes = self._count()
+        self.writes, self.learns = self._count(), _learns(self.value)
         if self.copy is None:
             self._place = (self._place + _PART) % max(1, len(row) - _PART + 1)
             self._sample = copy_of(self._part(row))
@@ -113,6 +117,10 @@ class Held:
 
     def _part(self, row: Any) -> Any:
         return row[self._place : self._place + _PART]
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def late(windows: int) -> str:

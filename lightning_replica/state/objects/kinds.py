@@ -119,6 +119,7 @@ HARMLESS: Final = (
     *(type(functools.lru_cache(len)), types.TracebackType, types.FrameType, types.GetSetDescriptorType),
 )
 
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _slots: dict[type, tuple[str, ...]] = {}
 _known: dict[type, Kind] = dict.fromkeys(ATOMS, Kind.ATOM)
 
@@ -152,6 +153,11 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.CLOSED
     has_state = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
     return Kind.OBJECT if has_state else Kind.OPAQUE
+
+
+def is_made_in_python(cls: type) -> bool:
+    """Return whether a class was made by a class statement, and not in C."""
+    return bool(cls.__flags__ & _HEAP_TYPE)
 
 
 def has_value(cls: type) -> bool:

@@ -153,14 +153,8 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
 
 def _of_metaclass(owner: type, method: str) -> Any:
     """Return what changes a class: `type`'s method, or that of a metaclass in C, which refuses `type`'s."""
-    return getattr(type if type(owner).__setattr__ is type.__setattr__ or _in_python(owner) else type(owner), method)
-
-
-def _in_python(owner: type) -> bool:
-    """Return whether the metaclass of a class, or one that it is derived from, says in Python what to do."""
     metaclass: Any = type(owner)
-    found = next(vars(each)["__setattr__"] for each in metaclass.__mro__ if "__setattr__" in vars(each))
-    return isinstance(found, types.FunctionType)
+    return getattr(type if isinstance(getattr(metaclass, method), types.FunctionType) else metaclass, method)
 
 
 def is_special(name: str) -> bool:

@@ -51,6 +51,7 @@ from lightning_replica.state.objects.kinds import (
     closure_of,
     describe,
     has_value,
+    is_made_in_python,
     iterator_of,
     kind_of,
     kind_of_class,
@@ -90,7 +91,6 @@ from lightning_replica.state.objects.records import (
 
 _OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
-_MADE_IN_PYTHON: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _EMPTY_BODY: Final = frozenset(
     ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__")
 )
@@ -599,6 +599,9 @@ class Decoder:
         if made is None:
             self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return current
+        return self._with_attributes(number, made, pairs, name)
+
+    def _with_attributes(self, number: int, made: Any, pairs: list[Any], name: str) -> Any:
         self._keep(number, made)
         self._set_attributes(made, pairs, name)
         return made
@@ -610,9 +613,7 @@ class Decoder:
         if made is None:
             self.report(name, f"a {cls} cannot be made in a replacement", "once")
             return current
-        self._keep(number, made)
-        self._set_attributes(made, pairs, name)
-        return made
+        return self._with_attributes(number, made, pairs, name)
 
     def _set_attributes(self, made: Any, pairs: list[Any], name: str) -> None:
         wanted = {attribute for attribute, _ in pairs}
@@ -787,7 +788,7 @@ def _new(cls: str, empty: Any) -> Any:
     if empty is not None and not issubclass(found, type(empty)):
         return None
     # The class that decides over the memory: `object`, or one in C as `types.SimpleNamespace`.
-    base: Any = next(each for each in found.__mro__ if not each.__flags__ & _MADE_IN_PYTHON)
+    base: Any = next(each for each in found.__mro__ if not is_made_in_python(each))
     try:
         return base.__new__(found)
     except TypeError:
