@@ -1,7 +1,6 @@
 """Which code is the user's: neither this package's, nor installed, nor Python's own. And what that code names."""
 
 import dis
-import enum
 import functools
 import os
 import sys
@@ -53,9 +52,7 @@ class UserCode:
         problem: Why some code could not be followed; empty if all could.
     """
 
-    def __init__(
-        self, objects: Iterable[Any], classes: Iterable[type] = (), without: tuple[type, ...] = (enum.Enum,)
-    ) -> None:
+    def __init__(self, objects: Iterable[Any], classes: Iterable[type] = (), without: tuple[type, ...] = ()) -> None:
         self._without = without
         of_objects = dict.fromkeys(map(type, objects))
         self._followed = {module_of(cls): not is_of_framework(module_of(cls)) for cls in of_objects}

@@ -11,6 +11,7 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
+import enum
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning import OF_TRAINER
-from lightning_replica._compat.lightning_names import pl
+from lightning_replica._compat.lightning_names import Accelerator, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, warn
@@ -55,6 +56,8 @@ _OF_TENSORS: Final = frozenset((*OF_PARAMETERS, "grad", "requires_grad", "persis
 _PLAIN: Final = (Tensor, nn.Parameter)
 GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take more do not go back
 _HOOKS: Final = "hooks of "
+# Accelerators stand for devices, which no rollback moves. Members of an enum are constants.
+_NO_STATE: Final = (enum.Enum, Accelerator)
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
@@ -219,7 +222,7 @@ class _Variables:
         objects = _objects_of(trainer)
         classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers), *self._learnt}
         if classes != self._classes:
-            code = UserCode(objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)))
+            code = UserCode(objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)), _NO_STATE)
             self._classes, self._roots = classes, [*variables_of(code)]
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")

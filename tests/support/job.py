@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,6 @@ from lightning_replica.core.grids import Grids
 from lightning_replica.core.points import listen
 from lightning_replica.launch.beacons import HangLimits
 from lightning_replica.sharding.state import ShardedState
-from tests.support import simulated_npu
 from tests.support.accelerators import accelerator
 from tests.support.doubles import overriding
 from tests.support.trainers import state_of, strategy_of
@@ -115,7 +115,8 @@ class Fault:
                 raise MemoryError(f"at {point} of step {step}")
             if self.kind.startswith("npu "):
                 assert state is not None
-                simulated_npu.fail(self.kind.removeprefix("npu "), state)
+                # by its name as a text: a device is no state of the user's code, which goes back with the step
+                import_module("tests.support.simulated_npu").fail(self.kind.removeprefix("npu "), state)
             if self.kind == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.kind == "sleep":

@@ -60,7 +60,7 @@ def test_torchrun_restarts_all_ranks(untouched: dict[str, str], tmp_path: Path) 
     process = torchrun("raise and kill", "1", GASP=str(tmp_path))
     output = finish(process)
     assert process.returncode == 0, output
-    assert "recovered at step 2" in output
+    assert "recovered at step 2" in output, output
     assert output.count(f"resumes from {tmp_path}/step_00000003.") == 1
     assert results(output) == untouched
 
