@@ -46,14 +46,23 @@ class UserCode:
         objects: The user's objects. Of an object whose class is Lightning's, torch's or this package's, only what the
             class is derived from counts.
         classes: Further classes.
+        values: Further objects, classes and functions, which count as if the code named them.
         without: Classes that are not followed, nor those derived from them.
+        without_methods: Names of methods that are not followed.
 
     Attributes:
         problem: Why some code could not be followed; empty if all could.
     """
 
-    def __init__(self, objects: Iterable[Any], classes: Iterable[type] = (), without: tuple[type, ...] = ()) -> None:
-        self._without = without
+    def __init__(
+        self,
+        objects: Iterable[Any],
+        classes: Iterable[type] = (),
+        values: Iterable[Any] = (),
+        without: tuple[type, ...] = (),
+        without_methods: Collection[str] = (),
+    ) -> None:
+        self._without, self._without_methods = without, without_methods
         of_objects = dict.fromkeys(map(type, objects))
         self._followed = {module_of(cls): not is_of_framework(module_of(cls)) for cls in of_objects}
         self._classes: dict[type, None] = {}
@@ -61,6 +70,7 @@ class UserCode:
         self._names: dict[str, set[str]] = {}
         self._written: dict[str, set[str]] = {}
         self._ahead: list[Callable[[], None]] = []
+        self._ahead += [partial(self._add_value, value) for value in values]
         self._ahead += [partial(self._add_class, cls) for cls in (*of_objects, *classes)][::-1]
         self.problem = ""
         while self._ahead:  # no recursion: functions may call each other in long chains
@@ -94,13 +104,18 @@ class UserCode:
         using = (code for code, names in self._functions.items() if names & {attribute, "getattr"})
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
+    def caller_of(self, functions: Collection[str]) -> str | None:
+        """Return the name of a function that names one of ``functions``; None if none does."""
+        return next((code.co_name for code, names in self._functions.items() if names & set(functions)), None)
+
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__:
             if base in self._classes or issubclass(base, self._without) or not self._follows(module_of(base)):
                 continue
             self._classes[base] = None
-            for value in vars(base).values():
-                self._add_functions_of(value)
+            for name, value in vars(base).items():
+                if name not in self._without_methods:
+                    self._add_functions_of(value)
 
     def _add_functions_of(self, value: Any) -> None:
         self._ahead += [partial(self._add_function, function) for function in _functions_in(value)]
@@ -135,7 +150,7 @@ class UserCode:
             value = now[name] if name in now else sys.modules.get(name)  # the latter: imported where it is used
             self._ahead.append(partial(self._add_value, value, names))
 
-    def _add_value(self, value: Any, names: Collection[str]) -> None:
+    def _add_value(self, value: Any, names: Collection[str] = ()) -> None:
         cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
         if issubclass(cls, types.ModuleType):  # the code may use a variable of that one
             if self._follows(str(vars(value).get("__name__", ""))):

@@ -77,6 +77,11 @@ class Buffers(Values):
         if gradient is not None and (self.accumulates or self._is_elsewhere(index, gradient)):
             self._move(index, gradient)
 
+    def attach_all(self) -> None:
+        """Move every gradient into ``grads``: user code may have replaced some."""
+        for index in range(len(self.parameters)):
+            self.attach(index)
+
     def _is_elsewhere(self, index: int, gradient: Tensor) -> bool:
         if gradient.is_sparse:
             return True

@@ -166,6 +166,9 @@ class Engine(Recoverable, Protocol):
             check: Raises once waiting has become pointless.
         """
 
+    def return_to_update(self) -> None:
+        """Make parameters and gradients what the last update has left: its hooks are called again. Collective."""
+
     def follow_groups(self) -> None:
         """Take in parameters that were added to a param group or unfrozen, and drop those that were removed.
 

@@ -11,7 +11,7 @@ from lightning_replica.core.ranges import ranged
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import shared, voting
-from lightning_replica.sharding.backup import Backup
+from lightning_replica.sharding.backup import GradientCopy
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit
 from lightning_replica.sharding.gathering import gather_gradients
@@ -105,10 +105,10 @@ class Gradients:
         for reducer in self._reducers.values():
             reducer.present = ranks
 
-    def before_backward(self, reduce: bool, backup: Backup | None) -> None:
+    def before_backward(self, reduce: bool, before: GradientCopy | None) -> None:
         """Prepare for a backward pass; without ``reduce`` its gradients only accumulate."""
-        if backup is not None:
-            backup.keep_gradients()
+        if before is not None:
+            before.keep()
         if not reduce or (self._manual and not self._whole):
             self.reset()
             return
@@ -121,10 +121,10 @@ class Gradients:
             self._expose(self._differentiable())
 
     @ranged("reduce")
-    def reduce(self, optimizers: Optimizers, backup: Backup | None) -> None:
+    def reduce(self, optimizers: Optimizers, before: GradientCopy | None) -> None:
         """Complete the shard's averaged gradient. Collective."""
-        if backup is not None:
-            backup.keep_gradients()
+        if before is not None:
+            before.keep()
         ways = self.ways(buffers_of(optimizers))
         if not self._whole:
             for way in ways:

@@ -23,6 +23,8 @@ class EngineSettings:
         partition: How buckets are cut.
         whole_gradients: Whether every ``.grad`` is the averaged gradient after a backward pass, as under DDP, which
             costs a gather; otherwise only gradients of the own shard are averaged.
+        keeps_gradients: Whether user code may look at the gradients of a step after it, so that they go back as well.
+            This costs a copy of them.
         manual: Whether one step is a batch with any number of optimizer steps (manual optimization).
         shared_memory: Whether ranks of one machine read each other's memory instead of sending; host memory only.
         guard: How much of the shard is checked for bits that change by themselves.
@@ -40,6 +42,7 @@ class EngineSettings:
     bucket_bytes: int | None = None
     partition: Partition = "element"
     whole_gradients: bool = False
+    keeps_gradients: bool = False
     manual: bool = False
     shared_memory: bool = True
     guard: GuardMode = "sampled"

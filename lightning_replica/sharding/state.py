@@ -23,7 +23,7 @@ from lightning_replica.core.works import Check, finish
 from lightning_replica.errors import ProtocolError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives, moving
-from lightning_replica.sharding.backup import Backup
+from lightning_replica.sharding.backup import Backup, GradientCopy
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
@@ -79,6 +79,9 @@ class ShardedState:
         self.committed: Commit | None = None
         self._request = Request()
         self._backup: Backup | None = None
+        # Gradients at the window's begin, and after the last update. The latter are kept where user code may look.
+        self._gradients_before: GradientCopy | None = None
+        self._gradients_after: GradientCopy | None = None
         self._writes, self._report = UserWrites(report), report
         # Values of the shard before weights were taken into it, between two steps and in a step.
         self._before_window: list[Tensor] | None = None
@@ -124,6 +127,16 @@ class ShardedState:
         self._backup = (
             Backup(self.optimizers, self._fence) if self.settings.manual and self.settings.recoverable else None
         )
+        self._gradients_before = self._gradients_now()
+
+    def _gradients_now(self) -> GradientCopy | None:
+        """Return a copy of the gradients that the window begins with, if they may be needed again."""
+        settings, after = self.settings, self._gradients_after
+        if not settings.recoverable or not (settings.manual or settings.keeps_gradients):
+            return None
+        if after is not None and after.holds(self.buffers):
+            return after
+        return GradientCopy(self.buffers, self._fence, at_once=settings.keeps_gradients)
 
     def adopt_written(self, certain: bool) -> None:
         """Take the weights that hooks of this step have written to into the shard.
@@ -148,7 +161,7 @@ class ShardedState:
 
     def before_backward(self, reduce: bool) -> None:
         """Prepare for a backward pass; without ``reduce`` its gradients only accumulate."""
-        self.gradients.before_backward(reduce, self._backup)
+        self.gradients.before_backward(reduce, self._gradients_before)
 
     def after_backward(self, reduce: bool) -> None:
         """Make gradients whole after a backward pass, where the settings say so."""
@@ -170,7 +183,7 @@ class ShardedState:
 
     def reduce(self) -> None:
         """Complete the shard's averaged gradient."""
-        self.gradients.reduce(self.optimizers, self._backup)
+        self.gradients.reduce(self.optimizers, self._gradients_before)
 
     @ranged("digest")
     def digest(self) -> Digest | None:
@@ -220,9 +233,15 @@ class ShardedState:
                 reach("update")
                 self._update(self.optimizers, self.committed)
             self._guard.renew(self.step + 1, self.optimizers)
+        self._keep_gradients()
         self.step, self._is_new = self.step + 1, False
-        self._backup = self._before_window = self._before_hooks = None
+        self._backup = self._before_window = self._before_hooks = self._gradients_before = None
         self._idle()
+
+    def _keep_gradients(self) -> None:
+        """Copy the gradients that the hooks after an update find, if user code may look at them."""
+        if self.settings.keeps_gradients and self.settings.recoverable:
+            self._gradients_after = GradientCopy(self.buffers, self._fence, at_once=True)
 
     @ranged("step_one")
     def step_one(self, optimizer: Optimizer, request: Request) -> Commit:
@@ -233,7 +252,7 @@ class ShardedState:
         """
         sharded = self._sharded(optimizer)
         self._request = request
-        self.gradients.reduce([sharded], self._backup)
+        self.gradients.reduce([sharded], self._gradients_before)
         vector = self._vector([sharded])
         # Whole gradients are the same on all ranks, but each rank looks for infinities in its own pieces only
         # (tests/sharding/test_manual.py::an_infinity_in_one_rank_s_piece).
@@ -241,7 +260,7 @@ class ShardedState:
             collectives.all_reduce(vector, self._groups.world, self._check)
         commit = Commit.of(vector.tolist(), self.settings.counts_zeros)
         if self._backup is not None:
-            self._backup.keep_shard()
+            self._backup.keep()
         self._adopt(sharded.buffers)
         with self._fence:
             self.phase = StepPhase.UPDATING
@@ -258,7 +277,7 @@ class ShardedState:
         """Take into the shard the weights that a manual training step has written to since its last update."""
         if self._writes.found(self.buffers, self.step, certain=True):
             if self._backup is not None:
-                self._backup.keep_shard()
+                self._backup.keep()
             self._adopt(self.buffers)
 
     def _adopt(self, written: Sequence[Buffers]) -> None:
@@ -320,6 +339,7 @@ class ShardedState:
     def lose(self) -> None:
         """Mark the shard as lost: memory in `held` was hit. A peer sends it again, a gather rebuilds parameters."""
         self.phase, self._backup, self._memory_lost = StepPhase.UPDATING, None, True
+        self._gradients_before = self._gradients_after = None
 
     def lose_results(self) -> None:
         """Mark what the step under way has computed as lost, so that no attempt that follows is compared with it."""
@@ -360,6 +380,18 @@ class ShardedState:
         self.follow_groups()
         if not self.settings.manual:
             self.gradients.drop()
+        kept = self._gradients_after if kind == "tail" else None
+        self._return_gradients(self._gradients_before if kept is None else kept)
+        self._gradients_before = None
+
+    def _return_gradients(self, kept: GradientCopy | None) -> None:
+        if kept is None:
+            return
+        with self._fence:
+            kept.restore()
+        if not kept.is_of(self.buffers):
+            why = "parameters were added to the optimizer, or removed, since the update whose hooks are called again"
+            self._report("gradients", why, "unknown")
 
     def export_shard(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the shard as few large messages: see `moving`.
@@ -368,7 +400,8 @@ class ShardedState:
             CorruptedShardError: If its bits are wrong.
         """
         self._guard.check(after_hooks=True)
-        manifest, tensors = moving.export_shard(self.optimizers, with_gradients=self.settings.manual)
+        with_gradients = self.settings.manual or self.settings.keeps_gradients
+        manifest, tensors = moving.export_shard(self.optimizers, with_gradients)
         return {"step": self.step, **manifest}, tensors
 
     def import_shard(self, manifest: dict[str, Any], receive: Callable[[Tensor], None]) -> None:
@@ -382,6 +415,7 @@ class ShardedState:
         self._is_new = False
         with self._fence:  # all of it has arrived when the fence is left
             self._guard.reset(manifest["step"], self.optimizers)
+        self._keep_gradients()
         self.step = manifest["step"]
         self._idle()
 
@@ -396,6 +430,11 @@ class ShardedState:
         for buffers in self.buffers:
             buffers.retake()
         self.gather()
+
+    def return_to_update(self) -> None:
+        """Make parameters and gradients what the last update has left. Collective."""
+        self.rebuild()
+        self._return_gradients(self._gradients_after)
 
     # Between steps
 

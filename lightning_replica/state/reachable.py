@@ -222,7 +222,9 @@ class _Variables:
         objects = _objects_of(trainer)
         classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers), *self._learnt}
         if classes != self._classes:
-            code = UserCode(objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)), _NO_STATE)
+            code = UserCode(
+                objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)), without=_NO_STATE
+            )
             self._classes, self._roots = classes, [*variables_of(code)]
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")

@@ -45,7 +45,12 @@ from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
 from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.model_part import ModelPart
-from lightning_replica.trainer.overrides import may_change_weights, shows_outputs, whole_gradients_for
+from lightning_replica.trainer.overrides import (
+    keeps_gradients_for,
+    may_change_weights,
+    shows_outputs,
+    whole_gradients_for,
+)
 from lightning_replica.trainer.precision import ShardedStep
 from lightning_replica.trainer.records import Records
 from lightning_replica.trainer.repeated import RepeatedStep
@@ -105,6 +110,7 @@ class Training:
             bucket_bytes=bucket_bytes,
             partition=partition,
             whole_gradients=self.whole_gradients,
+            keeps_gradients=keeps_gradients_for(trainer, whole_gradients),
             manual=self.manual,
             shared_memory=shared_memory and self.device.is_host,
             reduce_dtype=reduce_dtype,
@@ -247,7 +253,7 @@ class Training:
     def return_to_commit(self, tail: Snapshot) -> None:
         """Undo what user code has done so far in a tail that is done again; the update itself is made. Collective."""
         self.host.return_to(tail)
-        self.state.rebuild()
+        self.state.return_to_update()
         if self._tail_commit is not None and not self.manual:
             self._precision.after_commit(self._tail_commit)
 

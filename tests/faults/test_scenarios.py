@@ -185,6 +185,17 @@ def test_errors_of_a_device(name: str, untouched: dict[str, list[Any]], tmp_path
         assert_no_trace(case, tmp_path / kind, untouched[name])
 
 
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+@pytest.mark.parametrize("point", ["train_batch_end", "batch_end", "batch_start", "batch 2"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("gradients_seen")])
+def test_code_that_looks_at_gradients_after_the_update(
+    name: str, point: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """Gradients stay until the next step removes them."""
+    case = Trained((Fault(kind, len(point) % 2, point, 2),), name=name, devices=2)
+    assert_no_trace(case, tmp_path, untouched[name])
+
+
 AT_REST = [point for point in POINTS if point != "update"]
 # More than one update in a batch, weights of the user's own, parameters of fewer bits than their shards.
 FLIPPED = {

@@ -743,6 +743,73 @@ def gradients_seen_after_the_update() -> tuple[Net, dict[str, Any]]:
     return Sees(), {}
 
 
+class SeesGradients(Net):
+    """Reads gradients in the hooks between an update and the next ``zero_grad``, and changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0.0
+
+    def see(self) -> None:
+        self.seen += 1e-3 * sum(float(each.grad.abs().sum()) for each in self.parameters() if each.grad is not None)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + self.seen)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.see()
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.see()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see()
+        for number, each in enumerate(self.parameters()):
+            gradient = grad_of(each)
+            if number == 0:
+                gradient.data.mul_(2)
+            elif number == 1:
+                each.grad = gradient * 3
+            elif number == 2 and self.trainer.global_step % 2:
+                each.grad = None
+
+
+@scenario
+def gradients_seen_between_steps() -> tuple[Net, dict[str, Any]]:
+    return SeesGradients(), {}
+
+
+@scenario
+def gradients_seen_between_steps_by_hand() -> tuple[Net, dict[str, Any]]:
+    class ByHand(SeesGradients):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = optimizer_of(self)
+            loss = super().training_step(batch, batch_idx)
+            self.see()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss
+
+    return ByHand(), {}
+
+
+@scenario
+def gradients_seen_by_functions() -> tuple[Net, dict[str, Any]]:
+    net, norms = Net(), []
+
+    def see(trainer: Any, module: Any, *_: Any) -> None:
+        norms.append(float(grad_norm(module, 2)["grad_2.0_norm_total"]))
+        with torch.no_grad():
+            module.head.bias.add_(1e-3 * sum(norms))
+
+    return net, {"callbacks": [LambdaCallback(on_train_batch_end=see)], "gradient_clip_val": 0.5}
+
+
 @scenario
 def weights_normalised_in_the_step() -> tuple[Net, dict[str, Any]]:
     class Normalises(Net):
