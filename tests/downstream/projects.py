@@ -109,7 +109,6 @@ PROJECTS = {
         ("chemprop==2.3.1", "astartes==1.3.3", "configargparse==1.9.0", "dill==0.4.1", "multiprocess==0.70.19")
         + ("rdkit==2026.9.1", "tabulate", *_LEARN, *_TABLES),
         "molecules.py",
-        stopped=_HPARAMS,
     ),
     "scvi": Project(
         "scvi-tools",
