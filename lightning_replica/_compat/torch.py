@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,12 @@ from torch.optim import Optimizer
 from lightning_replica._compat.versions import TORCH_VERSIONS, check_version, need, private_names_of
 
 check_version("torch", TORCH_VERSIONS)
+GLOBAL_HOOKS: Final = (
+    *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"),
+    *("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"),
+)
+"""Tables of ``torch.nn.modules.module``: hooks of all modules of the process."""
+
 with private_names_of("torch"):
     from torch import _weights_only_unpickler
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
@@ -28,6 +34,7 @@ with private_names_of("torch"):
 
     need(torch.Tensor, "_version", "is_inference")
     need(RemovableHandle, "next_id")
+    need(torch.nn.modules.module, *GLOBAL_HOOKS)
     need(torch.optim.SGD([torch.zeros(1)], lr=0.1), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     need(torch.autograd, "_profiler_enabled")
     need(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")

@@ -1,4 +1,4 @@
-"""Hooks of the user's on modules and parameters: functions that are called in forward and backward.
+"""Hooks of the user's on a module, a parameter, or all modules: functions that are called in forward and backward.
 
 A hook that is registered in training is registered once more when the batch is repeated, and one that removes itself
 is missing then. So ranks that go back put the tables of hooks back. A function cannot be sent: of hooks that a
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from torch import nn
+from torch.nn.modules import module as all_modules
 
-from lightning_replica._compat.torch import registered_hooks
+from lightning_replica._compat.torch import GLOBAL_HOOKS, registered_hooks
 from lightning_replica._compat.tree import Tree
 
 _TABLES: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -31,7 +32,7 @@ Table: TypeAlias = dict[int, Any]
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of modules and parameters at one point.
+    """The hooks of modules and parameters, and of all modules of the process, at one point.
 
     Attributes:
         registered: How many hooks this process had registered by then.
@@ -76,6 +77,9 @@ def _filled(tree: Tree) -> Iterator[tuple[Any, str, Table]]:
         for name, table in zip(_OF_MODULES, _tables_of_module(vars(module)), strict=True):
             if table:
                 yield module, name, table
+    for name in GLOBAL_HOOKS:
+        if table := getattr(all_modules, name):
+            yield all_modules, name, table
     for parameter in tree.parameters:
         for name in _OF_PARAMETERS:
             if table := getattr(parameter, name, None):
@@ -85,8 +89,8 @@ def _filled(tree: Tree) -> Iterator[tuple[Any, str, Table]]:
 def names_of(module: nn.Module) -> dict[str, str]:
     """Return the names of the user's hooks, by what has them: modules and parameters."""
     found: dict[str, str] = {}
-    for name, each in (*module.named_modules(), *module.named_parameters()):
-        tables = [getattr(each, table, None) or {} for table in (*_TABLES, *_OF_PARAMETERS)]
+    for name, each in (("all modules", all_modules), *module.named_modules(), *module.named_parameters()):
+        tables = [getattr(each, table, None) or {} for table in (*_TABLES, *_OF_PARAMETERS, *GLOBAL_HOOKS)]
         names = [_name_of(hook) for table in tables for hook in table.values() if _is_users(hook)]
         if names:
             found[name or "the module"] = ", ".join(names)

@@ -10,6 +10,7 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker
 
 from lightning_replica._compat.tree import Tree
 from lightning_replica.errors import RecoveryError
+from lightning_replica.state.hooks import names_of
 from lightning_replica.state.structure import Outline, Structure, follow
 from tests.support.typed import tensor_of
 
@@ -158,6 +159,19 @@ def test_hooks_of_others_stay() -> None:
     structure.put_back(net)
     assert [hook.__name__ for hook in net[1]._forward_hooks.values()] == ["forward"]
     assert len(net[0]._forward_pre_hooks) == 1
+
+
+def test_hooks_of_all_modules_go_back() -> None:
+    net = model()
+    structure = Structure.of(Tree.of(net))
+    with nn.modules.module.register_module_forward_hook(scales):  # type: ignore[arg-type]
+        assert names_of(net) == {"all modules": "tests.state.test_structure.scales"}
+        doubled = Structure.of(Tree.of(net), structure)
+        structure.put_back(net)
+        assert names_of(net) == {}
+        doubled.put_back(net)
+        assert len(nn.modules.module._global_forward_hooks) == 1
+    assert names_of(net) == {}
 
 
 def test_hooks_of_parameters_go_back() -> None:
