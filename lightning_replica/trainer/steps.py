@@ -339,6 +339,9 @@ class Training:
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
+            if self.state.settings.keeps_gradients:
+                why = "a checkpoint holds none, so code that looks at them before the next update finds None"
+                self.inexact.report("gradients", why, "resume")
             if loaded.replicated.get("agreed"):
                 self._tail_commit = replace(Commit.of(loaded.replicated["agreed"]), stop=0.0, save=0.0)
                 self._after_commit(self._tail_commit)

@@ -196,6 +196,19 @@ def test_code_that_looks_at_gradients_after_the_update(
     assert_no_trace(case, tmp_path, untouched[name])
 
 
+def test_a_resumed_run_says_that_it_lacks_gradients(tmp_path: Path) -> None:
+    name = "gradients_seen_between_steps"
+    first = Trained((Fault("sigterm", 1, "train_batch_end", 3),), name=name, devices=2, gasp=True)
+    assert world.run(first, tmp_path / "first", target=train).code == 75
+    (saved,) = (tmp_path / "first" / "gasp").glob("step_*")
+    then = world.run(Trained(name=name, devices=2, load=str(saved)), tmp_path / "then", target=train)
+    assert then.code == 0, then.logs
+    told = "Not exact after a resume: gradients: a checkpoint holds none, so code that looks at them before the next"
+    assert told in then.logs
+    plain = world.run(Trained(devices=2, load=str(saved)), tmp_path / "plain", target=train)
+    assert told not in plain.logs
+
+
 AT_REST = [point for point in POINTS if point != "update"]
 # More than one update in a batch, weights of the user's own, parameters of fewer bits than their shards.
 FLIPPED = {
