@@ -132,6 +132,7 @@ class Guard:
         self._memory: _Memory | None = None
         self._changed: tuple[str, ...] = ()
         self._adopted: list[int] = []  # digests of what was overwritten by weights, since the step began
+        self._adopted_at: int | None = None  # the newest step in which weights were taken into the shard
         self._excused = False
         self._found = ""
 
@@ -165,6 +166,7 @@ class Guard:
 
         Before the first step there is none to compare it with, and no other rank has read the shard.
         """
+        self._adopted_at = step
         known = self._memory is not None
         digest = self.digest(step, optimizers)
         if known and digest is not None:
@@ -199,7 +201,7 @@ class Guard:
         """
         wrong = suspects(digests)
         if self._rank in wrong:
-            self._fail(step, self._how(wrong, digests))
+            self._fail(step, self._how(step, wrong, digests))
         if all_changed_alike(digests) and not self._excused:
             self._excused = True
             log.info(
@@ -223,7 +225,7 @@ class Guard:
         if self._changed:
             self._fail(before.step, _at_rest(self._changed))
 
-    def _how(self, wrong: Sequence[int], digests: Mapping[int, Digest]) -> str:
+    def _how(self, step: int, wrong: Sequence[int], digests: Mapping[int, Digest]) -> str:
         if self._changed:
             return _at_rest(self._changed)
         values = ", ".join(f"rank {rank}: {digest.value & _MASK:016x}" for rank, digest in sorted(digests.items()))
@@ -231,9 +233,18 @@ class Guard:
         if len(wrong) == len(digests):
             return (
                 f"its holders have different bits after an update, and none of them is known to be right"
-                f" (digests of {names}: {values})"
+                f" (digests of {names}: {values}){self._suspicion(step)}"
             )
         return f"an update gave different bits than on its peers (digests of {names}: {values})"
+
+    def _suspicion(self, step: int) -> str:
+        """Say that user code may be why holders differ, if it has written to weights since all was last compared."""
+        if self._adopted_at is None or step - self._adopted_at > self._parts:
+            return ""
+        return (
+            f". Your code has written to weights (seen at step {self._adopted_at}): it must write the same values on"
+            " all ranks. Average what it computes with `trainer.strategy.reduce`"
+        )
 
     def _fail(self, step: int, how: str) -> None:
         self._found = self._text(step, how)

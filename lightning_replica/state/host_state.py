@@ -325,6 +325,7 @@ class LightningHostState:
         self._rewind(taken)
         for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
             (loader.inherit if self._adopted else loader.return_to)(state)
+        self._put_data(taken)
         self._adopted = False
         self._device.set_rng_state(taken.rng)
         self.resume = taken
@@ -372,7 +373,16 @@ class LightningHostState:
             self._inherit(taken)
         for loader, state in zip(validation_loaders(self._trainer), taken.validation, strict=False):
             loader.inherit(state)
+        self._put_data(taken)
         self._device.set_rng_state(taken.rng)
+
+    def _put_data(self, taken: Snapshot) -> None:
+        """Restore what datasets with workers keep in this process, after the workers have started."""
+        for loader, state in (
+            *zip(training_loaders(self._trainer), taken.loaders, strict=False),
+            *zip(validation_loaders(self._trainer), taken.validation, strict=False),
+        ):
+            loader.put_now(state)
 
     def _inherit(self, taken: Snapshot) -> None:
         """Put the data between two epochs, where the iteration of the next one may have begun already."""

@@ -33,7 +33,7 @@ from lightning_replica.state.callback_state import (
     stateful,
 )
 from lightning_replica.state.data.fetches import Fetching
-from lightning_replica.state.data.in_loops import training_fetches, validation_loaders
+from lightning_replica.state.data.in_loops import training_fetches, training_loaders, validation_loaders
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.data_setup import DataSetup
 from lightning_replica.state.frozen import FrozenValues
@@ -393,8 +393,10 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapsho
     snapshot.metric_states = copy_states(tree)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
-    snapshot.loaders, snapshot.fetching = training_fetches(trainer).state(back)
-    snapshot.validation = [loader.state_between() for loader in validation_loaders(trainer)]
+    states, snapshot.fetching = training_fetches(trainer).state(back)
+    loaders = training_loaders(trainer)
+    snapshot.loaders = [loader.with_now(state) for loader, state in zip(loaders, states, strict=False)]
+    snapshot.validation = [loader.with_now(loader.state_between()) for loader in validation_loaders(trainer)]
     return snapshot
 
 

@@ -29,7 +29,7 @@ from lightning_replica._compat.lightning_names import (
 from lightning_replica.core.points import begin, reach
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.state.data import deaths
-from lightning_replica.state.data.in_loops import put_in, take_out, training_loaders, validation_loaders
+from lightning_replica.state.data.in_loops import exact_loaders, put_in, take_out, training_loaders, validation_loaders
 from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.data_setup import RemembersSetup
 from lightning_replica.state.snapshot import Snapshot
@@ -80,9 +80,10 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
         before = self._combined_loader
         super().setup_data()
         if self._combined_loader is not before:
+            former = exact_loaders(before)
             take_out(before)
             strategy: Any = self.trainer.strategy
-            put_in(self._combined_loader, report=strategy.report_inexact)
+            put_in(self._combined_loader, report=strategy.report_inexact, former=former)
 
     def on_run_start(self) -> None:
         """Begin a validation."""
@@ -162,11 +163,12 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         """
         self._combined_loader_states_to_load = []
         fetcher = self._data_fetcher
+        former = [] if fetcher is None else exact_loaders(fetcher._combined_loader)
         if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
             take_out(fetcher._combined_loader)
         joining = self._strategy.joining
         inputs = None if joining is None else joining.inputs()
-        put_in(self._combined_loader, True, inputs, self._strategy.report_inexact)
+        put_in(self._combined_loader, True, inputs, self._strategy.report_inexact, former)
         if joining is None:
             check(lengths_of(self.trainer))
         else:

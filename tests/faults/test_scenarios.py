@@ -142,6 +142,9 @@ STEPS_OF_AN_EPOCH = {
     "several_loaders": 8,
     "ends_early": 4,
     "stream_that_goes_on": 7,
+    "curriculum_in_workers": 4,
+    "curriculum_in_new_loaders": 4,
+    "curriculum_in_persistent_workers": 4,
 }
 CHANGED = {"averaged_weights_with_batch_norm": 8}
 
@@ -193,6 +196,17 @@ def test_code_that_looks_at_gradients_after_the_update(
 ) -> None:
     """Gradients stay until the next step removes them."""
     case = Trained((Fault(kind, len(point) % 2, point, 2),), name=name, devices=2)
+    assert_no_trace(case, tmp_path, untouched[name])
+
+
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+@pytest.mark.parametrize("point", ["train_batch_end", "batch_start", "batch 2"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("curriculum")])
+def test_hooks_that_change_the_dataset(
+    name: str, point: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """Workers that start again copy what was there when their iteration began, not what hooks have changed since."""
+    case = Trained((Fault(kind, len(point) % 2, point, 6),), name=name, devices=2)  # in the second epoch
     assert_no_trace(case, tmp_path, untouched[name])
 
 

@@ -743,6 +743,55 @@ def gradients_seen_after_the_update() -> tuple[Net, dict[str, Any]]:
     return Sees(), {}
 
 
+class Levels(TensorDataset):
+    """A dataset that hooks change, while workers have copies of it."""
+
+    def __init__(self) -> None:
+        x = torch.randn(32, INPUTS, generator=torch.Generator().manual_seed(5))
+        super().__init__(x, x.square().sum(1, keepdim=True) / 8)
+        self.level, self.history = 1.0, [1.0]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * self.level, y * sum(self.history) / len(self.history)
+
+
+def curriculum(workers: int, persistent: bool = False, **options: Any) -> tuple[Net, dict[str, Any]]:
+    data = Levels()
+
+    class Harder(Net):
+        def train_dataloader(self) -> Any:
+            return DataLoader(data, 4, num_workers=workers, persistent_workers=persistent)
+
+        def on_train_epoch_start(self) -> None:
+            self.harder(1.1)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.harder(1.01)
+
+        def harder(self, factor: float) -> None:
+            loader: Any = self.trainer.train_dataloader
+            loader.dataset.level *= factor
+            loader.dataset.history.append(loader.dataset.level)
+
+    return Harder(), {"max_epochs": 3, **options}
+
+
+@scenario
+def curriculum_in_workers() -> tuple[Net, dict[str, Any]]:
+    return curriculum(1)
+
+
+@scenario
+def curriculum_in_new_loaders() -> tuple[Net, dict[str, Any]]:
+    return curriculum(2, reload_dataloaders_every_n_epochs=1)
+
+
+@scenario
+def curriculum_in_persistent_workers() -> tuple[Net, dict[str, Any]]:
+    return curriculum(1, persistent=True)
+
+
 class SeesGradients(Net):
     """Reads gradients in the hooks between an update and the next ``zero_grad``, and changes them."""
 

@@ -1,5 +1,6 @@
 """Puts exact loaders into a trainer's loops, finds them there, and takes them out again."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_replica._compat.lightning import iterate_instead
@@ -12,7 +13,11 @@ from lightning_replica.state.data.position import ExactLoader
 
 
 def put_in(
-    combined: CombinedLoader | None, noted: bool = False, inputs: Inputs | None = None, report: Report = warn
+    combined: CombinedLoader | None,
+    noted: bool = False,
+    inputs: Inputs | None = None,
+    report: Report = warn,
+    former: Sequence[ExactLoader] = (),
 ) -> None:
     """Make ``combined`` iterate exact loaders in place of its own, with all changes that were made to those.
 
@@ -21,9 +26,10 @@ def put_in(
         noted: Whether to note fetches, so that ``combined`` can be put back to the middle of an iteration.
         inputs: Which ranks have inputs, if they may have different numbers of batches; only if fetches are noted.
         report: Called with what is not restored exactly.
+        former: The exact loaders that these take the place of.
     """
     if combined is not None:
-        exact = [_exact(loader, report) for loader in combined.flattened]
+        exact = [_exact(loader, report, former) for loader in combined.flattened]
         iterate_instead(combined, exact)
         if noted:
             note(combined, exact, inputs)
@@ -60,5 +66,5 @@ def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     return exact_loaders(trainer.fit_loop.epoch_loop.val_loop._combined_loader)
 
 
-def _exact(loader: Any, report: Report) -> ExactLoader:
-    return loader if isinstance(loader, ExactLoader) else ExactLoader(loader, rng_state, set_rng_state, report)
+def _exact(loader: Any, report: Report, former: Sequence[ExactLoader]) -> ExactLoader:
+    return loader if isinstance(loader, ExactLoader) else ExactLoader(loader, rng_state, set_rng_state, report, former)

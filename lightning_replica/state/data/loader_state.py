@@ -21,6 +21,8 @@ class LoaderState(NamedTuple):
             are no such workers.
         sources: What the user's samplers and datasets kept when the iteration began; None if there are none.
         left: What they kept after the last batch; None if they are brought there by loading again what is skipped.
+        copied: What the dataset and the functions that workers copy kept when they did; None if there are no workers.
+        now: What they keep in this process; only in a snapshot.
     """
 
     batches: int
@@ -34,6 +36,8 @@ class LoaderState(NamedTuple):
     seeded: bytes | None = None
     sources: bytes | None = None
     left: bytes | None = None
+    copied: bytes | None = None
+    now: bytes | None = None
 
     @classmethod
     def of(cls, plain: Iterable[Any]) -> "LoaderState":

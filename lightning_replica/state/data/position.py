@@ -37,7 +37,7 @@ numbers while it skips; give it a generator of its own, or a worker. ``in_order=
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning_replica._compat.lightning_names import _set_sampler_epoch
@@ -45,7 +45,7 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
-from lightning_replica.state.data.sources import Sources
+from lightning_replica.state.data.sources import Sources, copied_by_workers
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ class ExactLoader:
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
         report: Called with what is not restored exactly.
+        former: The loaders of the epoch before, which may have the same dataset: what it kept when the fit began is
+            what a replacement finds in it.
 
     Attributes:
         loader: The same dataloader.
@@ -93,11 +95,14 @@ class ExactLoader:
         rng_state: Callable[[], bytes],
         set_rng_state: Callable[[bytes], None],
         report: Report = warn,
+        former: "Sequence[ExactLoader]" = (),
     ) -> None:
         self.loader = loader
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._feed = Feed(loader, rng_state, set_rng_state)
         self._sources = Sources(loader, report)
+        known = [each._copied for each in former if each._copied.is_of(loader)]
+        self._copied: Sources = known[0] if known else Sources(loader, report, copied_by_workers)
         self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded
@@ -145,7 +150,16 @@ class ExactLoader:
         if workers is None:  # the workers are still loading; workers that replace them have to load, too
             return state
         between = LoaderState(0, None, self._generator_state(), turn=state.turn, sources=self._sources.state())
-        return between._replace(workers=workers, seeded=state.seeded)
+        return between._replace(workers=workers, seeded=state.seeded, copied=state.copied)
+
+    def with_now(self, state: LoaderState) -> LoaderState:
+        """Add to a state what the dataset and the functions that workers copy keep in this process now."""
+        return state._replace(now=self._copied.state(begins=False))
+
+    def put_now(self, state: LoaderState) -> None:
+        """Restore in this process what `with_now` has added. Called when the loader has gone where it goes."""
+        if state.now != self._copied.state():
+            self._copied.put(state.now)
 
     def _final_workers(self) -> tuple[bytes | None, ...] | None:
         """Return the random states of workers that have finished their work; None while they have not."""
@@ -290,15 +304,17 @@ class ExactLoader:
             self._replay_beside()
         begun, generator, sources = self._rng_state(), self._generator_state(), self._sources.state()
         self._kept, self._drawn, self._ended, self._final = [], 0, False, None
+        copied = self._copied.state()
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
-            workers, reused = inherited.workers, True
-            self._feed.begin_with(workers, inherited.seeded)
+            workers, reused, copied = inherited.workers, True, inherited.copied
+            with self._copied.at(copied):
+                self._feed.begin_with(workers, inherited.seeded)
         else:
             workers, reused = self._feed.begin()
+            copied = self._state.copied if reused else copied
         epoch = self._sampler_epoch() if self._feed.workers else None
-        self._state = LoaderState(
-            0, begun, generator, workers, reused, turn=turn, epoch=epoch, seeded=self._feed.seeded, sources=sources
-        )
+        state = LoaderState(0, begun, generator, workers, reused, turn, epoch, seeded=self._feed.seeded)
+        self._state = state._replace(sources=sources, copied=copied)
 
     def _begin_late(self) -> None:
         """Begin if nobody has called ``iter``, or start again if a caller has caught what the loader raised."""
@@ -319,7 +335,9 @@ class ExactLoader:
         """Start the loader again at `_state`, with no batch kept."""
         state = self._state
         if state.begun is None:
-            state = state._replace(begun=self._rng_state(), generator=self._generator_state())
+            state = state._replace(
+                begun=self._rng_state(), generator=self._generator_state(), copied=self._copied.state()
+            )
         else:
             self._set_rng_state(state.begun)
             self._put_generator(state.generator)
@@ -328,7 +346,8 @@ class ExactLoader:
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)
         self._kept, self._drawn = [], state.batches
-        self._feed.replay(state)
+        with self._copied.at(state.copied):
+            self._feed.replay(state)
         self._sources.put(state.left)
 
     # What it iterates

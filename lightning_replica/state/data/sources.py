@@ -4,9 +4,15 @@ torch's own samplers keep an epoch, which Lightning sets, and a generator, which
 list in place, or draw from a generator of their own, each time they are iterated; a dataset without workers counts what
 it was asked for; a stream goes on where its last epoch ended. Such state is part of a loader's position, just as the
 random state of its process is.
+
+[Note: what workers copy]
+Workers get a copy of the dataset and its functions when they start. What hooks change in them later (``dataset.level``
+in ``on_train_epoch_start``) reaches the workers that start in the next epoch. So workers that start again in the middle
+of an epoch have to copy what was there when its iteration began.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -32,18 +38,24 @@ class Sources:
     Args:
         loader: The loader that Lightning iterates.
         report: Called with what is not restored exactly.
+        found_in: Returns the objects: `sources_of` those that it draws from in this process, `copied_by_workers`
+            those that workers copy.
     """
 
-    def __init__(self, loader: Any, report: Report = warn) -> None:
+    def __init__(
+        self, loader: Any, report: Report = warn, found_in: "Callable[[Any], Iterator[Any]] | None" = None
+    ) -> None:
+        self._found_in = found_in or sources_of
+        self._found = found = list(self._found_in(loader))
         self._roots = [
             Root(state, f"{type(each).__name__} of the loader")
-            for each in sources_of(loader)
+            for each in found
             if (state := _state_of(each)) is not None
         ]
         if len({root.name for root in self._roots}) < len(self._roots):
             self._roots = [Root(root.value, f"{root.name}, {place}") for place, root in enumerate(self._roots)]
         self._anchored = [(root.name, root.value) for root in self._roots]
-        self._anchored += [(f"source {place}", each) for place, each in enumerate(sources_of(loader))]
+        self._anchored += [(f"source {place}", each) for place, each in enumerate(found)]
         self._anchors = Anchors.of(self._anchored)
         self._tracked = Tracked(report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
@@ -68,6 +80,30 @@ class Sources:
         if state is not None and self._roots:
             self._tracked.return_to_beginning()
             self._tracked.put_sent(self._roots, self._anchored, plain.unpack(state, placed=True))
+
+    def is_of(self, loader: Any) -> bool:
+        """Return whether another loader, which was made later, draws from the same objects."""
+        return [id(each) for each in self._found_in(loader)] == [id(each) for each in self._found]
+
+    @contextmanager
+    def at(self, state: bytes | None) -> Iterator[None]:
+        """Restore what `state` returned inside of the block, and what was there before it afterwards."""
+        if state is None or not self._roots or state == self.state():
+            yield
+            return
+        now = self._tracked.take(self._roots, self._anchors)
+        self.put(state)
+        try:
+            yield
+        finally:
+            self._tracked.put_back(now)
+
+
+def copied_by_workers(loader: Any) -> Iterator[Any]:
+    """Yield what workers copy when they start: the dataset and the functions that they call."""
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        found = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+        yield from {id(each): each for each in found if each is not None}.values()
 
 
 def sources_of(loader: Any) -> Iterator[Any]:
