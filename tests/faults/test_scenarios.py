@@ -142,6 +142,7 @@ STEPS_OF_AN_EPOCH = {
     "several_loaders": 8,
     "ends_early": 4,
     "stream_that_goes_on": 7,
+    "curriculum_without_workers": 4,
     "curriculum_in_workers": 4,
     "curriculum_in_new_loaders": 4,
     "curriculum_in_persistent_workers": 4,

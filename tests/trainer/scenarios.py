@@ -778,6 +778,11 @@ def curriculum(workers: int, persistent: bool = False, **options: Any) -> tuple[
 
 
 @scenario
+def curriculum_without_workers() -> tuple[Net, dict[str, Any]]:
+    return curriculum(0)
+
+
+@scenario
 def curriculum_in_workers() -> tuple[Net, dict[str, Any]]:
     return curriculum(1)
 

@@ -153,13 +153,21 @@ class ExactLoader:
         return between._replace(workers=workers, seeded=state.seeded, copied=state.copied)
 
     def with_now(self, state: LoaderState) -> LoaderState:
-        """Add to a state what the dataset and the functions that workers copy keep in this process now."""
-        return state._replace(now=self._copied.state(begins=False))
+        """Add to a state what the dataset keeps in this process now, which hooks may change between two batches."""
+        changing = self._changing()
+        return state if changing is None else state._replace(now=changing.state(begins=False))
 
     def put_now(self, state: LoaderState) -> None:
         """Restore in this process what `with_now` has added. Called when the loader has gone where it goes."""
-        if state.now != self._copied.state():
-            self._copied.put(state.now)
+        changing = self._changing()
+        if changing is not None and state.now != changing.state():
+            changing.put(state.now)
+
+    def _changing(self) -> Sources | None:
+        """Return what hooks may change and can be restored; not iterable data, whose iteration goes on by itself."""
+        if self._feed.workers:
+            return self._copied
+        return self._sources if self._feed.skips else None
 
     def _final_workers(self) -> tuple[bytes | None, ...] | None:
         """Return the random states of workers that have finished their work; None while they have not."""
@@ -250,6 +258,8 @@ class ExactLoader:
         if self.position < self._drawn:
             kept = self._kept[self.position - self._drawn]
             self._set_rng_state(kept.after)
+            if not self._feed.workers and kept.left != self._sources.state(begins=False):
+                self._sources.put(kept.left)
         else:
             kept = self._draw()
         self._state = self._after(kept)
