@@ -230,6 +230,22 @@ def test_a_change_is_remembered_until_the_peers_have_judged_it() -> None:
     guard.check()
 
 
+@pytest.mark.parametrize("after", [0, PARTS, PARTS + 1])
+def test_code_that_writes_to_weights_is_suspected(after: int) -> None:
+    """Only until all of the shard has been compared since."""
+    optimizers = [sharded()]
+    guard = Guard("sampled", rank=0, shard=0)
+    guard.renew(1, optimizers)
+    guard.adopt(2, optimizers)
+    adopt(optimizers)
+    found = guard.digest(2 + after, optimizers)
+    assert found is not None
+    with pytest.raises(CorruptedShardError) as error:
+        guard.compare(2 + after, {0: found, 1: Digest(found.words, found.value + 1, found.changed)})
+    told = "Your code has written to weights (seen at step 2): it must write the same values on all ranks"
+    assert (told in str(error.value)) == (after <= PARTS)
+
+
 def test_off_does_nothing() -> None:
     optimizers = [sharded()]
     guard = Guard("off", 0, 0)
