@@ -211,6 +211,18 @@ def test_hooks_that_change_the_dataset(
     assert_no_trace(case, tmp_path, untouched[name])
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("curriculum")])
+def test_a_stop_after_hooks_have_changed_the_dataset(
+    name: str, untouched: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    first = Trained((Fault("sigterm", 1, "batch 2", 6),), name=name, devices=2, gasp=True)
+    assert world.run(first, tmp_path / "first", target=train).code == 75
+    (saved,) = (tmp_path / "first" / "gasp").glob("step_*")
+    _, ranks = results(Trained(name=name, devices=2, load=str(saved)), tmp_path / "then")
+    for got, expected in zip(ranks, untouched[name], strict=True):
+        assert different(got, expected) == []
+
+
 def test_a_resumed_run_says_that_it_lacks_gradients(tmp_path: Path) -> None:
     name = "gradients_seen_between_steps"
     first = Trained((Fault("sigterm", 1, "train_batch_end", 3),), name=name, devices=2, gasp=True)
