@@ -46,7 +46,7 @@ class UserCode:
         objects: The user's objects. Of an object whose class is Lightning's, torch's or this package's, only what the
             class is derived from counts.
         classes: Further classes.
-        values: Further objects, classes and functions, which count as if the code named them.
+        functions: Further functions.
         without: Classes that are not followed, nor those derived from them.
         without_methods: Names of methods that are not followed.
 
@@ -58,7 +58,7 @@ class UserCode:
         self,
         objects: Iterable[Any],
         classes: Iterable[type] = (),
-        values: Iterable[Any] = (),
+        functions: Iterable[Any] = (),
         without: tuple[type, ...] = (),
         without_methods: Collection[str] = (),
     ) -> None:
@@ -70,7 +70,7 @@ class UserCode:
         self._names: dict[str, set[str]] = {}
         self._written: dict[str, set[str]] = {}
         self._ahead: list[Callable[[], None]] = []
-        self._ahead += [partial(self._add_value, value) for value in values]
+        self._ahead += [partial(self._add_functions_of, function) for function in functions]
         self._ahead += [partial(self._add_class, cls) for cls in (*of_objects, *classes)][::-1]
         self.problem = ""
         while self._ahead:  # no recursion: functions may call each other in long chains
@@ -150,7 +150,7 @@ class UserCode:
             value = now[name] if name in now else sys.modules.get(name)  # the latter: imported where it is used
             self._ahead.append(partial(self._add_value, value, names))
 
-    def _add_value(self, value: Any, names: Collection[str] = ()) -> None:
+    def _add_value(self, value: Any, names: Collection[str]) -> None:
         cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
         if issubclass(cls, types.ModuleType):  # the code may use a variable of that one
             if self._follows(str(vars(value).get("__name__", ""))):

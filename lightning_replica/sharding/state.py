@@ -473,6 +473,7 @@ class ShardedState:
     def release(self) -> None:
         """Give parameters memory of their own again, and remove all hooks. Called after training."""
         self.gradients.release()
+        self._gradients_before = self._gradients_after = None
         for optimizer in self.optimizers:
             for buffers in optimizer.buffers:
                 buffers.release()

@@ -16,7 +16,7 @@ from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.torch import storage_of
 from lightning_replica.core.inexact import Report
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.state.reachable import tensors_of
+from lightning_replica.state.reachable import Survey
 
 _CANNOT_FOLLOW: Final = "it shares memory with the parameter {}, in a way in which it cannot follow its updates"
 
@@ -46,13 +46,14 @@ class Aliases:
 
     Args:
         trainer: The trainer, with its optimizers set up, before parameters are moved.
+        survey: What the objects of the user lead to.
         report: Called with what cannot follow.
 
     Raises:
         ConfigurationError: If two trained parameters share memory.
     """
 
-    def __init__(self, trainer: pl.Trainer, report: Report) -> None:
+    def __init__(self, trainer: pl.Trainer, survey: Survey, report: Report) -> None:
         module = trainer.lightning_module
         self._report = report
         self._spans: dict[int, list[_Span]] = {}
@@ -70,7 +71,7 @@ class Aliases:
                     " parameter itself, or an attribute that is no buffer",
                     "fault",
                 )
-        self._found = list(self._aliases(tensors_of(trainer)))
+        self._found = list(self._aliases(survey.tensors()))
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         own = local_of(parameter)

@@ -382,7 +382,7 @@ class LightningHostState:
             *zip(training_loaders(self._trainer), taken.loaders, strict=False),
             *zip(validation_loaders(self._trainer), taken.validation, strict=False),
         ):
-            loader.put_now(state)
+            loader.put_content(state)
 
     def _inherit(self, taken: Snapshot) -> None:
         """Put the data between two epochs, where the iteration of the next one may have begun already."""

@@ -12,8 +12,11 @@ A tensor with a graph is restored without its graph. A graph that leads from one
 """
 
 import enum
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from lightning_replica._compat.lightning import OF_TRAINER
 from lightning_replica._compat.lightning_names import Accelerator, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
-from lightning_replica.core.inexact import Report, warn
+from lightning_replica.core.inexact import Report, Scope, warn
 from lightning_replica.core.points import PHASES
 from lightning_replica.core.user_code import UserCode, is_users_class, module_of
 from lightning_replica.sharding.engine import OF_PARAMETERS
@@ -58,6 +61,7 @@ GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take
 _HOOKS: Final = "hooks of "
 # Accelerators stand for devices, which no rollback moves. Members of an enum are constants.
 _NO_STATE: Final = (enum.Enum, Accelerator)
+_FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
@@ -177,15 +181,47 @@ class Reachable:
         return self._tracked.encoded(taken, MIRRORED)
 
 
-def tensors_of(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors that the user's objects refer to and that have no other name, with their names."""
-    capture, anchors = _all_of(trainer, copied_bytes=0)
-    met: set[int] = set()
-    for record in capture.records.values():
-        for name, child in record.children():
-            if isinstance(child, Tensor) and id(child) not in anchors.names and id(child) not in met:
+@dataclass(frozen=True)
+class Survey:
+    """All that the user's objects lead to before training, without contents.
+
+    Attributes:
+        capture: What they lead to.
+        anchors: What has a name in every process.
+    """
+
+    capture: Capture
+    anchors: Anchors
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "Survey":
+        """Look at the objects of the user's of a trainer."""
+        return cls(*_all_of(trainer, copied_bytes=0, report=_say_nothing))
+
+    @property
+    def classes(self) -> set[type]:
+        """The classes of all objects."""
+        return {type(record.value) for record in self.capture.records.values()}
+
+    def functions(self) -> Iterator[Any]:
+        """Yield the functions that objects hold."""
+        return (child for _, child in self._held() if issubclass(type(child), _FUNCTIONS))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors that have no other name, with their names."""
+        met: set[int] = set()
+        for name, child in self._held():
+            if isinstance(child, Tensor) and id(child) not in self.anchors.names and id(child) not in met:
                 met.add(id(child))
-                yield record.name + name, child
+                yield name, child
+
+    def _held(self) -> Iterator[tuple[str, Any]]:
+        for record in self.capture.records.values():
+            yield from ((record.name + name, child) for name, child in record.children())
+
+
+def _say_nothing(name: str, why: str, scope: Scope = "fault") -> None:
+    """Leave it to `Reachable`, which looks at the same objects."""
 
 
 def signature_of_all(trainer: pl.Trainer) -> Signature:
@@ -193,9 +229,9 @@ def signature_of_all(trainer: pl.Trainer) -> Signature:
     return signature_of(*_all_of(trainer), contents=True)
 
 
-def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES) -> tuple[Capture, Anchors]:
+def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES, report: Report = warn) -> tuple[Capture, Anchors]:
     anchors, roots = anchors_of(trainer), list(_roots(trainer, Tree.of(trainer.lightning_module)))
-    return Recorder(warn, copied_bytes).take(roots, anchors), anchors
+    return Recorder(report, copied_bytes).take(roots, anchors), anchors
 
 
 def _is_marked(tensor: Tensor) -> bool:

@@ -394,9 +394,9 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapsho
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
     states, snapshot.fetching = training_fetches(trainer).state(back)
-    loaders = training_loaders(trainer)
-    snapshot.loaders = [loader.with_now(state) for loader, state in zip(loaders, states, strict=False)]
-    snapshot.validation = [loader.with_now(loader.state_between()) for loader in validation_loaders(trainer)]
+    loaders, window = training_loaders(trainer), snapshot.kind == "batch"
+    snapshot.loaders = [each.with_content(state, window) for each, state in zip(loaders, states, strict=False)]
+    snapshot.validation = [each.with_content(each.state_between(), window) for each in validation_loaders(trainer)]
     return snapshot
 
 

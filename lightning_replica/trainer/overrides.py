@@ -2,26 +2,24 @@
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
-from types import FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final, Literal
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning_names import pl
-from lightning_replica.core.user_code import UserCode, is_of_framework, is_users_class
+from lightning_replica.core.user_code import UserCode, is_of_framework
+from lightning_replica.state.reachable import Survey
 
 log = logging.getLogger(__name__)
 
 # Hooks that run between a backward pass and the update. User code that overrides one wants to see gradients.
 _SEE_GRADIENTS: Final = ("on_after_backward", "on_before_optimizer_step")
 _SEE_GRADIENTS_IN_MODULE: Final = (*_SEE_GRADIENTS, "configure_gradient_clipping")
-_GIVE_GRADIENTS: Final = ("backward", *_SEE_GRADIENTS_IN_MODULE)
 # Functions of torch and Lightning that look at gradients.
 _READERS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "grad_norm")
-_MANY: Final = 1000  # objects of the user's whose code is looked at
 # Hooks that run once a batch. User code that overrides one may change weights there.
 _CHANGE_WEIGHTS: Final = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
@@ -38,55 +36,46 @@ def who_sees_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> str |
     return _first(trainer, module, _SEE_GRADIENTS_IN_MODULE, _SEE_GRADIENTS)
 
 
-def whole_gradients_for(trainer: pl.Trainer, chosen: bool | Literal["auto"]) -> bool:
-    """Return whether gradients are whole. "auto" means: in manual optimization, or where user code may look at them."""
-    module = trainer.lightning_module
+@dataclass(frozen=True)
+class GradientUse:
+    """How user code looks at gradients.
+
+    Attributes:
+        whole: Whether it may look at those of all parameters, so that they are gathered.
+        kept: Whether it may look at those of a step after its update, until the next step removes them.
+    """
+
+    whole: bool
+    kept: bool
+
+
+def gradient_use(trainer: pl.Trainer, survey: Survey, chosen: bool | Literal["auto"]) -> GradientUse:
+    """Return how user code looks at gradients; "auto" finds it in the code. Manual optimization needs whole ones."""
     if chosen != "auto":
-        return chosen
+        return GradientUse(whole=chosen, kept=chosen)
+    module = trainer.lightning_module
+    reader = _reader_of_gradients(trainer, survey)
     if not module.automatic_optimization:
-        return True
-    user = who_sees_gradients(trainer, module) or _who_names_gradients(trainer)
+        return GradientUse(whole=True, kept=reader is not None)
+    user = who_sees_gradients(trainer, module) or reader
     if user is not None and trainer.is_global_zero:
         log.info("`%s` may look at gradients, so they are gathered on every rank (whole_gradients='auto').", user)
-    return user is not None
+    return GradientUse(whole=user is not None, kept=reader is not None)
 
 
-def keeps_gradients_for(trainer: pl.Trainer, chosen: bool | Literal["auto"]) -> bool:
-    """Return whether user code may look at the gradients of a step after it, until the next step removes them."""
-    return chosen is True or (chosen == "auto" and _who_names_gradients(trainer, _GIVE_GRADIENTS) is not None)
-
-
-def _who_names_gradients(trainer: pl.Trainer, without_hooks: Collection[str] = ()) -> str | None:
-    """Return the name of a function of the user's that looks at gradients; None if there is none.
+def _reader_of_gradients(trainer: pl.Trainer, survey: Survey) -> str | None:
+    """Return the name of a function of the user's that looks at gradients after an update; None if there is none.
 
     Gradients stay until the next step's backward pass, so any hook in between may look at them. An optimizer has those
     of its shard.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     users = [trainer.lightning_module, *(each for each in callbacks if _is_foreign(type(each).__module__))]
-    held = _held_by([*trainer.lightning_module.modules(), *callbacks])
-    code = UserCode(users, values=held, without=(Optimizer,), without_methods=without_hooks)
+    code = UserCode(
+        users, survey.classes, survey.functions(), without=(Optimizer,), without_methods=_SEE_GRADIENTS_IN_MODULE
+    )
     found = code.reader_of("grad", not_of=("autograd", "func")) or code.caller_of(_READERS)
     return found or code.problem or None
-
-
-def _held_by(owners: Iterable[Any]) -> Iterator[Any]:
-    """Yield the owners and what their attributes hold, as far as attributes of the user's objects and items lead."""
-    ahead = list(owners)
-    roots, seen = set(map(id, ahead)), dict[int, Any]()
-    while ahead and len(seen) < _MANY:
-        each = ahead.pop()
-        cls = type(each)  # not by `isinstance`, which asks a proxy for what it stands for
-        if id(each) in seen or issubclass(cls, (type, ModuleType, Tensor)):
-            continue
-        seen[id(each)] = each
-        yield each
-        if issubclass(cls, dict):
-            ahead += islice(each.values(), _MANY)
-        elif issubclass(cls, (list, tuple)):
-            ahead += islice(each, _MANY)
-        elif id(each) in roots or is_users_class(cls):
-            ahead += getattr(each, "__dict__", {}).values()
 
 
 def may_change_weights(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

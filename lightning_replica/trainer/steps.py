@@ -38,6 +38,7 @@ from lightning_replica.sharding.engine import (
 from lightning_replica.state.aliases import Aliases
 from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
+from lightning_replica.state.reachable import Survey
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import lengths
 from lightning_replica.trainer.ddp_differences import differences_from_ddp
@@ -46,10 +47,9 @@ from lightning_replica.trainer.incidents import Incidents
 from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.overrides import (
-    keeps_gradients_for,
+    gradient_use,
     may_change_weights,
     shows_outputs,
-    whole_gradients_for,
 )
 from lightning_replica.trainer.precision import ShardedStep
 from lightning_replica.trainer.records import Records
@@ -105,12 +105,14 @@ class Training:
         self.recoverable = session.options.recovery
         self.part, self._joins = part, joins
         self.manual = not module.automatic_optimization
-        self.whole_gradients = whole_gradients_for(trainer, whole_gradients)
+        survey = Survey.of(trainer)
+        gradients = gradient_use(trainer, survey, whole_gradients)
+        self.whole_gradients = gradients.whole
         settings = EngineSettings(
             bucket_bytes=bucket_bytes,
             partition=partition,
             whole_gradients=self.whole_gradients,
-            keeps_gradients=keeps_gradients_for(trainer, whole_gradients),
+            keeps_gradients=gradients.kept,
             manual=self.manual,
             shared_memory=shared_memory and self.device.is_host,
             reduce_dtype=reduce_dtype,
@@ -126,7 +128,7 @@ class Training:
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)
         self.inexact = inexact = Inexact()
-        self._aliases = Aliases(trainer, inexact.report)
+        self._aliases = Aliases(trainer, survey, inexact.report)
         self.state = make_engine(
             grids, session.rank, parameters, optimizers, settings, self.device.fence, inexact.report
         )

@@ -61,8 +61,9 @@ class ReplicaZeroStrategy(ModelParallel):
         whole_gradients: Whether every ``.grad`` is the averaged gradient after backward, as under DDP. This costs a
             gather. Without it, ``.grad`` is only a part, and clipping is done in the update. "auto" turns it on where
             user code may look at gradients: under manual optimization, with hooks such as ``on_before_optimizer_step``,
-            and where the code of your module or callbacks reads an attribute ``grad``. If that code runs after the
-            update, or with True, a copy of the gradients is kept, which goes back with the step after a fault.
+            and where the code of your module or callbacks reads an attribute ``grad`` or names a function of torch's or
+            Lightning's that does. It does not look into other packages. If that code runs after the update, or with
+            True, a copy of the gradients is kept, which goes back with the step after a fault.
         state_dict_type: "full" writes checkpoints that every other strategy loads, gathered on rank 0. "sharded" writes
             directories (PyTorch Distributed Checkpoint), all ranks in parallel. Any number of ranks can load both.
             "auto" is "sharded" under tensor parallelism, where nothing else is possible, and "full" elsewhere.

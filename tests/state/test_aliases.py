@@ -10,6 +10,7 @@ from torch import nn
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.aliases import Aliases
+from lightning_replica.state.reachable import Survey
 from tests.state.test_reachable import Copies
 
 
@@ -25,7 +26,7 @@ class Module(LightningModule):
 def aliases(module: Module) -> tuple[Aliases, Inexact]:
     inexact, trainer = Inexact(), Copies(module).reachable._trainer
     trainer.optimizers = [module.optimizer]
-    return Aliases(trainer, inexact.report), inexact
+    return Aliases(trainer, Survey.of(trainer), inexact.report), inexact
 
 
 def move(parameter: torch.Tensor) -> None:

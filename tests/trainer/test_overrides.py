@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_replica.trainer.overrides import may_change_weights, who_sees_gradients, whole_gradients_for
+from lightning_replica.state.reachable import Survey
+from lightning_replica.trainer.overrides import gradient_use, may_change_weights, who_sees_gradients
 
 HOOKS = [name for name in vars(L.Callback) if name.startswith("on_")]
 
@@ -94,12 +95,72 @@ class Penalty(L.Callback):
         x.grad = None
 
 
-@pytest.mark.parametrize(("callback", "whole"), [(Reads(), True), (Penalty(), False)])
+def read(trainer: Any, pl_module: Any, *_: Any) -> None:
+    norm_of(pl_module.weight)
+
+
+class Given(L.Callback):
+    """Calls what it was given, of which its own code knows nothing."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.given()
+
+
+class Meter:
+    def __call__(self) -> float:
+        return norm_of(torch.ones(1))
+
+
+class Clips(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
+
+
+def of_many_parts(part: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(part, *(torch.nn.Identity() for _ in range(3000)))
+
+
+class Scales(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x * norm_of(x)
+
+
+LOOKS = [
+    *((Reads(), True), (Penalty(), False), (LambdaCallback(on_train_batch_end=read), True), (Clips(), True)),
+    *((Given(Meter()), True), (Given([partial(read, 1)]), True), (Given(len), False)),
+]
+
+
+@pytest.mark.parametrize(("callback", "whole"), LOOKS)
 def test_code_that_reads_gradients_elsewhere(callback: L.Callback, whole: bool) -> None:
     trainer, module = trainer_with(callback)
     trainer.strategy._lightning_module = module
-    assert whole_gradients_for(trainer, "auto") is whole
-    assert whole_gradients_for(trainer, False) is False
+    assert gradient_use(trainer, Survey.of(trainer), "auto").kept is whole
+    assert gradient_use(trainer, Survey.of(trainer), "auto").whole is whole
+    assert gradient_use(trainer, Survey.of(trainer), False).whole is False
+
+
+@pytest.mark.parametrize(("part", "whole"), [(Scales(), True), (torch.nn.Identity(), False)])
+def test_code_of_any_part_of_a_large_model(part: torch.nn.Module, whole: bool) -> None:
+    trainer, module = trainer_with()
+    module.net = of_many_parts(part)
+    trainer.strategy._lightning_module = module
+    assert gradient_use(trainer, Survey.of(trainer), "auto").whole is whole
+
+
+def test_only_the_hooks_before_the_update_need_no_copy() -> None:
+    class Logs(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            norm_of(pl_module.weight)
+
+    trainer, module = trainer_with(Logs())
+    trainer.strategy._lightning_module = module
+    use = gradient_use(trainer, Survey.of(trainer), "auto")
+    assert use.whole
+    assert not use.kept
 
 
 def test_a_function_that_takes_its_name_from_lightnings() -> None:

@@ -22,7 +22,7 @@ class LoaderState(NamedTuple):
         sources: What the user's samplers and datasets kept when the iteration began; None if there are none.
         left: What they kept after the last batch; None if they are brought there by loading again what is skipped.
         copied: What the dataset and the functions that workers copy kept when they did; None if there are no workers.
-        now: What the dataset keeps in this process, besides the workers' copies; only in a snapshot.
+        content: What the dataset keeps in this process, besides the workers' copies; only in a snapshot.
     """
 
     batches: int
@@ -37,7 +37,7 @@ class LoaderState(NamedTuple):
     sources: bytes | None = None
     left: bytes | None = None
     copied: bytes | None = None
-    now: bytes | None = None
+    content: bytes | None = None
 
     @classmethod
     def of(cls, plain: Iterable[Any]) -> "LoaderState":

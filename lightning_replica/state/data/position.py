@@ -152,16 +152,21 @@ class ExactLoader:
         between = LoaderState(0, None, self._generator_state(), turn=state.turn, sources=self._sources.state())
         return between._replace(workers=workers, seeded=state.seeded, copied=state.copied)
 
-    def with_now(self, state: LoaderState) -> LoaderState:
-        """Add to a state what the dataset keeps in this process now, which hooks may change between two batches."""
-        changing = self._changing()
-        return state if changing is None else state._replace(now=changing.state(begins=False))
+    def with_content(self, state: LoaderState, window: bool) -> LoaderState:
+        """Add to a state what the dataset keeps in this process, which hooks may change between two batches.
 
-    def put_now(self, state: LoaderState) -> None:
-        """Restore in this process what `with_now` has added. Called when the loader has gone where it goes."""
+        Args:
+            state: The state.
+            window: Whether a window of batches begins. In the middle of a step, less of what is large is compared.
+        """
         changing = self._changing()
-        if changing is not None and state.now != changing.state():
-            changing.put(state.now)
+        return state if changing is None else state._replace(content=changing.state(window))
+
+    def put_content(self, state: LoaderState) -> None:
+        """Restore what `with_content` has added. Called when the loader has gone where it goes."""
+        changing = self._changing()
+        if changing is not None and state.content != changing.state():
+            changing.put(state.content)
 
     def _changing(self) -> Sources | None:
         """Return what hooks may change and can be restored; not iterable data, whose iteration goes on by itself."""
@@ -258,7 +263,7 @@ class ExactLoader:
         if self.position < self._drawn:
             kept = self._kept[self.position - self._drawn]
             self._set_rng_state(kept.after)
-            if not self._feed.workers and kept.left != self._sources.state(begins=False):
+            if self._changing() is self._sources and kept.left != self._sources.state(begins=False):
                 self._sources.put(kept.left)
         else:
             kept = self._draw()
@@ -317,7 +322,7 @@ class ExactLoader:
         copied = self._copied.state()
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
             workers, reused, copied = inherited.workers, True, inherited.copied
-            with self._copied.at(copied):
+            with self._copied.holding(copied):
                 self._feed.begin_with(workers, inherited.seeded)
         else:
             workers, reused = self._feed.begin()
@@ -356,7 +361,7 @@ class ExactLoader:
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)
         self._kept, self._drawn = [], state.batches
-        with self._copied.at(state.copied):
+        with self._copied.holding(state.copied):
             self._feed.replay(state)
         self._sources.put(state.left)
 

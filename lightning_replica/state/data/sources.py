@@ -86,8 +86,8 @@ class Sources:
         return [id(each) for each in self._found_in(loader)] == [id(each) for each in self._found]
 
     @contextmanager
-    def at(self, state: bytes | None) -> Iterator[None]:
-        """Restore what `state` returned inside of the block, and what was there before it afterwards."""
+    def holding(self, state: bytes | None) -> Iterator[None]:
+        """Restore what `state` returned, and at the end of the block what the objects held at its beginning."""
         if state is None or not self._roots or state == self.state():
             yield
             return

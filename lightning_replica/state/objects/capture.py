@@ -282,7 +282,9 @@ class Recorder:
         while ahead:
             key, record, inside = ahead.pop()
             if record is not first and len(self._records) + _size_of(record) >= self._most:
-                self._report(_whole(record.name), "too many objects are reachable: changes in some are not seen")
+                self._report(
+                    _whole(record.name), "too many objects are reachable: changes in some are not seen", "unknown"
+                )
                 continue
             record = self._known(key, record)
             record.key = key
