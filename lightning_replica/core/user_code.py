@@ -20,6 +20,7 @@ _OTHERS: Final = tuple(
 )
 _WRAPPERS: Final = (types.FunctionType, type(functools.lru_cache(len)))
 _READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_OF_MODULE: Final = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")
 _FRAMEWORK: Final = (__name__.partition(".")[0], "lightning_utilities", "torch")
 _MANY: Final = 1000  # items of a table of functions that are looked at
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))  # in an environment, of a user, of Debian
@@ -105,8 +106,12 @@ class UserCode:
         return next((code.co_name for code in using if _reads(code, attribute, not_of)), None)
 
     def caller_of(self, functions: Collection[str]) -> str | None:
-        """Return the name of a function that names one of ``functions``; None if none does."""
-        return next((code.co_name for code, names in self._functions.items() if names & set(functions)), None)
+        """Return the name of a function that names one of ``functions``; None if none does.
+
+        An attribute of that name which is only read, as ``strategy.grad_norm``, is a value and no function.
+        """
+        using = (code for code, names in self._functions.items() if names.intersection(functions))
+        return next((code.co_name for code in using if _names_function(code, functions)), None)
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -219,6 +224,22 @@ def _reads(code: types.CodeType, attribute: str, not_of: Collection[str]) -> boo
         owner = instruction.argval
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return any(_reads(each, attribute, not_of) for each in inner)
+
+
+def _names_function(code: types.CodeType, functions: Collection[str]) -> bool:
+    is_in_module = False
+    for instruction in dis.get_instructions(code):
+        name, operation = instruction.argval, instruction.opname
+        if operation in _READ:
+            is_called = operation == "LOAD_METHOD" or "NULL" in instruction.argrepr  # the latter from Python 3.12 on
+            if name in functions and (is_called or is_in_module):
+                return True
+        else:
+            is_in_module = operation in _OF_MODULE
+            if is_in_module and name in functions:
+                return True
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return any(_names_function(each, functions) for each in inner)
 
 
 def _written_in(code: types.CodeType) -> Iterator[str]:

@@ -8,7 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import utilities
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_replica.state.reachable import Survey
@@ -119,6 +121,28 @@ class Clips(L.Callback):
         torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
 
 
+def logs_that_of_the_strategy(trainer: Any, pl_module: Any, *_: Any) -> None:
+    pl_module.grad_norm = trainer.strategy.grad_norm
+
+
+def calls(trainer: Any, pl_module: Any, *_: Any) -> None:
+    grad_norm(pl_module, 2)
+
+
+def calls_of_its_module(trainer: Any, pl_module: Any, *_: Any) -> None:
+    utilities.grad_norm(pl_module, 2)
+
+
+def binds(trainer: Any, pl_module: Any, *_: Any) -> None:
+    partial(utilities.grad_norm, norm_type=2)(pl_module)
+
+
+def imports(trainer: Any, pl_module: Any, *_: Any) -> None:
+    from lightning.pytorch.utilities import grad_norm as norm
+
+    norm(pl_module, 2)
+
+
 def of_many_parts(part: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.Sequential(part, *(torch.nn.Identity() for _ in range(3000)))
 
@@ -131,6 +155,8 @@ class Scales(torch.nn.Module):
 LOOKS = [
     *((Reads(), True), (Penalty(), False), (LambdaCallback(on_train_batch_end=read), True), (Clips(), True)),
     *((Given(Meter()), True), (Given([partial(read, 1)]), True), (Given(len), False)),
+    *((LambdaCallback(on_train_batch_end=each), True) for each in (calls, calls_of_its_module, binds, imports)),
+    (LambdaCallback(on_train_batch_end=logs_that_of_the_strategy), False),
 ]
 
 
