@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning_replica.state.objects.signature import differences, signature_of
 from tests.state.test_reachable import Copies, put_sent
 
-LEAVES = 11
+LEAVES = 13
 ATOMS = (int, float, complex, str, bytes, type(None))
 
 
@@ -43,6 +43,18 @@ class OwnNumber(int):
 
     def __init__(self, number: int) -> None:
         self.seen = [number]
+
+
+class OwnTensor(torch.Tensor):
+    """A tensor with attributes."""
+
+    labels: list[int]
+
+
+def labelled(tensor: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    made = tensor.as_subclass(OwnTensor)
+    made.labels = labels
+    return made
 
 
 class Builder:
@@ -75,6 +87,8 @@ class Builder:
             lambda: iter(list(range(number, number + 50))),
             lambda: OwnNumber(number),
             lambda: torch.full((3,), float(number), requires_grad=True),
+            lambda: torch.full((3,), float(number), requires_grad=True) * 2,
+            lambda: labelled(torch.full((3,), float(number), requires_grad=True) * 2, [number]),
         )
         return makers[kind]()
 
@@ -109,7 +123,7 @@ def change(value: Any, dice: random.Random, builder: Builder, met: set[int]) -> 
     acts = dice.random() < 0.5
     if isinstance(value, torch.Tensor) and value.requires_grad and acts and not value.is_inference():
         with torch.inference_mode(False), torch.enable_grad():  # it may be a hook of a validation
-            value.sum().backward()
+            value.sum().backward(retain_graph=True)
     elif isinstance(value, torch.Tensor):
         value.data.add_(acts)
     elif isinstance(value, np.ndarray):

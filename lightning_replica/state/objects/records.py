@@ -39,7 +39,8 @@ Stands: TypeAlias = Callable[[Any], Any]
 
 MISSING: Final = object()
 """What stands where nothing is."""
-_GRADIENT, _REQUIRES = "grad", "requires_grad"
+_GRADIENT = "grad"
+REQUIRES_GRAD: Final = "requires_grad"  # of a tensor, as if it were one of its attributes
 _BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
 
 
@@ -134,7 +135,7 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
     """Return the attributes of an object; a leaf of autograd's graphs may have a gradient, besides."""
     if isinstance(value, Tensor) and value.is_leaf:
         gradient = {} if value.grad is None else {_GRADIENT: value.grad}
-        return {**vars(value), _REQUIRES: value.requires_grad, **gradient}
+        return {**vars(value), REQUIRES_GRAD: value.requires_grad, **gradient}
     found: Mapping[str, Any] = vars(value)
     return found
 
@@ -143,7 +144,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, without calling code of the object's class."""
     if isinstance(owner, type):
         _of_metaclass(owner, "__setattr__")(owner, name, value)
-    elif isinstance(owner, Tensor) and name in (_GRADIENT, _REQUIRES):
+    elif isinstance(owner, Tensor) and name in (_GRADIENT, REQUIRES_GRAD):
         if not owner.is_leaf:  # it has become a part of a graph, in place
             owner.detach_()
         setattr(owner, name, value)
@@ -166,7 +167,7 @@ def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute, without calling code of the object's class."""
     if isinstance(owner, type):
         _of_metaclass(owner, "__delattr__")(owner, name)
-    elif isinstance(owner, Tensor) and name in (_GRADIENT, _REQUIRES):
+    elif isinstance(owner, Tensor) and name in (_GRADIENT, REQUIRES_GRAD):
         owner.grad = None  # that it requires one is set, never deleted
     else:
         del vars(owner)[name]

@@ -19,6 +19,7 @@ from lightning_replica.state.objects.capture import Anchors, Capture, Content, R
 from lightning_replica.state.objects.contents import plain_of
 from lightning_replica.state.objects.kinds import Kind, describe, has_value, kind_of, probe, value_of
 from lightning_replica.state.objects.records import (
+    REQUIRES_GRAD,
     Bytes,
     Graphed,
     Iterated,
@@ -109,16 +110,20 @@ class _Tokens:
         if isinstance(records[0], Iterated) and records[0].rest is not None:
             return [("", item) for item in records[0].rest] if self._contents else []
         found = [child for record in records if record is not None for child in record.children()]
+        if isinstance(value, Tensor):  # its form says whether it requires a gradient
+            found = [(name, child) for name, child in found if name != f".{REQUIRES_GRAD}"]
         if found or kind_of(value) is not Kind.TUPLE:
             return found
         return [("", item) for item in base_of(value).__iter__(value)]
 
     def _form(self, value: Any) -> str:
         if isinstance(value, Tensor):
-            if self._anchors.has_memory_of(value):
-                return f"in {self._anchors.name_of_memory(value)} {value.storage_offset()} {value.stride()}"
             # A tensor with a graph goes back without it. If that matters, a later loss or weight shows it.
-            return f"{value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}"
+            requires_grad = value.requires_grad and value.is_leaf
+            if self._anchors.has_memory_of(value):
+                memory = self._anchors.name_of_memory(value)
+                return f"in {memory} {value.storage_offset()} {value.stride()} {requires_grad}"
+            return f"{value.dtype} {tuple(value.shape)} {requires_grad}"
         if isinstance(value, np.ndarray):
             return f"{value.dtype} {value.shape}"
         record = self._capture.records.get(id(value))
