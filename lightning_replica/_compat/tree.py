@@ -16,6 +16,7 @@ with private_names_of("torch"):
     need(nn.Module(), "_modules", "_forward_pre_hooks", "_buffers", "_parameters")
 
 _values = operator.methodcaller("values")
+_keys = operator.methodcaller("keys")  # the tables of a module of torch.jit are no dicts, and have no iterator
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class _Marks:
         self._filled = [book for book in books if book]
         self._values = list(chain.from_iterable(map(_values, self._filled)))
         self._buffers = list(filter(None, books[1::3]))
-        self._names = list(chain.from_iterable(self._buffers))
+        self._names = list(chain.from_iterable(map(_keys, self._buffers)))
 
     def hold(self) -> bool:
         """Return whether all entries are the same objects as before, and buffers have the same names."""
         return (
             list(map(len, self._books)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(map(_values, self._filled)), self._values))
-            and list(chain.from_iterable(self._buffers)) == self._names
+            and list(chain.from_iterable(map(_keys, self._buffers))) == self._names
         )

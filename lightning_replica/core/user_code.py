@@ -138,7 +138,7 @@ class UserCode:
             return
         names = self._functions[function.__code__] = frozenset()
         for content in _enclosed_in(function):
-            self._add_functions_of(content)
+            self._add_held(content)
         name = function.__globals__.get("__name__", "")
         module = sys.modules.get(name)
         if module is not None and getattr(module, "__dict__", None) is function.__globals__ and self._follows(name):
@@ -162,13 +162,22 @@ class UserCode:
                 self._add_names(value, names)
         elif issubclass(cls, type):
             self._add_class(value)
-        elif issubclass(cls, (list, tuple, dict)):  # a table of functions
-            items = value.values() if issubclass(cls, dict) else value
+        else:
+            self._add_held(value)
+
+    def _add_held(self, value: Any) -> None:
+        """Add functions that a value holds: a table of them, or an object that stands for one, as decorators make."""
+        cls = type(value)
+        if issubclass(cls, (list, tuple, dict, types.MappingProxyType)):
+            items = value if issubclass(cls, (list, tuple)) else value.values()
             for item in islice(items, _MANY):
                 self._add_functions_of(item)
-        else:
-            self._add_class(cls)
-            self._add_functions_of(value)
+            return
+        self._add_class(cls)
+        self._add_functions_of(value)
+        if cls in self._classes:
+            for item in islice(getattr(value, "__dict__", {}).values(), _MANY):
+                self._add_functions_of(item)
 
 
 def is_users_class(cls: type) -> bool:

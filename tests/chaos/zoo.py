@@ -397,6 +397,24 @@ class Probe:
             yield node.value
 
 
+class InScript(nn.Module):
+    """Compiled by torch.jit: its attributes live in C++."""
+
+    calls: int
+    seen: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.mean, self.norm = 0, [0], torch.zeros(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        out: Tensor = self.norm(x) * (1 + 0.01 * self.calls) + 0.001 * len(self.seen) * self.mean
+        return out
+
+
 gradient_of = operator.attrgetter("grad")  # code that reads the attribute would have all gradients gathered
 STEPS = 0
 CACHE: dict[int, list[int]] = {}
@@ -422,6 +440,30 @@ def calls() -> int:
     here: Any = calls
     here.made = getattr(here, "made", 0) + 1
     return int(here.made)
+
+
+@functools.cache
+def dice_of(name: str) -> np.random.Generator:
+    return np.random.default_rng(len(name))
+
+
+@functools.lru_cache
+def bank_of(size: int, *, value: float = 0.0) -> Tensor:
+    return torch.full((size,), value)
+
+
+@functools.lru_cache(maxsize=4)
+def noise_of(turn: int) -> Tensor:
+    return torch.rand(2)
+
+
+class Luck:
+    @functools.cache  # noqa: B019
+    def of(self, turn: int) -> float:
+        return random.random()
+
+
+LUCK = Luck()
 
 
 def falling() -> Callable[[int], float]:
@@ -461,7 +503,9 @@ class Outside:
         buffer.rounds = getattr(buffer, "rounds", 0) + 1
         yield from (STEPS, sum(map(len, CACHE.values())), THREAD.count, TURN.get(), gradient_of(self.leaf).sum())
         yield from (Registry.created, len(Registry.names), self.used + self.used.uses, noted(1), calls())
-        yield self.shared.value
+        bank_of(3, value=1.0).data.mul_(1.01)
+        yield from (self.shared.value, dice_of("data").normal(), bank_of(3, value=1.0).sum())
+        yield from (noise_of(STEPS % 4).sum(), LUCK.of(STEPS % 5))
         yield from (trainer.rounds, buffer.rounds, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])
 
 
@@ -476,6 +520,7 @@ class Zoo(L.LightningModule):
         self.kept, self.made = Kept(), FromItertools() if sys.version_info < (3, 14) else None
         self.references: list[Any] = [self.out.weight]
         self.by_name: dict[str, Any] = {"w": self.net[0].weight}
+        self.compiled: Any = torch.jit.script(InScript()) if sys.version_info < (3, 14) else nn.Identity()
         self.probe = Probe(self.out.weight)  # type: ignore[arg-type]
         self.outside = Outside()
         self.extra = nn.Parameter(torch.ones(2))  # of no optimizer; its gradient grows
@@ -492,7 +537,7 @@ class Zoo(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         total = sum(float(number) for number in self.numbers())
-        found: Tensor = self.out(self.sub(self.net(batch)))
+        found: Tensor = self.out(self.compiled(self.sub(self.net(batch))))
         loss = (found * (1 + 1e-4 * total)).square().mean() + 1e-3 * self.extra.sum()
         self.log("loss", loss, on_epoch=True)
         return {"loss": loss, "total": total}

@@ -29,6 +29,7 @@ SEEN: list[int] = []
 DATASET = [{"id": number} for number in range(200)]
 WEIGHT = torch.zeros(2)
 UNUSED = 0
+TALLY = SCORE = 0
 
 
 def steps_of(function: Callable[..., int]) -> Callable[..., int]:
@@ -56,6 +57,36 @@ def helps(number: int) -> int:
     return COUNT + int(WEIGHT.sum())
 
 
+class Tallied:
+    """A class that is used as a decorator."""
+
+    def __init__(self, function: Callable[..., int]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments: Any) -> int:
+        self.calls += 1
+        return self.function(*arguments) + self.calls
+
+
+@Tallied
+def weighs(number: int) -> int:
+    global TALLY
+    TALLY += number
+    return TALLY
+
+
+@functools.singledispatch
+def scores(value: Any) -> int:
+    return 0
+
+
+@scores.register
+def _(value: int) -> int:
+    global SCORE
+    SCORE += value
+    return SCORE
+
+
 class Named:
     made = 0
     names: list[str] = []
@@ -80,7 +111,8 @@ class Derived(Named):
         return len(SEEN)
 
     def step(self) -> list[int]:
-        return [self.number, self.make(), self.of_another(), add(1), helps(2), sum(add(n) for n in SEEN)]
+        decorated = [weighs(1), scores(1)]
+        return [self.number, self.make(), self.of_another(), add(1), helps(2), sum(add(n) for n in SEEN), *decorated]
 
 
 def recorder() -> tuple[Recorder, Inexact]:

@@ -498,4 +498,4 @@ def _size_of(record: Record) -> int:
 
 
 def _has_other_size(record: Record) -> bool:
-    return _size_of(record) > 0 and len(record.value) != _size_of(record)
+    return _size_of(record) > 0 and record.length_now() != _size_of(record)

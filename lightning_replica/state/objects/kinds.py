@@ -44,10 +44,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_replica._compat import torch_jit
 from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.state.atoms import ATOMS
+from lightning_replica.state.objects.caches import CACHE
 
 
 class Kind(enum.Enum):
@@ -66,6 +68,8 @@ class Kind(enum.Enum):
     GENERATOR = "generator of random numbers"
     ITERATOR = "built-in iterator, which is made again"
     FUNCTION = "function, method or partial"
+    CACHE = "function that caches what it returns"
+    SCRIPT = "attributes of a module that torch.jit has compiled"
     CELL = "variable of a closure or a context"
     OBJECT = "attributes"
     OPAQUE = "nothing is known of its content"
@@ -86,7 +90,7 @@ _IMMUTABLE: Final = (
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
     *(DataLoader, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
-    *(torch.distributed.Store, torch.jit.ScriptModule, torch.jit.ScriptFunction),
+    *(torch.distributed.Store, *torch_jit.CONSTANT),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
     multiprocessing.synchronize.SemLock,
 )
@@ -116,7 +120,7 @@ _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__"
 # They hold no state of the training, or none that a result depends on.
 HARMLESS: Final = (
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType),
-    *(type(functools.lru_cache(len)), types.TracebackType, types.FrameType, types.GetSetDescriptorType),
+    *(types.TracebackType, types.FrameType, types.GetSetDescriptorType),
 )
 
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -194,6 +198,8 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
     (Kind.FUNCTION, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)),
+    (Kind.CACHE, (CACHE,)),
+    (Kind.SCRIPT, (torch_jit.SCRIPT,)),
     (Kind.CELL, (types.CellType, contextvars.ContextVar)),
     (Kind.OBJECT, (threading.local,)),  # what it holds for the thread that trains
     (Kind.OPAQUE, (*LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),

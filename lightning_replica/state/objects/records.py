@@ -18,7 +18,9 @@ from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_replica.state.atoms import ATOMS
+from lightning_replica._compat import torch_jit
+from lightning_replica.state.atoms import ATOMS, is_same_atom
+from lightning_replica.state.objects.caches import Cache, Call, results_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
     HARMLESS,
@@ -70,6 +72,10 @@ class Record:
     def put_back(self, stands: Stands) -> None:
         """Make the object as it was."""
         raise NotImplementedError
+
+    def length_now(self) -> int:
+        """Return how many items the object has now; of a container."""
+        return len(self.value)
 
     def renewed(self) -> "Record":
         """Return a record of the same object as it is now."""
@@ -530,6 +536,89 @@ class Closure(Record):
         refer(self.value, {name: stands(value) for name, value in self.parts})
 
 
+class Cached(Record):
+    """What a function has cached, and the function itself."""
+
+    __slots__ = ("_keys", "items", "wrapped")
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        results = results_of(value)
+        self._keys, self.items = list(results), list(results.values())
+        self.wrapped = getattr(value, "__wrapped__", None)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that are cached, one for each of ``items``."""
+        return list(map(Cache(self.value).call_of, self._keys)) if self._keys else []
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        yield ".__wrapped__", self.wrapped
+        for call, result in zip(self.calls, self.items, strict=True):
+            yield _short(call), result
+            yield from ((f"{_short(call)}.{name}", each) for name, each in call.parts() if type(each) not in ATOMS)
+
+    def length_now(self) -> int:
+        return int(self.value.cache_info().currsize)
+
+    def is_same(self) -> bool:
+        now = results_of(self.value)
+        return (
+            len(now) == len(self._keys)
+            and all(map(operator.is_, now, self._keys))
+            and all(map(operator.is_, now.values(), self.items))
+        )
+
+    def put_back(self, stands: Stands) -> None:
+        """Make it hold the results that it has held.
+
+        Raises:
+            ValueError: If it cannot hold some of them again, so that the function will be called again.
+        """
+        items = list(map(stands, self.items))
+        if self.is_same() and all(map(operator.is_, items, self.items)):
+            return
+        cache = Cache(self.value)
+        lost = cache.put_back(dict(zip(self._keys, items, strict=True)))
+        if lost:
+            raise ValueError(f"{len(lost)} of the calls that it had cached are forgotten, as {cache.call_of(lost[0])}")
+
+
+class Scripted(Record):
+    """The attributes of a module that torch.jit has compiled, with parameters and buffers."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.values = torch_jit.attributes_of(value)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((f".{name}", value) for name, value in self.values.items())
+
+    def is_same(self) -> bool:
+        now = torch_jit.attributes_of(self.value)
+        return all(is_alike(now[name], value) for name, value in self.values.items())
+
+    def put_back(self, stands: Stands) -> None:
+        now = torch_jit.attributes_of(self.value)
+        for name, value in self.values.items():
+            then = stands(value)
+            if not is_alike(now[name], then):
+                torch_jit.set_attribute(self.value, name, then)
+
+
+def is_alike(a: Any, b: Any) -> bool:
+    """Return whether two values are the same object, or containers of the same: those of a script are new each time."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(is_alike, a.values(), b.values()))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(is_alike, a, b))
+    return a is b or (type(a) in ATOMS and is_same_atom(a, b))
+
+
 class Graphed(Remade):
     """A tensor with a graph. A copy without the graph takes its place, because no graph can be gone through twice."""
 
@@ -641,6 +730,8 @@ OF_KIND: dict[Kind, type[Record]] = {
     Kind.GENERATOR: Randomness,
     Kind.ITERATOR: Iterated,
     Kind.FUNCTION: Closure,
+    Kind.CACHE: Cached,
+    Kind.SCRIPT: Scripted,
     Kind.CELL: Variable,
     Kind.OPAQUE: Unknown,
 }

@@ -123,12 +123,19 @@ class Tracked:
         sent, by_name = list(sent), {root.name: root.value for root in roots}
         first = Capture() if self._first is None else self._first
         known = _known(first, Anchors.of(anchored))
-        decoder = Decoder(values, self._report, self._existing, frozenset(_elsewhere(first, sent, known)))
-        for name, attributes in sent:
-            if name in by_name:
-                decoder.put_attributes(by_name[name], name, attributes)
-            elif name != LEFT_OUT:
-                self._report(name, "it is not there in this process, so what it held is lost", "once")
+        elsewhere = frozenset(_elsewhere(first, sent, known))
+
+        def put() -> bool:
+            decoder = Decoder(values, self._report, self._existing, elsewhere)
+            for name, attributes in sent:
+                if name in by_name:
+                    decoder.put_attributes(by_name[name], name, attributes)
+                elif name != LEFT_OUT:
+                    self._report(name, "it is not there in this process, so what it held is lost", "once")
+            return decoder.has_called
+
+        if put():  # functions of the user's were called, and may have changed what was put already
+            put()
         self._recorder.forget()
 
     def begin_to_save(self, taken: Taken) -> None:

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_replica._compat import torch_jit
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica._compat.torch import of_class
 from lightning_replica.core import plain
@@ -43,6 +44,7 @@ from lightning_replica.core.inexact import Report
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS, is_same_atom
+from lightning_replica.state.objects.caches import CACHE, Cache, Call
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.kinds import (
@@ -63,6 +65,7 @@ from lightning_replica.state.objects.records import (
     MISSING,
     Attributes,
     Bytes,
+    Cached,
     Closure,
     Entries,
     Fixed,
@@ -73,6 +76,7 @@ from lightning_replica.state.objects.records import (
     Memory,
     Randomness,
     Record,
+    Scripted,
     Slots,
     Stream,
     Variable,
@@ -82,6 +86,7 @@ from lightning_replica.state.objects.records import (
     fill_memory,
     fill_stream,
     fixed_of,
+    is_alike,
     is_registered,
     refer,
     set_attribute,
@@ -300,6 +305,14 @@ class Encoder:
             return ["stream", identity, *record.content]
         if isinstance(record, Closure):
             return ["function", identity, title_of(value), _source_of(value), self._named(record, name, depth)]
+        if isinstance(record, Scripted):
+            return ["script", identity, self._pairs([record], name, depth)]
+        if isinstance(record, Cached):
+            calls = [
+                [all_of(call.arguments), [*call.keywords], all_of(call.keywords.values())] for call in record.calls
+            ]
+            wrapped = self._encode(record.wrapped, f"{name}.__wrapped__", depth + 1)
+            return ["cache", identity, title_of(value), wrapped, calls, all_of(record.items)]
         if isinstance(record, Iterated):
             state = self._encode(record.state, name, depth + 1)
             return ["iterator", identity, record.function.__name__, all_of(record.arguments), state]
@@ -317,6 +330,7 @@ class Decoder:
         report: Called with the name of what could not be put in place, and why.
         existing: The objects of this process by the names that they had when training began.
         elsewhere: The ``id`` of each object that attributes lead to which are not sent, because they have not changed.
+        has_called: Whether functions were called to fill their caches, which may have changed anything.
     """
 
     anchored: Mapping[str, Any]
@@ -325,6 +339,7 @@ class Decoder:
     elsewhere: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        self.has_called = False
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
 
@@ -482,6 +497,54 @@ class Decoder:
         if isinstance(made, types.BuiltinFunctionType):
             return getattr(owner, made.__name__)
         return types.MethodType(function, owner)
+
+    def _script(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        if kind_of(current) is not Kind.SCRIPT:
+            self.report(name, "a module of torch.jit cannot be sent to a replacement", "once")
+            return current
+        self._keep(number, current)
+        now, was = torch_jit.attributes_of(current), torch_jit.attributes_of(current)
+        for attribute, sent in content[0]:
+            value = self._decode(sent, now.get(attribute, MISSING), f"{name}.{attribute}")  # fills a list in place
+            if attribute in was and not is_alike(was[attribute], value):
+                torch_jit.set_attribute(current, attribute, value)
+        return current
+
+    def _cache(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        """Fill the cache of a function. One with a limit takes only what the function returns, so that is called."""
+        title, wrapped, sent_calls, sent = content
+        if not isinstance(current, CACHE) or title_of(current) != title:
+            self.report(name, f"the function {title} cannot be sent to a replacement", "once")
+            return current
+        self._keep(number, current)
+        self._decode(wrapped, getattr(current, "__wrapped__", MISSING), f"{name}.__wrapped__")
+        cache, then = Cache(current), {}
+        there = cache.results()
+        for (arguments, keywords, values), result in zip(sent_calls, sent, strict=True):
+            named = dict(zip(keywords, self._all(values, [], name), strict=True))
+            call = Call(tuple(self._all(arguments, [], name)), named)
+            key = cache.key_of(call)
+            if key not in there and cache.limit is not None:
+                there[key] = self._call(cache, call, name)
+            then[key] = self._decode(result, there.get(key, MISSING), f"{name}{call}")
+        Cache(current).put_back(then)
+        differ = [
+            key
+            for key, result in Cache(current).results().items()
+            if result is not then[key] and not (type(result) in ATOMS and is_same_atom(result, then[key]))
+        ]
+        if differ:
+            first = cache.call_of(differ[0])
+            self.report(f"{name}{first}", "in this replacement, something else is cached", "once")
+        return current
+
+    def _call(self, cache: Cache, call: Call, name: str) -> Any:
+        self.has_called = True
+        try:
+            return cache.call(call)
+        except Exception as error:  # the function is the user's
+            self.report(f"{name}{call}", f"it cannot be called again ({type(error).__name__}: {error})", "once")
+            return MISSING
 
     def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         function, sent, state = content
@@ -855,6 +918,7 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "objects": Decoder._objects,
     "sparse": Decoder._sparse,
     "bytes": Decoder._bytes,
+    "cache": Decoder._cache,
     "cell": Decoder._cell,
     "deque": Decoder._list,
     "dict": Decoder._dict,
@@ -865,6 +929,7 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "memory": Decoder._memory,
     "object": Decoder._object,
     "random": Decoder._random,
+    "script": Decoder._script,
     "set": Decoder._set,
     "stream": Decoder._stream,
     "tensor": Decoder._tensor,
