@@ -252,7 +252,7 @@ class Kept:
         self.iterator, self.keys = iter(range(1000)), iter({n: n for n in range(1000)})
         self.noise = torch.Generator().manual_seed(2)
         self.dice, self.own_dice = random.Random(4), np.random.default_rng(5)
-        self.old_dice = np.random.RandomState(6)
+        self.old_dice, self.bits, self.seeds = np.random.RandomState(6), np.random.PCG64(7), np.random.SeedSequence(8)
         self.tensor, self.base = torch.zeros(3), torch.arange(10.0)
         self.view = self.base[2:5]
         self.array, self.base_array = np.zeros(3), np.arange(10.0)
@@ -332,6 +332,8 @@ class Kept:
         self.queue.put(n)
         yield from (next(self.iterator), next(self.keys), float(torch.rand(1, generator=self.noise)))
         yield from (self.dice.random(), self.own_dice.normal(), self.old_dice.rand(), random.random())
+        yield from (self.bits.random_raw() % 100, self.own_dice.spawn(1)[0].normal())
+        yield int(self.seeds.spawn(1)[0].generate_state(1)[0]) % 100
         yield from (np.random.rand(), self.bytes_io.tell(), self.string_io.tell(), self.queue.qsize())
 
     def _memory(self, n: int) -> Iterator[Any]:

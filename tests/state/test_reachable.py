@@ -28,9 +28,9 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.errors import TransferError
+from lightning_replica.state.objects.randomness import generator_of
 from lightning_replica.state.objects.signature import Signature, differences, digest_of, signature_of
 from lightning_replica.state.objects.tracked import Taken
-from lightning_replica.state.objects.wire import _generator
 from lightning_replica.state.reachable import Reachable
 
 Pair = namedtuple("Pair", "a b")
@@ -443,9 +443,9 @@ def test_the_state_of_a_generator_that_cannot_be_here_is_left_out() -> None:
     """A generator on a GPU has a state of 16 bytes. In a process without GPU, nothing can take it."""
     here = torch.Generator().manual_seed(3)
     state = here.get_state()
-    assert _generator(torch.zeros(16, dtype=torch.uint8), here) is here
+    assert generator_of(torch.zeros(16, dtype=torch.uint8), here) is here
     assert torch.equal(here.get_state(), state)
-    assert _generator(torch.zeros(16, dtype=torch.uint8), None) is None
+    assert generator_of(torch.zeros(16, dtype=torch.uint8), None) is None
 
 
 def test_zeros_have_signs() -> None:

@@ -50,6 +50,7 @@ from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.caches import CACHE
+from lightning_replica.state.objects.randomness import GENERATORS
 
 
 class Kind(enum.Enum):
@@ -77,7 +78,6 @@ class Kind(enum.Enum):
 
 
 VALUES: Final = (int, float, complex, str, bytes)
-GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _IMMUTABLE: Final = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice, type),
@@ -305,41 +305,17 @@ def pickled_digest(value: Any) -> bytes | None:
     try:
         if getattr(value, "nbytes", 0) > _LARGE_BYTES:
             return None
-        large: list[pickle.PickleBuffer] = []
-        pickled = pickle.dumps(value, protocol=5, buffer_callback=large.append)
-        return None if large else hashlib.sha256(pickled).digest()
+        beside: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=beside.append)
+        parts: list[bytes | memoryview] = [pickled, *(each.raw() for each in beside)]
+        if sum(map(len, parts)) > _LARGE_BYTES:
+            return None
+        found = hashlib.sha256()
+        for part in parts:
+            found.update(part)
+        return found.digest()
     except Exception:  # any code may run
         return None
-
-
-def random_state(generator: Any) -> Any:
-    """Return the state of one of `GENERATORS`."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def set_random(generator: Any, state: Any) -> None:
-    """Set one of `GENERATORS` to a former state."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def same_random_state(a: Any, b: Any) -> bool:
-    """Return whether two results of `random_state` are the same."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, dict):
-        return all(same_random_state(value, b[key]) for key, value in a.items())
-    return all(map(same_random_state, a, b)) if isinstance(a, tuple) else bool(a == b)
 
 
 def describe(value: Any) -> str:

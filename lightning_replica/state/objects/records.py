@@ -29,12 +29,10 @@ from lightning_replica.state.objects.kinds import (
     iterator_of,
     pickled_digest,
     probe,
-    random_state,
     reduced,
-    same_random_state,
-    set_random,
     slots_of,
 )
+from lightning_replica.state.objects.randomness import random_state, same_random_state, set_random
 
 Stands: TypeAlias = Callable[[Any], Any]
 """Returns what stands for a value now: the value itself, or what was made in its place."""

@@ -19,7 +19,6 @@ import enum
 import fractions
 import functools
 import io
-import random
 import re
 import sys
 import types
@@ -39,9 +38,7 @@ from torch import Tensor, nn
 from lightning_replica._compat import torch_jit
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica._compat.torch import of_class
-from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
-from lightning_replica.devices.host import HOST
 from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import CACHE, Cache, Call
@@ -58,9 +55,9 @@ from lightning_replica.state.objects.kinds import (
     kind_of,
     kind_of_class,
     reduced,
-    set_random,
     value_of,
 )
+from lightning_replica.state.objects.randomness import generator_of
 from lightning_replica.state.objects.records import (
     MISSING,
     Attributes,
@@ -94,7 +91,6 @@ from lightning_replica.state.objects.records import (
     slot_of,
 )
 
-_OF_RANDOM_STATE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
 _EMPTY_BODY: Final = frozenset(
     ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__")
@@ -565,7 +561,7 @@ class Decoder:
         return part
 
     def _random(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        return _generator(_state_of_plain(content[0]), None if current is MISSING else current)
+        return generator_of(_state_of_plain(content[0]), None if current is MISSING else current)
 
     def _bytes(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         code, values = content
@@ -884,32 +880,6 @@ def _state_of_plain(sent: Any) -> Any:
     if kind == "tuple":
         return tuple(map(_state_of_plain, content))
     return {key: _state_of_plain(each) for key, each in content}
-
-
-def _torch_generator(state: Tensor, current: Any) -> torch.Generator | None:
-    """Return a generator whose states are as large as ``state``, which differs from device to device."""
-    if isinstance(current, torch.Generator) and current.get_state().shape == state.shape:
-        return current
-    new = (torch.Generator(device) for device in (HOST, plain.own_device()))
-    return next((generator for generator in new if generator.get_state().shape == state.shape), None)
-
-
-def _generator(state: Any, current: Any) -> Any:
-    """Return the generator that is there, with the state; a new one where there is none of that kind."""
-    if isinstance(state, Tensor):
-        generator: Any = _torch_generator(state, current)
-        if generator is None:
-            return current
-    elif isinstance(state, dict):
-        name = state["bit_generator"]
-        fits = isinstance(current, np.random.Generator) and type(current.bit_generator).__name__ == name
-        generator = current if fits else np.random.Generator(getattr(np.random, name)())
-    elif len(state) == _OF_RANDOM_STATE:
-        generator = current if isinstance(current, np.random.RandomState) else np.random.RandomState()
-    else:
-        generator = current if isinstance(current, random.Random) else random.Random()
-    set_random(generator, state)
-    return generator
 
 
 _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]] = {
