@@ -48,12 +48,19 @@ def signature_of(capture: Capture, anchors: Anchors, contents: bool) -> Signatur
     for root in capture.roots:
         record = capture.attributes_of(root)
         for name, value in zip(record.names, record.values, strict=True):
-            sha = hashlib.sha256()
-            for token in _Tokens(capture, anchors, contents).of(value):
-                sha.update(token if isinstance(token, bytes) else token.encode())
-                sha.update(b"\0")
-            found[f"{root.name}.{name}"] = sha.hexdigest()[:16]
+            try:
+                found[f"{root.name}.{name}"] = _digest(_Tokens(capture, anchors, contents).of(value))
+            except Exception as error:  # classes of the user's and of torch run code of their own, or refuse
+                found[f"{root.name}.{name}"] = f"cannot be looked at ({type(error).__name__})"
     return found
+
+
+def _digest(tokens: Iterator[str | bytes]) -> str:
+    sha = hashlib.sha256()
+    for token in tokens:
+        sha.update(token if isinstance(token, bytes) else token.encode())
+        sha.update(b"\0")
+    return sha.hexdigest()[:16]
 
 
 def digest_of(value: Any) -> str:

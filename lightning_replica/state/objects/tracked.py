@@ -172,6 +172,7 @@ class Tracked:
                 left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
                 sent.append([root.name, encoder.attributes(record, names)])
+        encoder.finish()
         return [*sent, [LEFT_OUT, left]] if left else sent
 
 

@@ -90,6 +90,7 @@ from lightning_replica.state.objects.records import (
     set_content,
     slot_of,
 )
+from lightning_replica.state.objects.shared_memory import Memories, Place, Sharing, is_expanded
 
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
 _EMPTY_BODY: Final = frozenset(
@@ -106,6 +107,7 @@ _AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
 _BOUND_TO: Final = ".__self__"
 _PARTIAL: Final = describe(functools.partial(print))
 _GONE: Final = "-"
+_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
 
@@ -132,6 +134,11 @@ class Encoder:
         self._names = names
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
+        self._sharing = Sharing()
+
+    def finish(self) -> None:
+        """Tell in what was returned which tensors and arrays lie in one memory. Called once, at the end."""
+        self._sharing.tell()
 
     def attributes(self, record: Attributes, names: frozenset[str] | None = None) -> list[Any]:
         """Return the attributes of a root: pairs of a name and a value.
@@ -143,9 +150,18 @@ class Encoder:
         sent = []
         for name, value in zip(record.names, record.values, strict=True):
             if names is None or name in names:
-                sent.append([name, self._encode(value, f"{record.name}.{name}", 0)])
+                sent.append([name, self._encode_attribute(value, f"{record.name}.{name}")])
         gone = sorted(names - {*record.names}) if names is not None else []
         return [*sent, *([name, [_GONE]] for name in gone)]
+
+    def _encode_attribute(self, value: Any, name: str) -> Any:
+        known = len(self._numbers)
+        try:
+            return self._encode(value, name, 0)
+        except Exception as error:  # classes of the user's and of torch run code of their own, or refuse
+            self._report(name, f"it cannot be sent to a replacement ({type(error).__name__}: {error})", "replacement")
+            self._numbers = {key: number for key, number in self._numbers.items() if number < known}
+            return ["?", describe(value)]
 
     def _encode(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in ATOMS:
@@ -187,8 +203,8 @@ class Encoder:
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
             content = plain_of(value) if content is None else content
             if content.dtype.kind in "biufc":
-                return ["array", identity, torch.from_numpy(np.array(content, order="C"))]
-            return self._encode_array(content, identity, name, depth)
+                return self._sharing.add(value, ["array", identity, torch.from_numpy(np.array(content, order="C"))])
+            return self._encode_array(value, content, identity, name, depth)
         if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
             return self._encode_object(value, identity, record, slots, name, depth)
@@ -201,7 +217,7 @@ class Encoder:
             return ["tuple" if isinstance(value, tuple) else "frozenset", identity, _class_of(value), items]
         return self._left_out(value)
 
-    def _encode_array(self, content: Any, identity: list[Any], name: str, depth: int) -> Any:
+    def _encode_array(self, value: Any, content: Any, identity: list[Any], name: str, depth: int) -> Any:
         """Return an array of times, texts, records or objects."""
         shape = list(content.shape)
         if content.dtype == object:
@@ -212,7 +228,8 @@ class Encoder:
                 name, "an array of records with objects in them cannot be sent to a replacement", "replacement"
             )
             return self._left_out(content)
-        return ["bits", identity, repr(np.lib.format.dtype_to_descr(content.dtype)), shape, content.tobytes()]
+        described = repr(np.lib.format.dtype_to_descr(content.dtype))
+        return self._sharing.add(value, ["bits", identity, described, shape, content.tobytes()])
 
     def _left_out(self, value: Any) -> list[Any]:
         """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""
@@ -234,12 +251,20 @@ class Encoder:
             parts = content.detach()
             indices, values = parts._indices(), parts._values()
             return ["sparse", identity, indices, values, list(parts.shape), parts.is_coalesced()]
+        if content.layout in _COMPRESSED:
+            parts = content.detach()
+            by_row = content.layout in (torch.sparse_csr, torch.sparse_bsr)
+            first, second = (
+                (parts.crow_indices, parts.col_indices) if by_row else (parts.ccol_indices, parts.row_indices)
+            )
+            layout = str(content.layout).removeprefix("torch.")
+            return ["compressed", identity, layout, first(), second(), parts.values(), list(parts.shape)]
         if not is_content(content):
             why = f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement"
             self._report(name, why, "replacement")
             return self._left_out(value)
         leaf = value.requires_grad and value.is_leaf
-        return ["tensor", identity, _class_of(value), content.contiguous(), leaf]
+        return self._sharing.add(value, ["tensor", identity, _class_of(value), content.contiguous(), leaf])
 
     def _place_of(self, value: Tensor) -> list[Any]:
         own = plain_of(value)
@@ -336,6 +361,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.has_called = False
+        self._memories = Memories()
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
 
@@ -349,9 +375,15 @@ class Decoder:
                 if attribute in now:
                     delete_attribute(root, attribute)
                 continue
-            found = self._decode(value, now.get(attribute, MISSING), f"{name}.{attribute}")
-            if found is not MISSING:
-                set_attribute(root, attribute, found)
+            try:
+                found = self._decode(value, now.get(attribute, MISSING), f"{name}.{attribute}")
+                if found is not MISSING:
+                    set_attribute(root, attribute, found)
+            except TransferError:
+                raise
+            except Exception as error:  # a class of the user's runs code of its own, or refuses
+                why = f"it cannot be put in place in this replacement ({type(error).__name__}: {error})"
+                self.report(f"{name}.{attribute}", why, "once")
 
     def _decode(self, sent: Any, current: Any, name: str) -> Any:
         if not isinstance(sent, list):
@@ -426,12 +458,28 @@ class Decoder:
         return [None if each is MISSING else each for each in found]
 
     def _array(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        return _filled(current, content[0].numpy())
+        values, *places = content
+        return self._filled(current, values.numpy(), places, name)
 
     def _bits(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        described, shape, data = content
+        described, shape, data, *places = content
         dtype = np.lib.format.descr_to_dtype(ast.literal_eval(described))
-        return _filled(current, np.frombuffer(bytearray(data), dtype=dtype).reshape(shape))
+        return self._filled(current, np.frombuffer(bytearray(data), dtype=dtype).reshape(shape), places, name)
+
+    def _filled(self, current: Any, array_: Any, places: list[Place], name: str) -> Any:
+        """Return the present array with the content of ``array_`` if it is like it, or else ``array_``."""
+        fits = isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array_.shape, array_.dtype)
+        if fits and all(self._memories.holds(place, plain_of(current)) for place in places):
+            plain_of(current)[...] = array_
+            return current
+        for place in places:
+            array_ = self._placed(self._memories.array(place, array_), array_, name)
+        return array_
+
+    def _placed(self, placed: Any, alone: Any, name: str) -> Any:
+        if placed is None:
+            self.report(name, "it shares memory with another tensor or array, but not in this replacement", "once")
+        return alone if placed is None else placed
 
     def _objects(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         shape, sent = content
@@ -439,20 +487,28 @@ class Decoder:
         made = np.empty(len(sent), dtype=object)
         for place, item in enumerate(self._all(sent, there, name)):
             made[place] = item
-        return _filled(current, made.reshape(shape))
+        return self._filled(current, made.reshape(shape), [], name)
 
     def _sparse(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         indices, values, shape, coalesced = content
         return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=True, is_coalesced=coalesced)
 
+    def _compressed(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        layout, first, second, values, shape = content
+        found = {str(each).removeprefix("torch."): each for each in _COMPRESSED}[layout]
+        return torch.sparse_compressed_tensor(first, second, values, tuple(shape), layout=found, check_invariants=True)
+
     def _tensor(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, values, leaf = content
+        cls, values, leaf, *places = content
         if isinstance(current, Tensor) and _is_a(current, cls):
             own = local_of(current)
-            if own.is_leaf and (own.shape, own.dtype, own.device) == (values.shape, values.dtype, values.device):
+            fits = own.is_leaf and (own.shape, own.dtype, own.device) == (values.shape, values.dtype, values.device)
+            if fits and not is_expanded(own) and all(self._memories.holds(place, plain_of(own)) for place in places):
                 with torch.no_grad():
                     plain_of(own).copy_(values)
                 return current if current.requires_grad == leaf else current.requires_grad_(leaf)
+        for place in places:
+            values = self._placed(self._memories.tensor(place, values), values, name)
         made = _class_named(cls)
         if made is nn.Parameter:
             return nn.Parameter(values, requires_grad=leaf)
@@ -691,14 +747,6 @@ class Decoder:
                 attributes[attribute] = value
 
 
-def _filled(current: Any, array_: Any) -> Any:
-    """Return the present array with the content of ``array_`` if it is like it, or else ``array_``."""
-    if isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array_.shape, array_.dtype):
-        plain_of(current)[...] = array_
-        return current
-    return array_
-
-
 def _encode_atom(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return ["size", list(value)]
@@ -890,6 +938,7 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "bytes": Decoder._bytes,
     "cache": Decoder._cache,
     "cell": Decoder._cell,
+    "compressed": Decoder._compressed,
     "deque": Decoder._list,
     "dict": Decoder._dict,
     "frozenset": Decoder._frozenset,

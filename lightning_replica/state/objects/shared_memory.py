@@ -1,0 +1,158 @@
+"""Tensors and arrays that lie in one memory: told to another process, and made there.
+
+``self.half = self.all[:2]`` follows what is written to the whole. Where a script makes both before training begins,
+another process has both; where it makes them in a step, they are made here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_replica.state.objects.contents import plain_of
+
+Place: TypeAlias = list[Any]
+"""Where a value lies: the number of a memory, how many bytes that has, the first one of the value, strides in bytes."""
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The bytes that a value lies in, from the lowest to behind the highest, and where its first element is."""
+
+    device: str
+    low: int
+    high: int
+    start: int
+    strides: tuple[int, ...]
+
+
+class Sharing:
+    """Finds among values that are sent those that lie in one memory."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[_Extent, list[Any]]] = []
+
+    def add(self, value: Any, sent: list[Any]) -> list[Any]:
+        """Note a tensor or an array and what is sent for it, which is returned; `tell` may add its place to that."""
+        extent = _extent_of(plain_of(value))
+        if extent is not None:
+            self._found.append((extent, sent))
+        return sent
+
+    def tell(self) -> None:
+        """Add to what is sent for values that share memory where they lie."""
+        group: list[tuple[_Extent, list[Any]]] = []
+        for number, each in enumerate(sorted(self._found, key=lambda each: (each[0].device, each[0].low))):
+            if group and (group[0][0].device != each[0].device or each[0].low >= max(one.high for one, _ in group)):
+                _tell(number, group)
+                group = []
+            group.append(each)
+        _tell(len(self._found), group)
+        self._found = []
+
+
+def _tell(number: int, group: Sequence[tuple[_Extent, list[Any]]]) -> None:
+    if len(group) < 2:
+        return
+    low, high = min(extent.low for extent, _ in group), max(extent.high for extent, _ in group)
+    for extent, sent in group:
+        sent.append([number, high - low, extent.start - low, list(extent.strides)])
+
+
+def _extent_of(value: Any) -> _Extent | None:
+    if isinstance(value, Tensor):
+        if (
+            value.layout is not torch.strided
+            or value.is_meta
+            or value.is_conj()
+            or value.is_neg()
+            or is_expanded(value)
+        ):
+            return None
+        size, start, device = value.element_size(), value.data_ptr(), str(value.device)
+        strides = tuple(stride * size for stride in value.stride())
+    else:
+        size, start, device = value.itemsize, value.__array_interface__["data"][0], "cpu"
+        strides = value.strides
+    if not all(value.shape):
+        return None
+    steps = [(length - 1) * stride for length, stride in zip(value.shape, strides, strict=True)]
+    low = start + sum(step for step in steps if step < 0)
+    return _Extent(device, low, start + sum(step for step in steps if step > 0) + size, start, strides)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor lie in one place, so that it cannot be written to."""
+    return any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class Memories:
+    """Makes values lie in one memory that do so in another process."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int]] = {}  # bytes, and where the memory begins in them
+
+    def holds(self, place: Place, value: Any) -> bool:
+        """Return whether a value that is here lies where it should; the first of a memory decides where that is."""
+        number, length, offset, strides = place
+        extent, content = _extent_of(value), _bytes_under(value)
+        if extent is None or content is None or list(extent.strides) != strides:
+            return False
+        begins = extent.start - offset
+        if number not in self._known:
+            start = begins - content.data_ptr()
+            if start < 0 or start + length > len(content):
+                return False  # there is no room for the others
+            self._known[number] = content, start
+        known, start = self._known[number]
+        return bool(known.data_ptr() + start == begins)
+
+    def tensor(self, place: Place, like: Tensor) -> Tensor | None:
+        """Return a tensor in its place, with the shape, dtype and content of ``like``; None if there is no room."""
+        _, _, offset, strides = place
+        content, start = self._memory(place, like.device)
+        size, first = like.element_size(), start + offset
+        if first < 0 or first % size or len(content) % size or any(stride % size for stride in strides):
+            return None
+        try:
+            made = content.view(like.dtype).as_strided(
+                like.shape, [stride // size for stride in strides], first // size
+            )
+        except RuntimeError:  # it would end behind the memory
+            return None
+        made.copy_(like)
+        return made
+
+    def array(self, place: Place, like: Any) -> Any:
+        """Return an array in its place, with the shape, dtype and content of ``like``; None if there is no room."""
+        _, _, offset, strides = place
+        content, start = self._memory(place, torch.device("cpu"))
+        try:
+            made: Any = np.ndarray(like.shape, like.dtype, content.numpy(), start + offset, strides)
+        except (TypeError, ValueError):  # it would end behind the memory
+            return None
+        made[...] = like
+        return made
+
+    def _memory(self, place: Place, device: torch.device) -> tuple[Tensor, int]:
+        number, length, *_ = place
+        if number not in self._known:
+            room = torch.zeros(-(-length // 16) * 16, dtype=torch.uint8, device=device)  # any dtype divides it
+            self._known[number] = room, 0
+        return self._known[number]
+
+
+def _bytes_under(value: Any) -> Tensor | None:
+    """Return all bytes of the memory that a value lies in."""
+    if isinstance(value, Tensor):
+        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+    while isinstance(value.base, np.ndarray):
+        value = value.base
+    if isinstance(value.base, Tensor):
+        return _bytes_under(value.base)
+    if not value.flags.c_contiguous or not value.flags.writeable:
+        return None
+    return torch.from_numpy(value.reshape(-1).view(np.uint8))

@@ -1,0 +1,128 @@
+"""Tensors and arrays that lie in one memory do so in a replacement, whether its script has made them or not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from tests.state.test_reachable import Copies, put_sent
+
+
+def torch_views() -> list[Any]:
+    whole = torch.zeros(12)
+    return [whole, whole[2:5], whole.view(3, 4).T, whole[::2], whole[3]]
+
+
+def views_first() -> list[Any]:
+    return torch_views()[::-1]
+
+
+def numpy_views() -> list[Any]:
+    whole = np.zeros(12)
+    return [whole, whole[1:3], whole[::-2], whole.reshape(3, 4)[:, 1]]
+
+
+def of_both() -> list[Any]:
+    array = np.zeros(12)
+    tensor = torch.from_numpy(array)
+    return [array, tensor, tensor[2:4], array[1:3], tensor[4:].numpy()]
+
+
+def halves_of_what_is_gone() -> list[Any]:
+    return [*torch.zeros(4, 6).chunk(2, dim=1), *torch.zeros(8).chunk(2)]
+
+
+def of_other_dtypes() -> list[Any]:
+    whole = torch.zeros(8)
+    return [whole, whole.view(torch.int32)[2:], whole.view(torch.uint8)[::3], whole.view(torch.complex64)]
+
+
+def times() -> list[Any]:
+    whole = np.zeros(6, "datetime64[s]")
+    return [whole, whole[2:], whole.view("int64")]
+
+
+def with_a_parameter() -> list[Any]:
+    whole = torch.zeros(6)
+    return [torch.nn.Parameter(whole[:4], requires_grad=False), whole]
+
+
+MAKERS = (
+    *(torch_views, views_first, numpy_views, of_both, halves_of_what_is_gone, of_other_dtypes, times),
+    with_a_parameter,
+)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+
+def bytes_of(values: list[Any]) -> list[bytes]:
+    return [np.ascontiguousarray(each).tobytes() for each in values]
+
+
+def written(values: list[Any], number: int) -> list[bytes]:
+    """Write into one of them, and return what all of them hold then."""
+    here = values[number]
+    here.fill_(number + 3) if isinstance(here, torch.Tensor) else here.fill(number + 3)
+    return bytes_of(values)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("there", range(3))
+def test_a_replacement(make: Callable[[], list[Any]], there: int) -> None:
+    """It has none of them, the first two, or all."""
+    module, other = Module(), Module()
+    copies = Copies(module)
+    module.held = make()
+    written(module.held, 0)
+    other.held = make()[: (0, 2, len(module.held))[there]]
+    replaced = put_sent(other, copies.private())
+    assert bytes_of(other.held) == bytes_of(module.held)
+    for number in range(len(module.held)):
+        assert written(other.held, number) == written(module.held, number)
+    assert not replaced.inexact.known
+
+
+def test_those_that_are_here_share_nothing() -> None:
+    module, other = Module(), Module()
+    copies = Copies(module)
+    module.held = torch_views()
+    other.held = [each.clone() for each in torch_views()]
+    put_sent(other, copies.private())
+    assert written(other.held, 1) == written(module.held, 1)
+
+
+def test_a_memory_without_room_for_the_others() -> None:
+    module, other = Module(), Module()
+    copies = Copies(module)
+    whole = torch.arange(8.0)
+    module.held, other.held = [whole[:2], whole], [torch.zeros(2), torch.zeros(8)]
+    replaced = put_sent(other, copies.private())
+    assert written(other.held, 0) == written(module.held, 0)
+    assert not replaced.inexact.known
+
+
+def test_a_place_that_the_dtype_cannot_have_is_named() -> None:
+    module, other = Module(), Module()
+    copies = Copies(module)
+    array = np.zeros(16, np.uint8)
+    module.held = [array, torch.from_numpy(array[:8]).view(torch.int32)]
+    other.held = [np.zeros(17, np.uint8)[1:], None]
+    found = put_sent(other, copies.private()).inexact.known
+    assert found["module.held[1]"].why == "it shares memory with another tensor or array, but not in this replacement"
+    assert bytes_of(other.held) == bytes_of(module.held)
+
+
+def test_an_expanded_tensor() -> None:
+    module, other = Module(), Module()
+    copies = Copies(module)
+    module.held, other.held = [torch.ones(1).expand(4)], [torch.zeros(1).expand(4)]
+    replaced = put_sent(other, copies.private())
+    assert bytes_of(other.held) == bytes_of(module.held)
+    assert not replaced.inexact.known
