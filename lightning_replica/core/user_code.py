@@ -168,16 +168,18 @@ class UserCode:
     def _add_held(self, value: Any) -> None:
         """Add functions that a value holds: a table of them, or an object that stands for one, as decorators make."""
         cls = type(value)
-        if issubclass(cls, (list, tuple, dict, types.MappingProxyType)):
-            items = value if issubclass(cls, (list, tuple)) else value.values()
+        base: Any = next((base for base in (list, tuple, dict) if issubclass(cls, base)), None)
+        if base is not None:  # by its own methods: those of a class of the user's may change it
+            items = dict.values(value) if base is dict else base.__iter__(value)
             for item in islice(items, _MANY):
                 self._add_functions_of(item)
             return
         self._add_class(cls)
         self._add_functions_of(value)
         if cls in self._classes:
-            for item in islice(getattr(value, "__dict__", {}).values(), _MANY):
-                self._add_functions_of(item)
+            with suppress(AttributeError):
+                for item in islice(object.__getattribute__(value, "__dict__").values(), _MANY):
+                    self._add_functions_of(item)
 
 
 def is_users_class(cls: type) -> bool:

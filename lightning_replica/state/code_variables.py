@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from lightning_replica.core.user_code import UserCode
+from lightning_replica.state.objects.caches import CACHE
 from lightning_replica.state.objects.capture import Root
-from lightning_replica.state.objects.kinds import is_made_in_python
+from lightning_replica.state.objects.kinds import is_made_in_python, keeps_something
 from lightning_replica.state.objects.records import is_special
 
 GLOBALS: Final = "globals of "
@@ -22,7 +23,7 @@ CLASS: Final = "class "
 MOST: Final = 5000  # objects that the variables of one module or class may lead to; a dataset in memory has more
 _NO_STATE: Final = (
     *(types.ModuleType, type, types.BuiltinFunctionType, types.MethodType),
-    *(staticmethod, classmethod, property, functools.cached_property),
+    functools.cached_property,
 )
 
 
@@ -51,5 +52,8 @@ def _is_state(value: Any) -> bool:
     cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
     if cls is types.FunctionType:  # another one may take its place
         return True
+    if issubclass(cls, (staticmethod, classmethod, property)):
+        inner = value.fget if issubclass(cls, property) else value.__func__
+        return type(inner) is CACHE or (type(inner) is types.FunctionType and keeps_something(inner))
     is_slot = hasattr(cls, "__get__") and not is_made_in_python(cls)
     return not (is_slot or issubclass(cls, _NO_STATE))

@@ -1,8 +1,8 @@
 """What functions have cached goes back, and to a replacement; what cannot is named."""
 
 import functools
-import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_replica.state.objects.caches import Cache, Call
+from lightning_replica.state.objects.caches import Cache, Call, _returning
 from tests.state.test_reachable import Copies, put_sent
 
 CALLS = [
@@ -35,25 +35,51 @@ def test_each_call_is_found_by_its_key(limit: int | None, typed: bool) -> None:
     function = cached(limit, typed)
     made = [function(*call.arguments, **call.keywords) for call in CALLS]
     cache = Cache(function)
-    assert [each[1] for each in cache.results().values()] == [call.keywords for call in CALLS]
-    assert list(map(cache.call_of, cache.results())) == CALLS
-    assert all(cache.results()[cache.key_of(call)] is each for call, each in zip(CALLS, made, strict=True))
+    assert [each for _, each in cache.entries()] == made
+    assert [cache.call_of(key) for key, _ in cache.entries()] == CALLS
+    assert [cache.key_of(call) for call in CALLS] == [key for key, _ in cache.entries()]
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", [None, 16, 3, 1])
 def test_it_works_on_after_it_was_put_back(limit: int | None) -> None:
-    function = cached(limit)
-    first = function(1)
-    then = Cache(function).results()
-    for number in range(2, 8):
+    """As one that was left alone: also with what it forgets."""
+    function, alone = cached(limit), cached(limit)
+    for each in (function, alone):
+        for number in (1, 2, 3, 1):
+            each(number)
+    held = [function(number) for number in ((1,) if limit == 1 else (1, 3))]
+    then = Cache(function).entries()
+    for number in range(2, 40):
         function(number)
-    assert Cache(function).put_back(then) == []
-    assert function.cache_info().currsize == 1
-    assert function(1) is first
-    for number in range(40):
-        assert function(number)[0] == (number,)
-    assert function.cache_info().currsize == (40 if limit is None else limit)
-    assert function(39) is function(39)
+    Cache(function).put_back(then)
+    assert [function(number) for number in ((1,) if limit == 1 else (1, 3))] == held
+    assert Cache(function).entries()[-1][1] is held[-1]
+    for each in (function, alone):
+        for number in (1,) if limit == 1 else (1, 3):
+            each(number)
+        for number in (5, 6, 2, 7):
+            each(number)
+    assert [result for _, result in Cache(function).entries()] == [result for _, result in Cache(alone).entries()]
+
+
+def test_another_thread_gets_its_own_result_meanwhile() -> None:
+    made, found = threading.Event(), list[Any]()
+
+    @functools.lru_cache(maxsize=4)
+    def function(number: int, *, times: int = 2) -> int:
+        return number * times
+
+    def answer() -> None:
+        found.append(function(5))
+        made.set()
+
+    wrapped: Any = function.__wrapped__
+    with _returning(wrapped, "something else"):
+        threading.Thread(target=answer).start()
+        made.wait()
+        assert function(1) == "something else"  # type: ignore[comparison-overlap]
+    assert found == [10]
+    assert function(2) == 4
 
 
 class Module(L.LightningModule):
@@ -63,8 +89,8 @@ class Module(L.LightningModule):
         super().__init__()
         self.dice = random.Random(4)
         self.draw: Any = functools.lru_cache(limit)(self._draw)
-        self.generator: Any = functools.lru_cache(limit)(random.Random)
-        self.bank: Any = functools.lru_cache(limit)(torch.zeros)
+        self.generator: Any = functools.lru_cache(limit)(lambda seed: random.Random(seed))
+        self.bank: Any = functools.lru_cache(limit)(lambda size: torch.zeros(size))
         self.generator(3)
         self.draw(0)
 
@@ -106,17 +132,6 @@ class Numbers(L.LightningModule):
         self.number: Any = functools.lru_cache(limit)(function)
 
 
-def test_a_number_that_a_replacement_draws_otherwise_is_named() -> None:
-    module, other = Numbers(4), Numbers(4)
-    copies = Copies(module)
-    module.number()
-    sent = copies.private()
-    found = put_sent(other, sent).inexact.known
-    assert [(name, each.why) for name, each in found.items()] == [
-        ("module.number()", "in this replacement, something else is cached")
-    ]
-
-
 def test_a_cache_without_a_limit_takes_any_number() -> None:
     module, other = Numbers(None), Numbers(None)
     copies = Copies(module)
@@ -125,35 +140,68 @@ def test_a_cache_without_a_limit_takes_any_number() -> None:
     assert other.number() == module.number()
 
 
-def test_a_call_that_fails_in_a_replacement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HERE", "1")
-    module = Numbers(4, lambda name: [os.environ[name]])
+def test_a_number_of_a_function_in_c_cannot_be_cached_in_a_replacement() -> None:
+    module, other = Numbers(4), Numbers(4)
     copies = Copies(module)
-    module.number("HERE")
+    module.number()
+    found = put_sent(other, copies.private()).inexact.known
+    assert "what it has forgotten cannot be cached again" in found["module.number"].why
+
+
+def test_what_the_user_has_given_the_function() -> None:
+    module, other = Module(4), Module(4)
+    module.draw.calls = [1]
+    copies = Copies(module)
+    taken = copies.take()
+    module.draw.calls.append(2)
+    module.draw.more = 3
     sent = copies.private()
-    monkeypatch.delenv("HERE")
-    found = put_sent(Numbers(4, lambda name: [os.environ[name]]), sent).inexact.known
-    assert found["module.number('HERE')"].why == "it cannot be called again (KeyError: 'HERE')"
+    copies.put(taken)
+    assert module.draw.calls == [1]
+    assert not hasattr(module.draw, "more")
+    assert not put_sent(other, sent).inexact.known
+    assert (other.draw.calls, other.draw.more) == ([1, 2], 3)
+    assert other.draw.cache_parameters()["maxsize"] == 4
 
 
-def test_what_hooks_have_made_it_forget_is_named() -> None:
-    module = Numbers(4)
+class Refuses:
+    """A key whose class refuses what it can."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.asked = number, 0
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_a_key_that_cannot_be_shown() -> None:
+    module = Numbers(4, lambda key: [key.number])
+    key = Refuses(1)
+    module.number(key)
+    copies = Copies(module)
+    taken = copies.take()
+    module.number(Refuses(2))
+    copies.take()
+    copies.put(taken)
+    assert [result for _, result in Cache(module.number).entries()] == [[1]]
+
+
+def test_a_cache_in_a_cache() -> None:
+    module = Numbers(None, functools.lru_cache(maxsize=8)(lambda number: [number]))
+    copies = Copies(module)
+    first = module.number(1)
+    taken = copies.take()
+    module.number(2).append(3)
+    copies.put(taken)
+    assert (module.number(1), module.number(2)) == (first, [2])
+    assert not copies.inexact.known
+
+
+def test_a_class_of_torch_that_the_user_caches() -> None:
+    module = Numbers(None, torch.Generator)
     module.number()
     copies = Copies(module)
     taken = copies.take()
-    module.number.cache_clear()
+    drawn = float(torch.rand(1, generator=module.number()))
     copies.put(taken)
-    assert copies.inexact.known["module.number"].why == (
-        "it could not be put back (ValueError: 1 of the calls that it had cached are forgotten, as ())"
-    )
-
-
-def test_what_a_full_cache_forgets_by_itself_is_no_state() -> None:
-    module = Numbers(2, torch.zeros)
-    module.number(1)
-    module.number(2)
-    copies = Copies(module)
-    taken = copies.take()
-    module.number(3)
-    copies.put(taken)
-    assert not copies.inexact.known
+    assert float(torch.rand(1, generator=module.number())) == drawn

@@ -99,6 +99,21 @@ class Named:
         return cls.made + len(cls.names)
 
     @staticmethod
+    @functools.cache
+    def made_once(name: str) -> list[int]:
+        return []
+
+    @classmethod
+    @functools.lru_cache(maxsize=4)
+    def made_for(cls, name: str) -> list[int]:
+        return []
+
+    @staticmethod
+    def noted(number: int, to: list[int] = []) -> int:  # noqa: B006
+        to.append(number)
+        return len(to)
+
+    @staticmethod
     def of_another() -> int:
         zoo.STEPS += 1
         return zoo.STEPS
@@ -111,7 +126,9 @@ class Derived(Named):
         return len(SEEN)
 
     def step(self) -> list[int]:
-        decorated = [weighs(1), scores(1)]
+        self.made_once("a").append(1)
+        self.made_for("a").append(1)
+        decorated = [weighs(1), scores(1), len(self.made_once("a")), len(self.made_for("a")), self.noted(1)]
         return [self.number, self.make(), self.of_another(), add(1), helps(2), sum(add(n) for n in SEEN), *decorated]
 
 

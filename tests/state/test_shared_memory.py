@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_replica.state.objects.shared_memory import Sharing
 from tests.state.test_reachable import Copies, put_sent
 
 
@@ -126,3 +127,55 @@ def test_an_expanded_tensor() -> None:
     replaced = put_sent(other, copies.private())
     assert bytes_of(other.held) == bytes_of(module.held)
     assert not replaced.inexact.known
+
+
+class Views(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(2, 2)
+        self.whole, self.array = torch.zeros(4), np.zeros(4)
+        self.part, self.part_of_array = self.whole[:2], self.array[1:3]
+        self.former, self.mean = self.lin.weight.detach(), torch.zeros(3)
+        self.wide = self.mean.expand(2, 3)
+        self.fixed = np.frombuffer(b"abcd", dtype=np.uint8)
+
+
+def test_what_was_a_view_when_training_began() -> None:
+    """Nothing is written through it."""
+    torch.manual_seed(1)
+    module, other = Views(), Views()
+    weight = other.lin.weight.detach().clone()
+    copies = Copies(module)
+    module.part, module.part_of_array = module.part + 5, module.part_of_array + 5
+    module.former = module.former.clone() + 1
+    replaced = put_sent(other, copies.private())
+    for name in ("part", "part_of_array", "former", "whole", "array"):
+        assert bytes_of([getattr(other, name)]) == bytes_of([getattr(module, name)])
+    assert torch.equal(other.lin.weight.detach(), weight)
+    assert not replaced.inexact.known
+
+
+def test_an_expanded_tensor_follows_what_it_shows() -> None:
+    module, other = Views(), Views()
+    copies = Copies(module)
+    module.mean += 2
+    put_sent(other, copies.private())
+    assert bytes_of([other.mean, other.wide]) == bytes_of([module.mean, module.wide])
+    other.mean += 1
+    assert float(other.wide.sum()) == 18
+
+
+def test_an_array_that_cannot_be_written_to() -> None:
+    module, other = Views(), Views()
+    copies = Copies(module)
+    module.fixed = np.frombuffer(b"bcde", dtype=np.uint8)
+    replaced = put_sent(other, copies.private())
+    assert bytes_of([other.fixed]) == [b"bcde"]
+    assert not replaced.inexact.known
+
+
+def test_many_views_take_no_long_time() -> None:
+    sharing, whole = Sharing(), torch.zeros(100_000)
+    sent: list[list[Any]] = [sharing.add(whole[number : number + 2], []) for number in range(99_998)]
+    sharing.tell()  # with the square of their number, this would take half an hour
+    assert all(each[0][2] == 4 * number for number, each in enumerate(sent))

@@ -84,7 +84,7 @@ _IMMUTABLE: Final = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, np.generic, enum.Enum),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.CodeType),
-    *(types.GenericAlias, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType, property),
+    *(types.GenericAlias, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(np.ufunc, logging.Logger, logging.Handler, torch.finfo, torch.iinfo),
 )
 # State that other code of this package restores, or that is no state of the training.
@@ -198,6 +198,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
     (Kind.FUNCTION, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)),
+    (Kind.FUNCTION, (staticmethod, classmethod, property)),
     (Kind.CACHE, (CACHE,)),
     (Kind.SCRIPT, (torch_jit.SCRIPT,)),
     (Kind.CELL, (types.CellType, contextvars.ContextVar)),
@@ -332,6 +333,10 @@ def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
     elif isinstance(function, types.BuiltinFunctionType):
         if not isinstance(function.__self__, (types.ModuleType, type(None))):
             yield ".__self__", function.__self__
+    elif isinstance(function, (staticmethod, classmethod)):
+        yield ".__func__", function.__func__
+    elif isinstance(function, property):
+        yield ".fget", function.fget
     elif isinstance(function, functools.partial):
         yield ".func", function.func
         yield ".args", function.args

@@ -1,6 +1,7 @@
 """Generators of random numbers: their states as plain values, set in place, and generators made of states."""
 
 import random
+from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -89,8 +90,11 @@ def generator_of(state: RandomState, current: Any) -> Any:
 
 def _sequence_state(sequence: np.random.SeedSequence) -> dict[str, Any]:
     state = dict(sequence.state)
-    entropy = state["entropy"]
-    return {**state, "entropy": tuple(map(int, entropy)) if isinstance(entropy, (list, tuple, np.ndarray)) else entropy}
+    entropy: Any = state["entropy"]  # as it was given
+    spawn_key: Any = state["spawn_key"]
+    if entropy is not None:
+        entropy = tuple(map(int, entropy)) if isinstance(entropy, Iterable) else int(entropy)
+    return {**state, "entropy": entropy, "spawn_key": tuple(map(int, spawn_key))}
 
 
 def _set_sequence(sequence: np.random.SeedSequence, state: dict[str, Any]) -> None:

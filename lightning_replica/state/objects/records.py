@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
 from lightning_replica.state.atoms import ATOMS, is_same_atom
-from lightning_replica.state.objects.caches import Cache, Call, results_of
+from lightning_replica.state.objects.caches import OF_WRAPPERS, Cache, Call, entries_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
     HARMLESS,
@@ -535,51 +535,58 @@ class Closure(Record):
 
 
 class Cached(Record):
-    """What a function has cached, and the function itself."""
+    """What a function has cached, the function itself, and attributes that the user has given it."""
 
-    __slots__ = ("_keys", "items", "wrapped")
+    __slots__ = ("attributes", "items", "keys", "wrapped")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        results = results_of(value)
-        self._keys, self.items = list(results), list(results.values())
+        entries = entries_of(value)
+        self.keys, self.items = [key for key, _ in entries], [result for _, result in entries]
+        self.attributes = {name: each for name, each in vars(value).items() if name not in OF_WRAPPERS}
         self.wrapped = getattr(value, "__wrapped__", None)
 
-    @property
     def calls(self) -> list[Call]:
-        """The calls that are cached, one for each of ``items``."""
-        return list(map(Cache(self.value).call_of, self._keys)) if self._keys else []
+        """Return the calls that are cached, one for each of ``items``."""
+        return list(map(Cache(self.value).call_of, self.keys)) if self.keys else []
 
     def children(self) -> Iterable[tuple[str, Any]]:
         yield ".__wrapped__", self.wrapped
-        for call, result in zip(self.calls, self.items, strict=True):
-            yield _short(call), result
-            yield from ((f"{_short(call)}.{name}", each) for name, each in call.parts() if type(each) not in ATOMS)
+        yield from ((f".{name}", each) for name, each in self.attributes.items())
+        yield from ((f"[{place}]", each) for place, each in enumerate(self.items))
+        yield from ((f"[call {place}]", key) for place, key in enumerate(self.keys) if type(key) not in ATOMS)
 
     def length_now(self) -> int:
         return int(self.value.cache_info().currsize)
 
     def is_same(self) -> bool:
-        now = results_of(self.value)
-        return (
-            len(now) == len(self._keys)
-            and all(map(operator.is_, now, self._keys))
-            and all(map(operator.is_, now.values(), self.items))
+        return self._is_cached() and self._has_attributes()
+
+    def _is_cached(self) -> bool:
+        entries = entries_of(self.value)
+        return len(entries) == len(self.keys) and all(
+            key is then and item is result
+            for (key, item), then, result in zip(entries, self.keys, self.items, strict=True)
         )
 
-    def put_back(self, stands: Stands) -> None:
-        """Make it hold the results that it has held.
+    def _has_attributes(self) -> bool:
+        now = {name: each for name, each in vars(self.value).items() if name not in OF_WRAPPERS}
+        return list(now) == list(self.attributes) and all(map(operator.is_, now.values(), self.attributes.values()))
 
-        Raises:
-            ValueError: If it cannot hold some of them again, so that the function will be called again.
-        """
+    def put_back(self, stands: Stands) -> None:
+        attributes = {name: stands(each) for name, each in self.attributes.items()}
+        if not self._has_attributes() or any(attributes[name] is not each for name, each in self.attributes.items()):
+            set_attributes_of_wrapper(self.value, attributes)
         items = list(map(stands, self.items))
-        if self.is_same() and all(map(operator.is_, items, self.items)):
-            return
-        cache = Cache(self.value)
-        lost = cache.put_back(dict(zip(self._keys, items, strict=True)))
-        if lost:
-            raise ValueError(f"{len(lost)} of the calls that it had cached are forgotten, as {cache.call_of(lost[0])}")
+        if not self._is_cached() or any(map(operator.is_not, items, self.items)):
+            Cache(self.value).put_back(list(zip(self.keys, items, strict=True)))
+
+
+def set_attributes_of_wrapper(function: Any, attributes: Mapping[str, Any]) -> None:
+    """Give a function that caches attributes, and no others but those that every such function has."""
+    for name in [name for name in vars(function) if name not in OF_WRAPPERS]:
+        del vars(function)[name]
+    vars(function).update(attributes)
 
 
 class Scripted(Record):
@@ -772,5 +779,8 @@ def is_registered(value: Any, name: str) -> bool:
 
 
 def _short(key: Any) -> str:
-    text = repr(key)
+    try:
+        text = repr(key)
+    except Exception:  # of the user's class
+        text = f"a {type(key).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -4,7 +4,8 @@
 another process has both; where it makes them in a step, they are made here.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_replica.state.objects.contents import plain_of
+from lightning_replica._compat.torch import storage_of
+from lightning_replica.state.objects.contents import is_content, plain_of
 
 Place: TypeAlias = list[Any]
 """Where a value lies: the number of a memory, how many bytes that has, the first one of the value, strides in bytes."""
@@ -45,10 +47,12 @@ class Sharing:
     def tell(self) -> None:
         """Add to what is sent for values that share memory where they lie."""
         group: list[tuple[_Extent, list[Any]]] = []
+        high = 0
         for number, each in enumerate(sorted(self._found, key=lambda each: (each[0].device, each[0].low))):
-            if group and (group[0][0].device != each[0].device or each[0].low >= max(one.high for one, _ in group)):
+            if group and (group[0][0].device != each[0].device or each[0].low >= high):
                 _tell(number, group)
                 group = []
+            high = max(high, each[0].high) if group else each[0].high
             group.append(each)
         _tell(len(self._found), group)
         self._found = []
@@ -64,13 +68,7 @@ def _tell(number: int, group: Sequence[tuple[_Extent, list[Any]]]) -> None:
 
 def _extent_of(value: Any) -> _Extent | None:
     if isinstance(value, Tensor):
-        if (
-            value.layout is not torch.strided
-            or value.is_meta
-            or value.is_conj()
-            or value.is_neg()
-            or is_expanded(value)
-        ):
+        if value.layout is not torch.strided or value.is_meta or value.is_conj() or value.is_neg():
             return None
         size, start, device = value.element_size(), value.data_ptr(), str(value.device)
         strides = tuple(stride * size for stride in value.stride())
@@ -84,9 +82,41 @@ def _extent_of(value: Any) -> _Extent | None:
     return _Extent(device, low, start + sum(step for step in steps if step > 0) + size, start, strides)
 
 
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor lie in one place, so that it cannot be written to."""
-    return any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Copy values of the same shape into a tensor; into each place in memory once, if it is expanded."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    part = tuple(slice(0, 1) if stride == 0 and length > 1 else slice(None) for length, stride in sizes)
+    with torch.no_grad():
+        tensor[part].copy_(values[part])
+
+
+def address_of(value: Any) -> int:
+    """Return the address of the memory that a tensor or an array lies in, whole or in part; 0 if it has none."""
+    if isinstance(value, Tensor):
+        return storage_of(value)
+    while isinstance(value.base, np.ndarray):
+        value = value.base
+    if isinstance(value.base, Tensor):
+        return storage_of(value.base)
+    found: int = value.__array_interface__["data"][0]
+    return found
+
+
+def memories_of(values: Iterable[Any]) -> frozenset[int]:
+    """Return the addresses of memories in which one of the values lies."""
+    return frozenset(_counted(values))
+
+
+def shared_memories(values: Iterable[Any]) -> frozenset[int]:
+    """Return the addresses of memories in which several of the values lie."""
+    return frozenset(address for address, count in _counted(values).items() if count > 1)
+
+
+def _counted(values: Iterable[Any]) -> Counter[int]:
+    contents = {id(each): each for each in values if isinstance(each, (Tensor, np.ndarray)) and is_content(each)}
+    counts = Counter(address_of(plain_of(each)) for each in contents.values())
+    del counts[0]
+    return counts
 
 
 class Memories:
@@ -123,7 +153,7 @@ class Memories:
             )
         except RuntimeError:  # it would end behind the memory
             return None
-        made.copy_(like)
+        fill(made, like)
         return made
 
     def array(self, place: Place, like: Any) -> Any:

@@ -125,17 +125,12 @@ class Tracked:
         known = _known(first, Anchors.of(anchored))
         elsewhere = frozenset(_elsewhere(first, sent, known))
 
-        def put() -> bool:
-            decoder = Decoder(values, self._report, self._existing, elsewhere)
-            for name, attributes in sent:
-                if name in by_name:
-                    decoder.put_attributes(by_name[name], name, attributes)
-                elif name != LEFT_OUT:
-                    self._report(name, "it is not there in this process, so what it held is lost", "once")
-            return decoder.has_called
-
-        if put():  # functions of the user's were called, and may have changed what was put already
-            put()
+        decoder = Decoder(values, self._report, self._existing, elsewhere)
+        for name, attributes in sent:
+            if name in by_name:
+                decoder.put_attributes(by_name[name], name, attributes)
+            elif name != LEFT_OUT:
+                self._report(name, "it is not there in this process, so what it held is lost", "once")
         self._recorder.forget()
 
     def begin_to_save(self, taken: Taken) -> None:

@@ -41,7 +41,7 @@ from lightning_replica._compat.torch import of_class
 from lightning_replica.core.inexact import Report
 from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS, is_same_atom
-from lightning_replica.state.objects.caches import CACHE, Cache, Call
+from lightning_replica.state.objects.caches import CACHE, Cache, Call, Entry
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.kinds import (
@@ -87,10 +87,19 @@ from lightning_replica.state.objects.records import (
     is_registered,
     refer,
     set_attribute,
+    set_attributes_of_wrapper,
     set_content,
     slot_of,
 )
-from lightning_replica.state.objects.shared_memory import Memories, Place, Sharing, is_expanded
+from lightning_replica.state.objects.shared_memory import (
+    Memories,
+    Place,
+    Sharing,
+    address_of,
+    fill,
+    memories_of,
+    shared_memories,
+)
 
 _DEEP: Final = 200  # objects in objects; lists that are linked deeper than this are not sent
 _EMPTY_BODY: Final = frozenset(
@@ -107,6 +116,8 @@ _AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
 _BOUND_TO: Final = ".__self__"
 _PARTIAL: Final = describe(functools.partial(print))
 _GONE: Final = "-"
+# Types of arrays that can be tensors.
+_OF_TORCH: Final = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
@@ -202,7 +213,7 @@ class Encoder:
         if kind is Kind.ARRAY:
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
             content = plain_of(value) if content is None else content
-            if content.dtype.kind in "biufc":
+            if content.dtype.isnative and content.dtype.str[1:] in _OF_TORCH:
                 return self._sharing.add(value, ["array", identity, torch.from_numpy(np.array(content, order="C"))])
             return self._encode_array(value, content, identity, name, depth)
         if kind is Kind.OBJECT:
@@ -330,10 +341,12 @@ class Encoder:
             return ["script", identity, self._pairs([record], name, depth)]
         if isinstance(record, Cached):
             calls = [
-                [all_of(call.arguments), [*call.keywords], all_of(call.keywords.values())] for call in record.calls
+                [all_of(call.arguments), [*call.keywords], all_of(call.keywords.values())] for call in record.calls()
             ]
-            wrapped = self._encode(record.wrapped, f"{name}.__wrapped__", depth + 1)
-            return ["cache", identity, title_of(value), wrapped, calls, all_of(record.items)]
+            parts = [record.wrapped, *record.attributes.values()]
+            wrapped, *attributes = [self._encode(each, name, depth + 1) for each in parts]
+            pairs = [list(pair) for pair in zip(record.attributes, attributes, strict=True)]
+            return ["cache", identity, title_of(value), wrapped, pairs, calls, all_of(record.items)]
         if isinstance(record, Iterated):
             state = self._encode(record.state, name, depth + 1)
             return ["iterator", identity, record.function.__name__, all_of(record.arguments), state]
@@ -351,7 +364,6 @@ class Decoder:
         report: Called with the name of what could not be put in place, and why.
         existing: The objects of this process by the names that they had when training began.
         elsewhere: The ``id`` of each object that attributes lead to which are not sent, because they have not changed.
-        has_called: Whether functions were called to fill their caches, which may have changed anything.
     """
 
     anchored: Mapping[str, Any]
@@ -360,8 +372,8 @@ class Decoder:
     elsewhere: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.has_called = False
         self._memories = Memories()
+        self._shared: frozenset[int] | None = None
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
 
@@ -469,12 +481,23 @@ class Decoder:
     def _filled(self, current: Any, array_: Any, places: list[Place], name: str) -> Any:
         """Return the present array with the content of ``array_`` if it is like it, or else ``array_``."""
         fits = isinstance(current, np.ndarray) and (current.shape, current.dtype) == (array_.shape, array_.dtype)
-        if fits and all(self._memories.holds(place, plain_of(current)) for place in places):
+        if fits and plain_of(current).flags.writeable and self._may_fill(plain_of(current), places):
             plain_of(current)[...] = array_
             return current
         for place in places:
             array_ = self._placed(self._memories.array(place, array_), array_, name)
         return array_
+
+    def _may_fill(self, current: Any, places: list[Place]) -> bool:
+        """Return whether a value that is here can take what was sent, and nothing else changes with it that should not.
+
+        What was a view when training began may no longer be one.
+        """
+        if places:
+            return all(self._memories.holds(place, current) for place in places)
+        if self._shared is None:
+            self._shared = shared_memories(self.existing.values()) | memories_of(self.anchored.values())
+        return address_of(current) not in self._shared
 
     def _placed(self, placed: Any, alone: Any, name: str) -> Any:
         if placed is None:
@@ -503,9 +526,8 @@ class Decoder:
         if isinstance(current, Tensor) and _is_a(current, cls):
             own = local_of(current)
             fits = own.is_leaf and (own.shape, own.dtype, own.device) == (values.shape, values.dtype, values.device)
-            if fits and not is_expanded(own) and all(self._memories.holds(place, plain_of(own)) for place in places):
-                with torch.no_grad():
-                    plain_of(own).copy_(values)
+            if fits and self._may_fill(plain_of(own), places):
+                fill(plain_of(own), values)
                 return current if current.requires_grad == leaf else current.requires_grad_(leaf)
         for place in places:
             values = self._placed(self._memories.tensor(place, values), values, name)
@@ -563,40 +585,29 @@ class Decoder:
         return current
 
     def _cache(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        """Fill the cache of a function. One with a limit takes only what the function returns, so that is called."""
-        title, wrapped, sent_calls, sent = content
+        title, wrapped, pairs, sent_calls, sent = content
         if not isinstance(current, CACHE) or title_of(current) != title:
             self.report(name, f"the function {title} cannot be sent to a replacement", "once")
             return current
         self._keep(number, current)
         self._decode(wrapped, getattr(current, "__wrapped__", MISSING), f"{name}.__wrapped__")
-        cache, then = Cache(current), {}
-        there = cache.results()
-        for (arguments, keywords, values), result in zip(sent_calls, sent, strict=True):
+        now, attributes = vars(current), dict[str, Any]()
+        for attribute, each in pairs:
+            attributes[attribute] = self._decode(each, now.get(attribute, MISSING), f"{name}.{attribute}")
+        set_attributes_of_wrapper(current, {key: each for key, each in attributes.items() if each is not MISSING})
+        cache, entries = Cache(current), list[Entry]()
+        was = cache.entries()
+        there = dict(was)
+        for place, ((arguments, keywords, values), result) in enumerate(zip(sent_calls, sent, strict=True)):
             named = dict(zip(keywords, self._all(values, [], name), strict=True))
-            call = Call(tuple(self._all(arguments, [], name)), named)
-            key = cache.key_of(call)
-            if key not in there and cache.limit is not None:
-                there[key] = self._call(cache, call, name)
-            then[key] = self._decode(result, there.get(key, MISSING), f"{name}{call}")
-        Cache(current).put_back(then)
-        differ = [
-            key
-            for key, result in Cache(current).results().items()
-            if result is not then[key] and not (type(result) in ATOMS and is_same_atom(result, then[key]))
-        ]
-        if differ:
-            first = cache.call_of(differ[0])
-            self.report(f"{name}{first}", "in this replacement, something else is cached", "once")
+            key = cache.key_of(Call(tuple(self._all(arguments, [], name)), named))
+            entries.append((key, self._decode(result, there.get(key, MISSING), f"{name}[{place}]")))
+        is_same = len(was) == len(entries) and all(
+            one == other and there[one] is result for (one, _), (other, result) in zip(was, entries, strict=True)
+        )
+        if not is_same:
+            cache.put_back(entries)
         return current
-
-    def _call(self, cache: Cache, call: Call, name: str) -> Any:
-        self.has_called = True
-        try:
-            return cache.call(call)
-        except Exception as error:  # the function is the user's
-            self.report(f"{name}{call}", f"it cannot be called again ({type(error).__name__}: {error})", "once")
-            return MISSING
 
     def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         function, sent, state = content
@@ -758,6 +769,8 @@ def _encode_atom(value: Any) -> Any:
         return ["device", str(value)]
     if isinstance(value, range):
         return ["range", value.start, value.stop, value.step]
+    if isinstance(value, np.dtype) and not value.hasobject and value.names is None:
+        return ["type of array", value.str]
     if isinstance(value, np.generic) and value.dtype.kind in "biufcmMSU":
         return ["number", value.dtype.str, value.tobytes()]
     if isinstance(value, enum.Enum) and value.name is not None:
@@ -974,6 +987,7 @@ _ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
     "path": lambda name, text: _PATHS[name](text),
     "text": lambda name, text: {each.__name__: of for each, (_, of) in _AS_TEXT.items()}[name](text),
     "duration": datetime.timedelta,
+    "type of array": np.dtype,
     "pattern": re.compile,
     "slice": slice,
 }
