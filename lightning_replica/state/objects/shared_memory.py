@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica._compat.torch import storage_of
+from lightning_replica.devices.host import HOST
 from lightning_replica.state.objects.contents import is_content, plain_of
 
 Place: TypeAlias = list[Any]
@@ -73,7 +74,7 @@ def _extent_of(value: Any) -> _Extent | None:
         size, start, device = value.element_size(), value.data_ptr(), str(value.device)
         strides = tuple(stride * size for stride in value.stride())
     else:
-        size, start, device = value.itemsize, value.__array_interface__["data"][0], "cpu"
+        size, start, device = value.itemsize, value.__array_interface__["data"][0], str(HOST)
         strides = value.strides
     if not all(value.shape):
         return None
@@ -159,7 +160,7 @@ class Memories:
     def array(self, place: Place, like: Any) -> Any:
         """Return an array in its place, with the shape, dtype and content of ``like``; None if there is no room."""
         _, _, offset, strides = place
-        content, start = self._memory(place, torch.device("cpu"))
+        content, start = self._memory(place, torch.device(HOST))
         try:
             made: Any = np.ndarray(like.shape, like.dtype, content.numpy(), start + offset, strides)
         except (TypeError, ValueError):  # it would end behind the memory
