@@ -11,7 +11,6 @@ import pytest
 
 from tests.examples.test_examples import EXAMPLES, fingerprint, run, search_path
 from tests.launch.test_script import finish
-from tests.support import forked_python
 
 TINY = ["--devices", "2", "--width", "20", "--depth", "1", "--steps", "8"]
 
@@ -62,10 +61,8 @@ def test_processes_that_run_a_function(start_method: str, tmp_path: Path) -> Non
     script = Path(__file__).with_name("launch_script.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": search_path()}
     line = [sys.executable, str(script), start_method]
-    if start_method == "fork":
-        done = forked_python.run(line, tmp_path, environment, tmp_path / "output", 100)
-    else:  # its children are new Pythons
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    # In a new Python: where torch is built for CUDA, a process that was forked may fork no more.
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done
     assert "('hello', 2, (0, 1))" in done.stdout.splitlines(), done
     assert "groups are open" not in done.stdout, "a thread of gloo's may abort the process at its end"

@@ -161,6 +161,18 @@ def _certificate(
         not_valid_after=now + datetime.timedelta(days=1),
     )
     builder = builder.add_extension(x509.BasicConstraints(ca=key is issuer_key, path_length=None), critical=True)
-    if key is not issuer_key:
+    # From Python 3.13 on, certificates without these are refused.
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = builder.add_extension(identifier, critical=False)
+    if key is issuer_key:
+        builder = builder.add_extension(_signs(), critical=True)
+    else:
         builder = builder.add_extension(address, critical=False)
     return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _signs() -> x509.KeyUsage:
+    others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    return x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused)
