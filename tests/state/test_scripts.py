@@ -12,7 +12,7 @@ from tests.state.test_reachable import Copies, put_sent
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support Python 3.14"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
 
