@@ -18,7 +18,9 @@ from lightning_replica._compat.packages import is_of_lightning
 _OTHERS: Final = tuple(
     f"{place}{os.sep}" for place in (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 )
-_WRAPPERS: Final = (types.FunctionType, type(functools.lru_cache(len)))
+CACHE: Final[Any] = type(functools.lru_cache(len))
+"""The class of functions that `functools.lru_cache` wraps."""
+_WRAPPERS: Final = (types.FunctionType, CACHE)
 _READ: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _OF_MODULE: Final = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")
 _FRAMEWORK: Final = (__name__.partition(".")[0], "lightning_utilities", "torch")

@@ -12,8 +12,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, Final
 
-from lightning_replica.core.user_code import UserCode
-from lightning_replica.state.objects.caches import CACHE
+from lightning_replica.core.user_code import CACHE, UserCode
 from lightning_replica.state.objects.capture import Root
 from lightning_replica.state.objects.kinds import is_made_in_python, keeps_something
 from lightning_replica.state.objects.records import is_special

@@ -32,6 +32,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "torch": torch.Generator,
     "python": random.Random,
     "former numpy": np.random.RandomState,
+    "former numpy, another": lambda: np.random.RandomState(np.random.PCG64()),
     "numpy": np.random.default_rng,
     "numpy, seeded": lambda: np.random.default_rng(3),
     "numpy, another": lambda: np.random.Generator(np.random.SFC64([1, 2])),

@@ -165,6 +165,62 @@ def test_an_expanded_tensor_follows_what_it_shows() -> None:
     assert float(other.wide.sum()) == 18
 
 
+class OverWeights(L.LightningModule):
+    def __init__(self, made: bool) -> None:
+        super().__init__()
+        self.lin, self.here = torch.nn.Linear(3, 2), made
+        self.register_buffer("seen", torch.zeros(3))
+        self.arrays: list[Any] = self.make() if made else []
+
+    def make(self) -> list[Any]:
+        weight = self.lin.weight.detach().numpy()
+        return [weight, weight[1, ::2], self.get_buffer("seen").numpy()]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_arrays_in_the_memory_of_weights(made: bool) -> None:
+    module, other = OverWeights(made), OverWeights(made)
+    copies = Copies(module)
+    if not made:
+        module.arrays = module.make()
+    module.lin.weight.data += 1
+    taken = copies.take()
+    module.lin.weight.data += 1
+    copies.put(taken)
+    with torch.no_grad():
+        other.lin.weight.copy_(module.lin.weight)  # other code does it
+    weight = other.lin.weight.detach().clone()
+    replaced = put_sent(other, copies.private())
+    assert torch.equal(other.lin.weight, weight)
+    assert bytes_of(other.arrays) == bytes_of(module.arrays)
+    other.lin.weight.data += 1
+    other.get_buffer("seen").add_(2)
+    assert other.arrays[0].sum() == other.lin.weight.sum().item()
+    assert [float(each) for each in other.arrays[1]] == other.lin.weight[1, ::2].tolist()
+    assert other.arrays[2].sum() == 6
+    assert not replaced.inexact.known
+
+
+def test_what_is_not_contiguous_stays_so() -> None:
+    """Kernels may sum in another order for other strides."""
+    module, other = Module(), Module()
+    copies = Copies(module)
+    module.held = [
+        torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        torch.rand(3, 4).T,
+        np.asfortranarray(np.random.rand(3, 4)),
+        torch.rand(6)[::2],
+    ]
+    put_sent(other, copies.private())
+    assert bytes_of(other.held) == bytes_of(module.held)
+    assert [strides_of(each) for each in other.held] == [strides_of(each) for each in module.held]
+
+
+def strides_of(value: Any) -> tuple[int, ...]:
+    found: tuple[int, ...] = value.stride() if isinstance(value, torch.Tensor) else value.strides
+    return found
+
+
 def test_an_array_that_cannot_be_written_to() -> None:
     module, other = Views(), Views()
     copies = Copies(module)

@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from lightning_replica.core.user_code import is_of_framework
+from lightning_replica.core.user_code import CACHE, is_of_framework
 
 Key: TypeAlias = Any
 """Under which a call is cached."""
 Entry: TypeAlias = tuple[Key, Any]
 """A key and what the call has returned."""
 
-CACHE: Final[Any] = type(functools.lru_cache(len))
 OF_WRAPPERS: Final = frozenset((*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters"))
 """Attributes that every such function has."""
 # What the wrapper refers to: its class, the links, the dict, the function, the mark that divides positional arguments
@@ -67,11 +66,6 @@ class Cache:
         fits = referents[0] is CACHE and type(self._lookup) is dict and callable(self._wrapped)
         if not fits or last is not vars(function) or type(self._mark) is not object or len(self._links) % _OF_LINK:
             raise TypeError("this version of Python keeps its entries in a way that is not known")
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the next call forgets another one."""
-        return self.limit is not None and len(self._links) >= _OF_LINK * self.limit
 
     def entries(self) -> list[Entry]:
         """Return what is cached; of a cache with a limit, what it forgets first comes first."""

@@ -20,8 +20,6 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lightning_replica._compat.dtensor import local_of
-from lightning_replica._compat.torch import storage_of
 from lightning_replica.core.inexact import Report
 from lightning_replica.state.objects.contents import (
     COPIED_BYTES,
@@ -48,6 +46,7 @@ from lightning_replica.state.objects.records import (
     Wrapper,
     wake_waiting,
 )
+from lightning_replica.state.objects.shared_memory import address_of
 
 MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
 # Of these, a class of the user's may add attributes.
@@ -79,17 +78,17 @@ class Anchors:
         for name, value in objects:
             names.setdefault(id(value), name)
             if isinstance(value, Tensor):
-                storages.setdefault(storage_of(local_of(value)), name)
+                storages.setdefault(address_of(value), name)
         storages.pop(0, None)
         return cls(names, storages)
 
-    def has_memory_of(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the memory of an anchor, as a row of a parameter does."""
-        return bool(self.storages) and storage_of(local_of(tensor)) in self.storages
+    def has_memory_of(self, value: Any) -> bool:
+        """Return whether a tensor or an array lies in the memory of an anchor, as a row of a parameter does."""
+        return bool(self.storages) and address_of(value) in self.storages
 
-    def name_of_memory(self, tensor: Tensor) -> str:
-        """Return the name of an anchor in whose memory a tensor lies."""
-        return self.storages[storage_of(local_of(tensor))]
+    def name_of_memory(self, value: Any) -> str:
+        """Return the name of an anchor in whose memory a tensor or an array lies."""
+        return self.storages[address_of(value)]
 
 
 @dataclass(frozen=True)
@@ -335,7 +334,8 @@ class Recorder:
         if kind is Kind.TENSOR:
             yield from self._reach_tensor(name, value, reached, inside)
         elif kind is Kind.ARRAY and is_content(value):
-            yield from self._reach_content(name, value, reached, inside)
+            if not self._anchors.has_memory_of(value):
+                yield from self._reach_content(name, value, reached, inside)
             if getattr(value, "__dict__", None):  # of a class of its own, as a masked one
                 yield ~key, Attributes(value, name)
         elif kind is Kind.OBJECT:

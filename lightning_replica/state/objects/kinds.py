@@ -48,8 +48,8 @@ from lightning_replica._compat import torch_jit
 from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
+from lightning_replica.core.user_code import CACHE
 from lightning_replica.state.atoms import ATOMS
-from lightning_replica.state.objects.caches import CACHE
 from lightning_replica.state.objects.randomness import GENERATORS
 
 

@@ -12,13 +12,12 @@ from lightning_replica.core import plain
 from lightning_replica.devices.host import HOST
 
 RandomState: TypeAlias = Any
-"""A tensor of a `torch.Generator`, a tuple of Python's and of NumPy's former ones, a dict of NumPy's."""
+"""A tensor of a `torch.Generator`, a tuple of Python's, a dict of NumPy's."""
 
 GENERATORS: Final = (
     *(torch.Generator, random.Random),
     *(np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence),
 )
-_OF_NUMPY_TUPLE: Final = 5  # items in the state of a `np.random.RandomState`; that of a `random.Random` has 3
 _OF_SEQUENCE: Final = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
 _KIND, _SEQUENCE, _ALGORITHM = "kind", "sequence", "bit_generator"
 
@@ -33,6 +32,8 @@ def random_state(generator: Any) -> RandomState:
         return {_KIND: "Generator", **_bit_generator_state(generator.bit_generator)}
     if isinstance(generator, np.random.BitGenerator):
         return {_KIND: "BitGenerator", **_bit_generator_state(generator)}
+    if isinstance(generator, np.random.RandomState):
+        return {_KIND: "RandomState", **generator.get_state(legacy=False)}
     return generator.get_state()
 
 
@@ -50,6 +51,8 @@ def set_random(generator: Any, state: RandomState) -> None:
         _set_bit_generator(generator.bit_generator, state)
     elif isinstance(generator, np.random.BitGenerator):
         _set_bit_generator(generator, state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state({key: value for key, value in state.items() if key != _KIND})
     else:
         generator.set_state(state)
 
@@ -78,8 +81,6 @@ def generator_of(state: RandomState, current: Any) -> Any:
         generator: Any = _torch_generator(state, current)
     elif isinstance(state, dict):
         generator = current if _fits(current, state) else _of_numpy(state)
-    elif len(state) == _OF_NUMPY_TUPLE:
-        generator = current if isinstance(current, np.random.RandomState) else np.random.RandomState()
     else:
         generator = current if isinstance(current, random.Random) else random.Random()
     if generator is None:
@@ -133,6 +134,8 @@ def _fits(current: Any, state: dict[str, Any]) -> bool:
 def _of_numpy(state: dict[str, Any]) -> Any:
     if state[_KIND] == "SeedSequence":
         return _sequence_of(state)
+    if state[_KIND] == "RandomState":
+        return np.random.RandomState(getattr(np.random, state[_ALGORITHM])())
     sequence = None if state[_SEQUENCE] is None else _sequence_of(state[_SEQUENCE])
     generator = getattr(np.random, state[_ALGORITHM])(sequence)
     return generator if state[_KIND] == "BitGenerator" else np.random.Generator(generator)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.torch import storage_of
 from lightning_replica.devices.host import HOST
 from lightning_replica.state.objects.contents import is_content, plain_of
@@ -30,6 +31,7 @@ class _Extent:
     high: int
     start: int
     strides: tuple[int, ...]
+    is_contiguous: bool
 
 
 class Sharing:
@@ -46,7 +48,7 @@ class Sharing:
         return sent
 
     def tell(self) -> None:
-        """Add to what is sent for values that share memory where they lie."""
+        """Add to what is sent for values that share memory, or are not contiguous, where they lie."""
         group: list[tuple[_Extent, list[Any]]] = []
         high = 0
         for number, each in enumerate(sorted(self._found, key=lambda each: (each[0].device, each[0].low))):
@@ -55,12 +57,13 @@ class Sharing:
                 group = []
             high = max(high, each[0].high) if group else each[0].high
             group.append(each)
-        _tell(len(self._found), group)
+        if group:
+            _tell(len(self._found), group)
         self._found = []
 
 
 def _tell(number: int, group: Sequence[tuple[_Extent, list[Any]]]) -> None:
-    if len(group) < 2:
+    if len(group) == 1 and group[0][0].is_contiguous:
         return
     low, high = min(extent.low for extent, _ in group), max(extent.high for extent, _ in group)
     for extent, sent in group:
@@ -72,15 +75,15 @@ def _extent_of(value: Any) -> _Extent | None:
         if value.layout is not torch.strided or value.is_meta or value.is_conj() or value.is_neg():
             return None
         size, start, device = value.element_size(), value.data_ptr(), str(value.device)
-        strides = tuple(stride * size for stride in value.stride())
+        strides, is_contiguous = tuple(stride * size for stride in value.stride()), value.is_contiguous()
     else:
         size, start, device = value.itemsize, value.__array_interface__["data"][0], str(HOST)
-        strides = value.strides
+        strides, is_contiguous = value.strides, value.flags.c_contiguous
     if not all(value.shape):
         return None
     steps = [(length - 1) * stride for length, stride in zip(value.shape, strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
-    return _Extent(device, low, start + sum(step for step in steps if step > 0) + size, start, strides)
+    return _Extent(device, low, start + sum(step for step in steps if step > 0) + size, start, strides, is_contiguous)
 
 
 def fill(tensor: Tensor, values: Tensor) -> None:
@@ -94,13 +97,18 @@ def fill(tensor: Tensor, values: Tensor) -> None:
 def address_of(value: Any) -> int:
     """Return the address of the memory that a tensor or an array lies in, whole or in part; 0 if it has none."""
     if isinstance(value, Tensor):
-        return storage_of(value)
+        return storage_of(local_of(value))
     while isinstance(value.base, np.ndarray):
         value = value.base
     if isinstance(value.base, Tensor):
         return storage_of(value.base)
     found: int = value.__array_interface__["data"][0]
     return found
+
+
+def array_over(owner: Tensor, offset: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """Return an array in the memory of a tensor on the host; the offset counts bytes from its beginning."""
+    return np.ndarray(tuple(shape), np.dtype(dtype), _bytes_of_storage(owner).numpy(), offset, tuple(strides))
 
 
 def memories_of(values: Iterable[Any]) -> frozenset[int]:
@@ -115,7 +123,7 @@ def shared_memories(values: Iterable[Any]) -> frozenset[int]:
 
 def _counted(values: Iterable[Any]) -> Counter[int]:
     contents = {id(each): each for each in values if isinstance(each, (Tensor, np.ndarray)) and is_content(each)}
-    counts = Counter(address_of(plain_of(each)) for each in contents.values())
+    counts = Counter(address_of(each) for each in contents.values())
     del counts[0]
     return counts
 
@@ -179,11 +187,15 @@ class Memories:
 def _bytes_under(value: Any) -> Tensor | None:
     """Return all bytes of the memory that a value lies in."""
     if isinstance(value, Tensor):
-        return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+        return _bytes_of_storage(value)
     while isinstance(value.base, np.ndarray):
         value = value.base
     if isinstance(value.base, Tensor):
-        return _bytes_under(value.base)
+        return _bytes_of_storage(value.base)
     if not value.flags.c_contiguous or not value.flags.writeable:
         return None
     return torch.from_numpy(value.reshape(-1).view(np.uint8))
+
+
+def _bytes_of_storage(value: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())

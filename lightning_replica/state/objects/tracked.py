@@ -123,9 +123,7 @@ class Tracked:
         sent, by_name = list(sent), {root.name: root.value for root in roots}
         first = Capture() if self._first is None else self._first
         known = _known(first, Anchors.of(anchored))
-        elsewhere = frozenset(_elsewhere(first, sent, known))
-
-        decoder = Decoder(values, self._report, self._existing, elsewhere)
+        decoder = Decoder(values, self._report, self._existing, frozenset(_elsewhere(first, sent, known)))
         for name, attributes in sent:
             if name in by_name:
                 decoder.put_attributes(by_name[name], name, attributes)

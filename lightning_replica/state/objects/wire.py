@@ -39,9 +39,10 @@ from lightning_replica._compat import torch_jit
 from lightning_replica._compat.dtensor import local_of, set_local
 from lightning_replica._compat.torch import of_class
 from lightning_replica.core.inexact import Report
+from lightning_replica.core.user_code import CACHE
 from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS, is_same_atom
-from lightning_replica.state.objects.caches import CACHE, Cache, Call, Entry
+from lightning_replica.state.objects.caches import Cache, Call, Entry
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import is_content, plain_of
 from lightning_replica.state.objects.kinds import (
@@ -96,6 +97,7 @@ from lightning_replica.state.objects.shared_memory import (
     Place,
     Sharing,
     address_of,
+    array_over,
     fill,
     memories_of,
     shared_memories,
@@ -118,7 +120,8 @@ _PARTIAL: Final = describe(functools.partial(print))
 _GONE: Final = "-"
 # Types of arrays that can be tensors.
 _OF_TORCH: Final = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
-_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_BY_ROW: Final = {"csr": torch.sparse_csr, "bsr": torch.sparse_bsr}
+_BY_COLUMN: Final = {"csc": torch.sparse_csc, "bsc": torch.sparse_bsc}
 _OURS: Final = __name__.partition(".")[0] + "."  # a tool of this package, which leaves as it came
 
 
@@ -210,6 +213,10 @@ class Encoder:
         if kind is Kind.TENSOR:
             return self._encode_tensor(value, identity, name)
         record = self._capture.records.get(key)
+        if kind is Kind.ARRAY and self._anchors.has_memory_of(value):
+            own = plain_of(value)
+            where = [self._anchors.name_of_memory(value), own.__array_interface__["data"][0] - address_of(own)]
+            return ["view of an array", identity, *where, own.dtype.str, list(own.shape), list(own.strides)]
         if kind is Kind.ARRAY:
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
             content = plain_of(value) if content is None else content
@@ -262,14 +269,14 @@ class Encoder:
             parts = content.detach()
             indices, values = parts._indices(), parts._values()
             return ["sparse", identity, indices, values, list(parts.shape), parts.is_coalesced()]
-        if content.layout in _COMPRESSED:
-            parts = content.detach()
-            by_row = content.layout in (torch.sparse_csr, torch.sparse_bsr)
-            first, second = (
-                (parts.crow_indices, parts.col_indices) if by_row else (parts.ccol_indices, parts.row_indices)
-            )
-            layout = str(content.layout).removeprefix("torch.")
-            return ["compressed", identity, layout, first(), second(), parts.values(), list(parts.shape)]
+        for layout, known in _BY_ROW.items():
+            if content.layout is known:
+                indices = [content.crow_indices(), content.col_indices()]
+                return ["compressed", identity, layout, *indices, content.values().detach(), list(content.shape)]
+        for layout, known in _BY_COLUMN.items():
+            if content.layout is known:
+                indices = [content.ccol_indices(), content.row_indices()]
+                return ["compressed", identity, layout, *indices, content.values().detach(), list(content.shape)]
         if not is_content(content):
             why = f"a {describe(value)} of layout {content.layout} cannot be sent to a replacement"
             self._report(name, why, "replacement")
@@ -518,7 +525,7 @@ class Decoder:
 
     def _compressed(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         layout, first, second, values, shape = content
-        found = {str(each).removeprefix("torch."): each for each in _COMPRESSED}[layout]
+        found = {**_BY_ROW, **_BY_COLUMN}[layout]
         return torch.sparse_compressed_tensor(first, second, values, tuple(shape), layout=found, check_invariants=True)
 
     def _tensor(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -626,6 +633,16 @@ class Decoder:
             set_local(current, part)
             return current
         return part
+
+    def _view_of_an_array(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        anchor, offset, dtype, shape, strides = content
+        owner = self.anchored.get(anchor)
+        if not isinstance(owner, Tensor):
+            self.report(name, f"it is a part of {anchor}, which is not there in this replacement", "once")
+            return current
+        part = array_over(plain_of(owner), offset, dtype, shape, strides)
+        is_there = isinstance(current, np.ndarray) and current.__array_interface__ == part.__array_interface__
+        return current if is_there else part
 
     def _random(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         return generator_of(_state_of_plain(content[0]), None if current is MISSING else current)
@@ -968,6 +985,7 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "tuple": Decoder._tuple,
     "value": Decoder._value,
     "view": Decoder._view,
+    "view of an array": Decoder._view_of_an_array,
     "with": Decoder._with,
 }
 _OF_DEQUES: Final[tuple[Any, ...]] = (type(iter(deque())), type(reversed(deque())))
