@@ -1,5 +1,6 @@
 """What functions have cached goes back, and to a replacement; what cannot is named."""
 
+import fnmatch
 import functools
 import random
 import threading
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_replica.state.objects.caches import Cache, Call, _returning
+from lightning_replica.state.objects.caches import Cache, Call, _returning, entries_of
 from tests.state.test_reachable import Copies, put_sent
 
 CALLS = [
@@ -205,3 +206,11 @@ def test_a_class_of_torch_that_the_user_caches() -> None:
     drawn = float(torch.rand(1, generator=module.number()))
     copies.put(taken)
     assert float(torch.rand(1, generator=module.number())) == drawn
+
+
+def test_what_a_library_caches_is_no_state() -> None:
+    """Decorators and types of Python lead to it, and its keys may be of classes that another process does not know."""
+    function: Any = fnmatch._compile_pattern  # type: ignore[attr-defined]
+    fnmatch.fnmatchcase("a", "b")
+    assert Cache(function).entries()
+    assert entries_of(function) == []

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from lightning_replica.core.user_code import CACHE, is_of_framework
+from lightning_replica.core.user_code import CACHE, is_users
 
 Key: TypeAlias = Any
 """Under which a call is cached."""
@@ -126,15 +126,15 @@ class Cache:
 
 
 def entries_of(function: Any) -> list[Entry]:
-    """Return what a function has cached; nothing of one that torch, Lightning or this package has written."""
-    return [] if _is_foreign(function) else Cache(function).entries()
+    """Return what a function has cached; nothing of one in a library, as those of Python that make types."""
+    return [] if _is_of_a_library(function) else Cache(function).entries()
 
 
-def _is_foreign(function: Any) -> bool:
+def _is_of_a_library(function: Any) -> bool:
     while type(function) is CACHE:
         function = vars(function).get("__wrapped__")
     function = getattr(function, "__func__", function)
-    return isinstance(function, types.FunctionType) and is_of_framework(str(function.__globals__.get("__name__", "")))
+    return isinstance(function, types.FunctionType) and not is_users(function.__code__.co_filename)
 
 
 def _stub() -> types.CodeType:

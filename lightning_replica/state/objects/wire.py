@@ -398,9 +398,7 @@ class Decoder:
                 found = self._decode(value, now.get(attribute, MISSING), f"{name}.{attribute}")
                 if found is not MISSING:
                     set_attribute(root, attribute, found)
-            except TransferError:
-                raise
-            except Exception as error:  # a class of the user's runs code of its own, or refuses
+            except Exception as error:  # a class of the user's refuses, or is not there; it would be so each time
                 why = f"it cannot be put in place in this replacement ({type(error).__name__}: {error})"
                 self.report(f"{name}.{attribute}", why, "once")
 
