@@ -1,5 +1,6 @@
 """Which code is the user's: neither this package's, nor installed, nor Python's own. And what that code names."""
 
+import csv
 import dis
 import functools
 import os
@@ -35,8 +36,23 @@ def is_users(file: str) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """Return whether ``file`` belongs to an installed package."""
-    return bool(_INSTALLED.intersection(Path(file).parts))
+    """Return whether ``file`` belongs to an installed package; ``pip install --target`` takes any folder for that."""
+    if _INSTALLED.intersection(Path(file).parts):
+        return True
+    for folder in (f"{each.rstrip(os.sep)}{os.sep}" for each in sys.path if each):
+        if file.startswith(folder) and file[len(folder) :].partition(os.sep)[0] in _installed_in(folder):
+            return True
+    return False
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """Return the names of what pip has put into a folder, as it has noted itself."""
+    found = set[str]()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with suppress(OSError, UnicodeDecodeError), record.open(encoding="utf-8", newline="") as file:
+            found.update(Path(row[0]).parts[0] for row in csv.reader(file) if row and row[0])
+    return frozenset(found)
 
 
 class UserCode:

@@ -17,6 +17,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Partition
+from lightning_replica.sharding.own_attributes import watched
 from lightning_replica.sharding.piece import Piece
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.values import Values
@@ -306,7 +307,7 @@ class ShardedOptimizer(Generic[Store]):
         for piece in self.pieces:
             piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
         prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
-        with self.swapped():
+        with self.swapped(), watched(self.optimizer):
             self.optimizer.step(*self._step_takes, **kwargs)  # schedulers have wrapped this method since
         for piece in self.pieces:
             piece.parameter.grad = None

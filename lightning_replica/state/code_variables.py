@@ -1,18 +1,21 @@
-"""What the user's code keeps beside objects: global variables of its modules, and attributes of its classes.
+"""What the user's code keeps beside objects: global variables of its modules, attributes of its classes.
 
 ``STEPS += 1`` in a hook, a cache in a dict of the module, a counter in a class, a list that is the default of an
 argument: a batch that is repeated has to find them as it did the first time. They are found by the code that uses them
 (`core.user_code.UserCode`). Of a module, the names in that code count; of a class, all that its body holds. What an
-installed package keeps in its modules is not known.
+installed package keeps in its modules is not known. Members of enumerations may have attributes, and the environment of
+the process has variables that code sets.
 """
 
+import enum
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any, Final
 
-from lightning_replica.core.user_code import CACHE, UserCode
+from lightning_replica.core.user_code import CACHE, UserCode, is_users_class
 from lightning_replica.state.objects.capture import Root
 from lightning_replica.state.objects.kinds import is_made_in_python, keeps_something
 from lightning_replica.state.objects.records import is_special
@@ -20,6 +23,12 @@ from lightning_replica.state.objects.records import is_special
 GLOBALS: Final = "globals of "
 CLASS: Final = "class "
 MOST: Final = 5000  # objects that the variables of one module or class may lead to; a dataset in memory has more
+_OF_MEMBERS: Final = frozenset(("_value_", "_name_", "__objclass__", "_sort_order_"))
+_ENVIRONMENT: Final = frozenset(("environ", "environb", "putenv", "unsetenv"))
+_OF_RANKS: Final = (
+    *("LIGHTNING_REPLICA_", "MASTER_", "LOCAL_", "GROUP_", "NODE_", "TORCHELASTIC_", "PL_", "TORCH_", "NCCL_", "CUDA_"),
+    *("RANK", "WORLD_SIZE", "PWD", "OLDPWD", "TMPDIR"),
+)
 _NO_STATE: Final = (
     *(types.ModuleType, type, types.BuiltinFunctionType, types.MethodType),
     functools.cached_property,
@@ -33,12 +42,60 @@ def variables_of(code: UserCode) -> Iterator[Root]:
         now, written = vars(module), code.written.get(name, ())
         only = tuple(each for each in sorted(names) if (_is_state(now[each]) if each in now else each in written))
         yield Root(module, GLOBALS + name, only=only, most=MOST)
+        for cls in (now[each] for each in sorted(names) if _is_enumeration(now.get(each))):
+            for member in cls.__members__.values():
+                yield Root(member, f"{CLASS}{cls.__module__}.{cls.__qualname__}.{member.name}", _OF_MEMBERS)
     titles = set[str]()
     for cls in code.classes:
         title = f"{CLASS}{cls.__module__}.{cls.__qualname__}"
         if title not in titles:  # of classes that a function makes anew each time, the first
             titles.add(title)
             yield Root(cls, title, own=_not_state_of(cls), most=MOST)
+
+
+def _is_enumeration(value: Any) -> bool:
+    cls = type(value)
+    return issubclass(cls, enum.EnumMeta) and is_users_class(value)
+
+
+class Environment:
+    """The variables in the environment of the process as attributes of an object, which other code takes and puts back.
+
+    Only where the user's code names the environment: libraries set variables for themselves. Those that say which rank
+    a process is stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._attributes = types.SimpleNamespace()
+        self._known: Any = None
+        self.is_used = False
+
+    def of(self, code: UserCode) -> Iterator[Root]:
+        """Yield where the walk over the variables begins; nothing if code does not name them."""
+        self.is_used = any(not _ENVIRONMENT.isdisjoint(names) for names in code.names.values())
+        if self.is_used:
+            self.look()
+            yield Root(self._attributes, "os.environ")
+
+    def look(self) -> None:
+        """Make the object have the variables that there are now."""
+        now = getattr(os.environ, "_data", None)
+        if self.is_used and (now is None or now != self._known):
+            self._known = None if now is None else dict(now)
+            found = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+            vars(self._attributes).clear()
+            vars(self._attributes).update(found)
+
+    def put(self) -> None:
+        """Set the variables that the object has, and no others."""
+        if not self.is_used:
+            return
+        wanted = vars(self._attributes)
+        for name in [name for name in os.environ if name not in wanted and not name.startswith(_OF_RANKS)]:
+            del os.environ[name]
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
 
 
 def _not_state_of(cls: type) -> frozenset[str]:

@@ -36,7 +36,10 @@ def put_back(trainer: pl.Trainer, replicated: Mapping[str, Any]) -> None:
         for place, saved in enumerate(groups):
             group = {**copy.deepcopy(saved), "params": [parameters[index] for index in saved["params"]]}
             if place < len(optimizer.param_groups):
-                optimizer.param_groups[place].update(group)
+                now = optimizer.param_groups[place]  # the user's object, which code may refer to
+                for name in now.keys() - group.keys():
+                    del now[name]
+                now.update(group)
             else:
                 optimizer.param_groups.append(group)
 

@@ -29,8 +29,8 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, Scope, warn
 from lightning_replica.core.points import PHASES
 from lightning_replica.core.user_code import UserCode, is_users_class, module_of
-from lightning_replica.sharding.engine import OF_PARAMETERS
-from lightning_replica.state.code_variables import CLASS, GLOBALS, variables_of
+from lightning_replica.sharding.engine import OF_PARAMETERS, not_of_a_rank
+from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
 from lightning_replica.state.data.sources import sources_of
@@ -83,6 +83,7 @@ class Reachable:
         self._anchors = Anchors({})
         self._marked: list[int] = []
         self._sizes: list[int] = []
+        self._not_of_a_rank: list[frozenset[str]] = []
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
         loads = type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
@@ -98,8 +99,11 @@ class Reachable:
         loaders = _loaders(self._trainer)
         sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
-        if tree is not self._tree or [loaders, marked, sizes] != [self._loaders, self._marked, self._sizes]:
-            self._tree, self._loaders, self._marked, self._sizes = tree, loaders, marked, sizes
+        others = list(map(not_of_a_rank, self._trainer.optimizers))
+        seen = [loaders, marked, sizes, others]
+        if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._not_of_a_rank]:
+            self._tree = tree
+            self._loaders, self._marked, self._sizes, self._not_of_a_rank = loaders, marked, sizes, others
             self._roots = [*_roots(self._trainer, tree), *self._variables.of(self._trainer, tree)]
             self._anchors = anchors_of(self._trainer)
 
@@ -112,6 +116,7 @@ class Reachable:
             whole: Whether everything is compared, whatever its size.
         """
         self._look(tree)
+        self._variables.environment.look()
         return self._tracked.take(self._roots, self._anchors, window, whole)
 
     def put_back(self, taken: Taken) -> None:
@@ -124,7 +129,9 @@ class Reachable:
             if id(each) not in known and _is_marked(each):  # since then
                 for name in vars(each).keys() - _OF_TENSORS:
                     delattr(each, name)
+        self._variables.environment.look()
         self._tracked.put_back(taken)
+        self._variables.environment.put()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -137,7 +144,9 @@ class Reachable:
         """Put what another rank has sent into the objects of this one."""
         tree = Tree.of(self._trainer.lightning_module)
         roots = (*_roots(self._trainer, tree, all_tensors=True), *self._variables.of(self._trainer, tree))
+        self._variables.environment.look()
         self._tracked.put_sent(roots, _anchored(self._trainer), sent)
+        self._variables.environment.put()
 
     def signature(self, taken: Taken) -> Signature:
         """Return a signature of what has not changed since training began: what refers to what, without contents.
@@ -247,6 +256,7 @@ class _Variables:
         self._classes: set[type] = set()
         self._learnt: set[type] = set()
         self._roots: list[Root] = []
+        self.environment = Environment()
 
     def learn(self, classes: Iterable[type]) -> bool:
         """Follow the code of further classes, too. Return whether there is any of the user's that is not known yet."""
@@ -261,7 +271,7 @@ class _Variables:
             code = UserCode(
                 objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)), without=_NO_STATE
             )
-            self._classes, self._roots = classes, [*variables_of(code)]
+            self._classes, self._roots = classes, [*variables_of(code), *self.environment.of(code)]
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")
         return self._roots
@@ -308,6 +318,8 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)
+    for place, optimizer in enumerate(trainer.optimizers):
+        yield Root(optimizer, f"optimizer {place}", not_of_a_rank(optimizer))
     yield Root(trainer, "trainer", OF_TRAINER)
     yield from _functions_of_schedulers(trainer)
 

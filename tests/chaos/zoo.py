@@ -11,6 +11,7 @@ import io
 import itertools
 import multiprocessing
 import operator
+import os
 import queue
 import random
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
@@ -268,6 +270,9 @@ class Kept:
         self.append: Any = self.list.append
         self.shared = {"list": self.list}
         self.closure = (lambda of: lambda: of["n"])(vars(self.space))
+        self.table = pd.DataFrame({"number": [0.5], "text": ["a"]})
+        self.late_table: Any = None
+        self.pair: list[np.random.Generator] = []
         self.hidden: Any = None
 
     def advance(self) -> Iterator[Any]:
@@ -279,6 +284,7 @@ class Kept:
         yield from self._objects(n)
         yield from self._sources(n)
         yield from self._memory(n)
+        yield from self._libraries(n)
 
     def _containers(self, n: int) -> Iterator[Any]:
         self.list.append(n)
@@ -354,6 +360,17 @@ class Kept:
         yield from (self.array.sum(), self.base_array.sum(), len(self.objects[1]), self.masked[0], self.records["a"][0])
         yield from (self.scalar, len(self.bytearray), self.array_of_c[0])
 
+    def _libraries(self, n: int) -> Iterator[Any]:
+        """What they keep in C."""
+        self.table.loc[0, "number"] += n
+        self.table.loc[len(self.table)] = [n, "b"]
+        self.late_table = pd.concat([self.table.head(1), self.table.tail(2)])
+        if not self.pair:
+            bits = np.random.PCG64(9)
+            self.pair = [np.random.Generator(bits), np.random.Generator(bits)]
+        yield from (self.table["number"].sum(), len(self.table), self.late_table["number"].mean())
+        yield from (each.normal() for each in self.pair)
+
 
 class FromItertools:
     """Python 3.14 says nothing of how far most of these have come."""
@@ -422,6 +439,11 @@ STEPS = 0
 CACHE: dict[int, list[int]] = {}
 THREAD = threading.local()
 TURN: contextvars.ContextVar[int] = contextvars.ContextVar("TURN", default=0)
+
+
+class Stage(enum.Enum):
+    FIRST = 1
+    SECOND = 2
 
 
 class Registry:
@@ -505,6 +527,14 @@ class Outside:
         buffer.rounds = getattr(buffer, "rounds", 0) + 1
         yield from (STEPS, sum(map(len, CACHE.values())), THREAD.count, TURN.get(), gradient_of(self.leaf).sum())
         yield from (Registry.created, len(Registry.names), self.used + self.used.uses, noted(1), calls())
+        optimizer, stage = trainer.optimizers[0], Stage.SECOND
+        stage.visits = getattr(stage, "visits", 0) + 1  # type: ignore[attr-defined]
+        os.environ["ZOO_TURN"] = str(int(os.environ.get("ZOO_TURN", "0")) + 1)
+        optimizer.rounds = getattr(optimizer, "rounds", 0) + 1
+        optimizer.defaults["rounds"] = optimizer.defaults.get("rounds", 0) + 1
+        optimizer.param_groups[0]["rounds"] = optimizer.param_groups[0].get("rounds", 0) + 1
+        yield from (stage.visits, int(os.environ["ZOO_TURN"]))  # type: ignore[attr-defined]
+        yield from (optimizer.rounds, optimizer.defaults["rounds"], optimizer.param_groups[0]["rounds"])
         bank_of(3, value=1.0).data.mul_(1.01)
         yield from (self.shared.value, dice_of("data").normal(), bank_of(3, value=1.0).sum())
         yield from (noise_of(STEPS % 4).sum(), LUCK.of(STEPS % 5))

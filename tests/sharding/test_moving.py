@@ -13,7 +13,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
-from lightning_replica.sharding.own_attributes import attributes_of
+from lightning_replica.sharding.own_attributes import attributes_of, not_of_a_rank
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
 from tests.support.sharded import digest, new_state
@@ -228,3 +228,28 @@ def test_what_an_update_has_made_goes_again_with_a_batch_that_goes_back() -> Non
     assert not hasattr(optimizer, "made")
     assert list(optimizer.by_parameter) == parameters
     assert backup.not_restored == ["optimizer 0.by_parameter", "optimizer 0.rule"]
+
+
+class Written(AdamW):
+    """Has an attribute that updates change, and one that code outside of them changes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.updates, self.scales, self.outside = [0], {"a": torch.zeros(2)}, [0]
+
+    def step(self, closure: Any = None) -> Any:
+        self.updates[0] += 1
+        self.scales["a"].add_(1)
+        return super().step(closure)
+
+
+def test_which_attributes_updates_change() -> None:
+    parameters = [nn.Parameter(torch.ones(30))]
+    optimizer = Written(parameters)
+    state = new_state(Grid.of(4, 2), 0, parameters, [optimizer], bucket_bytes=2000)
+    optimizer.outside.append(1)
+    assert not {"updates", "scales", "outside", "defaults"} & not_of_a_rank(optimizer)
+    update(state, 1)
+    assert {"updates", "scales"} <= not_of_a_rank(optimizer)
+    assert not {"outside", "defaults", "_optimizer_step_post_hooks"} & not_of_a_rank(optimizer)
+    assert {"state", "param_groups"} <= not_of_a_rank(optimizer)

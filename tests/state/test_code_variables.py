@@ -1,15 +1,19 @@
 """Global variables of the user's modules, and attributes of classes and functions: which are found, and put back."""
 
 import ctypes
+import enum
 import functools
+import logging
 import multiprocessing
+import os
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -21,6 +25,7 @@ from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects import capture
 from lightning_replica.state.objects.capture import Anchors, Recorder, Root
 from tests.chaos import zoo
+from tests.state.test_reachable import Copies, put_sent
 
 ANCHORS = Anchors({})
 COUNT = 0
@@ -360,3 +365,72 @@ def test_a_dataset_in_memory_takes_no_room_of_the_models() -> None:
     taken.put_back(inexact.report)
     assert holder.seen == []
     assert list(inexact.known) == ["globals.DATASET"]
+
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+
+
+class WithMembers(L.LightningModule):
+    """Writes to members of an enumeration, to the environment, and to a handler of logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter: Any = Counter()
+
+    def advance(self) -> tuple[int, ...]:
+        high: Any = Level.HIGH
+        high.hits = getattr(high, "hits", 0) + 1
+        os.environ["TURN"] = str(int(os.environ.get("TURN", "0")) + 1)
+        self.counter.emit(None)
+        return high.hits, int(os.environ["TURN"]), self.counter.records
+
+
+class Counter(logging.Handler):
+    records = 0
+
+    def emit(self, record: Any) -> None:
+        self.records += 1
+
+
+def forget() -> None:
+    vars(Level.HIGH).pop("hits", None)
+    os.environ.pop("TURN", None)
+
+
+@pytest.fixture
+def forgets() -> Iterator[None]:
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("forgets")
+def test_members_of_an_enumeration_and_the_environment() -> None:
+    module, other = WithMembers(), WithMembers()
+    copies = Copies(module)
+    beginning = copies.take()
+    module.advance()
+    taken = copies.take()
+    os.environ["LOCAL_SOMETHING"] = "1"
+    expected = [module.advance() for _ in range(3)]
+    assert expected[0] == (2, 2, 2)
+    copies.put(taken)
+    assert os.environ.pop("LOCAL_SOMETHING") == "1"  # which rank a process is does not go back
+    assert [module.advance() for _ in range(3)] == expected
+    sent = copies.private()
+    copies.put(beginning)
+    assert "TURN" not in os.environ
+    assert not hasattr(Level.HIGH, "hits")
+    replaced = put_sent(other, sent)
+    assert other.advance() == (5, 5, 5)
+    assert not {**copies.inexact.known, **replaced.inexact.known}
+
+
+def test_the_environment_of_code_that_does_not_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = L.LightningModule()
+    copies = Copies(module)
+    taken = copies.take()
+    monkeypatch.setenv("OF_A_LIBRARY", "1")
+    copies.put(taken)
+    assert os.environ["OF_A_LIBRARY"] == "1"

@@ -4,6 +4,7 @@ import sqlite3
 import tempfile
 import threading
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -220,4 +221,8 @@ def test_rows_that_an_object_of_any_kind_keeps() -> None:
     assert findings_of(deque[str](maxlen=1), lambda rows, row: rows.append(row)) == {KEEPER: "once"}
     assert findings_of(SimpleNamespace(last=""), lambda rows, row: setattr(rows, "last", row)) == {KEEPER: "once"}
     with closing(sqlite3.connect(":memory:")) as connection:
-        assert findings_of(connection, lambda *_: None) == {KEEPER: "unknown"}
+        connection.execute("CREATE TABLE rows (row)")
+        assert findings_of(connection, lambda keeper, _: keeper.execute("INSERT INTO rows VALUES (1)")) == {
+            KEEPER: "once"
+        }
+    assert findings_of(zlib.compressobj(), lambda *_: None) == {KEEPER: "unknown"}

@@ -79,3 +79,35 @@ def test_a_replacement(make: Callable[[], Any], there: bool) -> None:
     assert [drawn(other.generator) for _ in range(3)] == [drawn(module.generator) for _ in range(3)]
     assert not there or other.generator is here
     assert not replaced.inexact.known
+
+
+class Shared(L.LightningModule):
+    """Two generators draw from one source of bits."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.pair: Any = self.made() if early else None
+
+    @staticmethod
+    def made() -> list[np.random.Generator]:
+        bits = np.random.PCG64(1)
+        return [np.random.Generator(bits), np.random.Generator(bits)]
+
+    def advance(self) -> list[float]:
+        self.pair = self.pair or self.made()
+        return [each.normal() for each in self.pair]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_generators_that_share_their_bits(early: bool) -> None:
+    module, other = Shared(early), Shared(early)
+    copies = Copies(module)
+    module.advance()
+    taken = copies.take()
+    expected = [module.advance() for _ in range(3)]
+    copies.put(taken)
+    replaced = put_sent(other, copies.private())
+    assert [module.advance() for _ in range(3)] == expected
+    assert [other.advance() for _ in range(3)] == expected
+    assert other.pair[0].bit_generator is other.pair[1].bit_generator
+    assert not {**copies.inexact.known, **replaced.inexact.known}

@@ -235,3 +235,39 @@ def test_many_views_take_no_long_time() -> None:
     sent: list[list[Any]] = [sharing.add(whole[number : number + 2], []) for number in range(99_998)]
     sharing.tell()  # with the square of their number, this would take half an hour
     assert all(each[0][2] == 4 * number for number, each in enumerate(sent))
+
+
+class Late(L.LightningModule):
+    """A step makes views of what has not changed since training began."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.whole: Any = whole
+        self.parts: list[Any] = []
+
+    def write(self) -> list[bytes]:
+        self.parts[0][...] += 1
+        self.whole[3] += 2
+        return bytes_of([self.whole, *self.parts])
+
+
+@pytest.mark.parametrize("whole", [torch.zeros, np.zeros])
+@pytest.mark.parametrize("more", [True, False])
+def test_views_of_what_has_not_changed(whole: Callable[[int], Any], more: bool) -> None:
+    module, other = Late(whole(12)), Late(whole(12))
+    copies = Copies(module)
+    module.parts = [module.whole[2:5], module.whole[::2]] if more else [module.whole[2:5]]
+    sent = copies.private()
+    assert [name for name, _ in sent[0][1]] == ["parts"]
+    replaced = put_sent(other, sent)
+    assert [other.write() for _ in range(3)] == [module.write() for _ in range(3)]
+    assert not replaced.inexact.known
+
+
+def test_a_view_of_what_is_not_there() -> None:
+    module, other = Late(torch.zeros(12)), Late([])
+    copies = Copies(module)
+    module.parts = [module.whole[2:5]]
+    replaced = put_sent(other, copies.private())
+    assert other.parts[0].tolist() == [0, 0, 0]
+    assert "lies in the memory of module.whole" in replaced.inexact.known["module.parts[0]"].why

@@ -33,11 +33,21 @@ from lightning_replica.state.objects.contents import (
     plain_of,
     same_content,
 )
-from lightning_replica.state.objects.kinds import HARMLESS, Kind, describe, keeps_something, kind_of, slots_of
+from lightning_replica.state.objects.kinds import (
+    Kind,
+    derives_attributes,
+    describe,
+    is_harmless,
+    keeps_something,
+    kind_of,
+    slots_of,
+)
+from lightning_replica.state.objects.rebuilding import parts_of
 from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
     Graphed,
+    Rebuilt,
     Record,
     Remade,
     Slots,
@@ -51,7 +61,7 @@ from lightning_replica.state.objects.shared_memory import address_of
 MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
 # Of these, a class of the user's may add attributes.
 _WITH_MORE: Final = (
-    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR),
+    *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
 )
 _ALL: Final = 200_000  # objects that are watched
 _IN_TURN: Final = 256  # of the objects in large containers, in one window
@@ -200,7 +210,7 @@ def _tell_of(record: Unknown, report: Report) -> None:
     changed, what = record.has_changed(), describe(record.value)
     if changed:
         report(record.name, f"it is a {what}, which has changed and cannot be restored")
-    elif changed is None and not issubclass(type(record.value), HARMLESS):
+    elif changed is None and not is_harmless(type(record.value)):
         report(record.name, f"it is a {what}, and nothing shows whether it changes", "unknown")
 
 
@@ -349,14 +359,27 @@ class Recorder:
                 return
             if type(value) is FunctionType and not keeps_something(value):
                 return
-            record = (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
+            in_parts = self._in_parts(name, value) if kind is Kind.REBUILT else None
+            record = in_parts or (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
             if isinstance(record, Unknown) and record.advances:
                 self._tell_of_unknown(record)
             if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):
                 return
             yield key, record
+            if isinstance(record, Rebuilt) and derives_attributes(type(value)):
+                return
             if kind in _WITH_MORE and hasattr(value, "__dict__"):  # of the user's class
                 yield ~key, Attributes(value, name)
+            elif kind is Kind.REBUILT and slots_of(type(value)):
+                yield ~key, Slots(value, name)
+
+    def _in_parts(self, name: str, value: Any) -> Rebuilt | None:
+        """Return what an object in C consists of; None if it does not say, or did not before."""
+        former = self._former.get(id(value))
+        if isinstance(former, Unknown) and former.value is value:
+            return None
+        parts = parts_of(value)
+        return None if parts is None else Rebuilt(value, name, parts)
 
     def _reach_tensor(
         self, name: str, value: Tensor, reached: set[int] | None, inside: int | None

@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
+import copyreg
 import ctypes
 import datetime
 import decimal
@@ -48,7 +49,7 @@ from lightning_replica._compat import torch_jit
 from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
-from lightning_replica.core.user_code import CACHE
+from lightning_replica.core.user_code import CACHE, module_of
 from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.objects.randomness import GENERATORS
 
@@ -73,6 +74,7 @@ class Kind(enum.Enum):
     SCRIPT = "attributes of a module that torch.jit has compiled"
     CELL = "variable of a closure or a context"
     OBJECT = "attributes"
+    REBUILT = "object in C, perhaps with attributes, which is made again of what it gives to pickle"
     OPAQUE = "nothing is known of its content"
     CLOSED = "other code restores it"
 
@@ -85,7 +87,7 @@ _IMMUTABLE: Final = (
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.CodeType),
     *(types.GenericAlias, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType),
-    *(np.ufunc, logging.Logger, logging.Handler, torch.finfo, torch.iinfo),
+    *(np.ufunc, logging.Logger, torch.finfo, torch.iinfo),
 )
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
@@ -94,7 +96,8 @@ _CLOSED: Final = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
     multiprocessing.synchronize.SemLock,
 )
-_IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.")  # tables, which may take more memory than there is for a copy
+# Tables, which may take more memory than there is for a copy; handlers and filters that are not the user's.
+_IMMUTABLE_MODULES: Final = ("pyarrow.", "polars.", "logging.")
 _LARGE_BYTES: Final = 2**24
 _LARGE_MEMORY: Final = 2**20  # bytes of ctypes, which are compared in every snapshot
 _CLOSED_MODULES: Final = ("lightning_replica.", "torch.distributed.", "torch._ops.", "_multiprocessing.")
@@ -121,8 +124,17 @@ _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__"
 HARMLESS: Final = (
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType),
     *(types.TracebackType, types.FrameType, types.GetSetDescriptorType),
+    *(type(ctypes.pythonapi.Py_IncRef).__mro__[1], torch.Event),
+)
+_HARMLESS_NAMES: Final = (
+    *("BlockValuesRefs", "cython_function_or_method", "fused_cython_function", "_ArrayFunctionDispatcher"),
+    *("SSLContext", "NAType"),
 )
 
+_FOR_PICKLE: Final = ("__reduce__", "__reduce_ex__", "__getstate__")
+_ATTRIBUTES_SUFFICE: Final = (BaseException, threading.local)
+_NOT_SLOTS: Final = ("__dict__", "__weakref__")
+_POINTER_BYTES: Final = ctypes.sizeof(ctypes.c_void_p)
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _slots: dict[type, tuple[str, ...]] = {}
 _known: dict[type, Kind] = dict.fromkeys(ATOMS, Kind.ATOM)
@@ -136,7 +148,7 @@ def kind_of(value: Any) -> Kind:
         kind = _known[cls] = kind_of_class(cls)
     if kind is Kind.MEMORY and (ctypes.sizeof(value) > _LARGE_MEMORY or holds_addresses(cls)):
         return Kind.OPAQUE
-    return Kind.OPAQUE if kind is Kind.OBJECT and is_live(value) else kind
+    return Kind.OPAQUE if kind in (Kind.OBJECT, Kind.REBUILT) and is_live(value) else kind
 
 
 def kind_of_class(cls: type) -> Kind:
@@ -155,8 +167,49 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.OPAQUE
     if is_of_lightning(module) or module.startswith(_CLOSED_MODULES):
         return Kind.CLOSED
-    has_state = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
-    return Kind.OBJECT if has_state else Kind.OPAQUE
+    has_attributes = hasattr(cls, "__dict__") and (cls.__dictoffset__ != 0 or bool(slots_of(cls)))
+    if derives_attributes(cls):
+        return Kind.REBUILT
+    if has_attributes:
+        return Kind.REBUILT if has_content_in_c(cls) else Kind.OBJECT
+    return Kind.REBUILT if gives_parts(cls) else Kind.OPAQUE
+
+
+def is_of_pandas(cls: type) -> bool:
+    """Return whether a class is one of pandas'."""
+    return module_of(cls).partition(".")[0] == "pandas"
+
+
+def derives_attributes(cls: Any) -> bool:
+    """Return whether instances of a class consist of what they give to pickle, and derive all else from that."""
+    return is_of_pandas(cls) and cls.__reduce__ is not object.__reduce__
+
+
+def gives_parts(cls: type) -> bool:
+    """Return whether a class says otherwise than `object` does how pickle may take its instances apart."""
+    own = (getattr(cls, name, None) is not getattr(object, name, None) for name in _FOR_PICKLE)
+    return cls in copyreg.dispatch_table or any(own)
+
+
+def has_content_in_c(cls: Any) -> bool:
+    """Return whether instances of a class take more memory than their attributes and slots: something in C."""
+    if issubclass(cls, _ATTRIBUTES_SUFFICE) or module_of(cls).startswith("torch."):
+        return False
+    while cls is not object:
+        base = cls.__base__
+        slots = vars(cls).get("__slots__", ())
+        named = [each for each in ((slots,) if isinstance(slots, str) else slots) if each not in _NOT_SLOTS]
+        known = len(named) + (cls.__dictoffset__ > 0 and base.__dictoffset__ == 0)
+        known += cls.__weakrefoffset__ > 0 and base.__weakrefoffset__ == 0
+        if cls.__basicsize__ - base.__basicsize__ > known * _POINTER_BYTES:
+            return True
+        cls = base
+    return False
+
+
+def is_harmless(cls: type) -> bool:
+    """Return whether instances of a class hold no state of the training, or none that a result depends on."""
+    return issubclass(cls, HARMLESS) or any(base.__name__ in _HARMLESS_NAMES for base in cls.__mro__)
 
 
 def is_made_in_python(cls: type) -> bool:
@@ -257,7 +310,7 @@ def _find_slots(cls: type) -> tuple[str, ...]:
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if name not in ("__dict__", "__weakref__"):
+            if name not in _NOT_SLOTS:
                 hidden = name.startswith("__") and not name.endswith("__")
                 found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
     return tuple(found)
@@ -293,9 +346,19 @@ def probe(value: Any) -> Any:
         return None if nn.parameter.is_lazy(value) else write_count(value)
     if isinstance(value, queue.SimpleQueue):
         return value.qsize()
+    if type(value).__module__ == "sqlite3" and hasattr(value, "total_changes"):
+        return _changes_in_memory(value)
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
             return value.tell()
+    return None
+
+
+def _changes_in_memory(connection: Any) -> Any:
+    """Return how many rows were written through a connection of SQLite; None if they are in a file."""
+    with contextlib.suppress(Exception):  # of another thread, or closed
+        if not any(file for *_, file in connection.execute("PRAGMA database_list")):
+            return connection.total_changes
     return None
 
 

@@ -57,6 +57,11 @@ def set_random(generator: Any, state: RandomState) -> None:
         generator.set_state(state)
 
 
+def bits_of(generator: Any) -> np.random.BitGenerator | None:
+    """Return what one of NumPy's generators draws from; None for all others."""
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else None
+
+
 def same_random_state(a: RandomState, b: RandomState) -> bool:
     """Return whether two results of `random_state` are the same."""
     if type(a) is not type(b):

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import itertools
 import operator
+import os
 import threading
 import types
 from collections import OrderedDict, deque
@@ -19,20 +20,31 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
+from lightning_replica._compat.cpython import has_popped
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import OF_WRAPPERS, Cache, Call, entries_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
-    HARMLESS,
     Kind,
     closure_of,
+    derives_attributes,
+    is_harmless,
     iterator_of,
     pickled_digest,
     probe,
     reduced,
     slots_of,
 )
-from lightning_replica.state.objects.randomness import random_state, same_random_state, set_random
+from lightning_replica.state.objects.randomness import bits_of, random_state, same_random_state, set_random
+from lightning_replica.state.objects.rebuilding import (
+    Parts,
+    are_alike,
+    has_parts,
+    leaves_of,
+    parts_of,
+    rebuilt,
+    with_leaves,
+)
 
 Stands: TypeAlias = Callable[[Any], Any]
 """Returns what stands for a value now: the value itself, or what was made in its place."""
@@ -317,13 +329,14 @@ class Entries(Record):
 
 
 class Members(Record):
-    """The members of a set."""
+    """The members of a set, and in which order they come."""
 
-    __slots__ = ("members",)
+    __slots__ = ("members", "pops")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.members = list(set.__iter__(value))
+        self.pops = has_popped(value)
 
     def children(self) -> Iterable[tuple[str, Any]]:
         return ((f"{{{_short(member)}}}", member) for member in self.members if type(member) not in ATOMS)
@@ -333,9 +346,39 @@ class Members(Record):
         return set.__len__(self.value) == len(self.members) and all(map(contains, self.members))
 
     def put_back(self, stands: Stands) -> None:
-        if not self.is_same():
-            set.clear(self.value)
-            set.update(self.value, self.members)
+        """Make the set hold the same members.
+
+        Raises:
+            ValueError: If code sees another order than before.
+        """
+        if self.is_same():
+            return
+        pops = self.pops or has_popped(self.value)
+        set.clear(self.value)
+        set.update(self.value, self.members)
+        if why := other_order(self.value, self.members, pops):
+            raise ValueError(why)
+
+
+def other_order(made: Any, members: list[Any], pops: bool) -> str:
+    """Return what is wrong with the order of a set that was filled with ``members``; "" if nothing is.
+
+    The order of objects differs from run to run, and that of texts, too, unless ``PYTHONHASHSEED`` is set. Then no
+    training depends on it.
+    """
+    if not all(map(_has_an_order, members)):
+        return ""
+    if pops:
+        return "its `pop` takes the members in another order from now on"
+    return "" if all(map(operator.is_, set.__iter__(made), members)) else "its members have another order from now on"
+
+
+def _has_an_order(member: Any) -> bool:
+    if isinstance(member, tuple):
+        return all(map(_has_an_order, member))
+    if isinstance(member, (str, bytes)):
+        return os.environ.get("PYTHONHASHSEED", "random") != "random"
+    return isinstance(member, (bool, int, float))
 
 
 class Bytes(Record):
@@ -410,6 +453,10 @@ class Randomness(Record):
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.state = random_state(value)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        bits = bits_of(self.value)  # other generators may draw from them, too
+        return () if bits is None else ((".bit_generator", bits),)
 
     def is_same(self) -> bool:
         return same_random_state(random_state(self.value), self.state)
@@ -643,6 +690,41 @@ class Graphed(Remade):
         return made
 
 
+class Rebuilt(Remade):
+    """What an object in C consists of, and its attributes."""
+
+    __slots__ = ("attributes", "parts")
+
+    def __init__(self, value: Any, name: str, parts: Parts) -> None:
+        super().__init__(value, name)
+        self.parts = Parts(*with_leaves(tuple(parts), _itself))  # the object may change a container of its own
+        self.attributes = {} if derives_attributes(type(value)) else dict(getattr(value, "__dict__", {}))
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return leaves_of(self.parts)
+
+    def is_same(self) -> bool:
+        return has_parts(self.value, self.parts)
+
+    def made_again(self, stands: Stands) -> Any:
+        function, *then = self.parts
+        arguments, state = with_leaves(tuple(then), stands)
+        if self.is_same() and are_alike((arguments, state), tuple(then)):
+            return self.value
+        made = rebuilt(function, arguments, state)
+        if self.attributes:
+            vars(made).update({name: stands(value) for name, value in self.attributes.items()})
+        return made
+
+    def renewed(self) -> Record:
+        parts = parts_of(self.value)
+        return Unknown(self.value, self.name) if parts is None else Rebuilt(self.value, self.name, parts)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 class Wrapper(Record):
     """The tensors that a tensor of a class of its own consists of, as a quantized one of values and scales."""
 
@@ -708,7 +790,7 @@ class Unknown(Record):
     def advances(self) -> bool:
         """Whether it is an iterator of which nothing shows how far it has come."""
         cls = type(self.value)
-        return self.mark is None and hasattr(cls, "__next__") and not issubclass(cls, HARMLESS)
+        return self.mark is None and hasattr(cls, "__next__") and not is_harmless(cls)
 
     def is_same(self) -> bool:
         return bool(probe(self.value) == self.mark)

@@ -137,6 +137,8 @@ class Memories:
     def holds(self, place: Place, value: Any) -> bool:
         """Return whether a value that is here lies where it should; the first of a memory decides where that is."""
         number, length, offset, strides = place
+        if not isinstance(value, (Tensor, np.ndarray)):
+            return False
         extent, content = _extent_of(value), _bytes_under(value)
         if extent is None or content is None or list(extent.strides) != strides:
             return False

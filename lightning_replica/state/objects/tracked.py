@@ -15,6 +15,7 @@ from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, 
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.kinds import Kind, kind_of
 from lightning_replica.state.objects.records import Attributes, Slots
+from lightning_replica.state.objects.shared_memory import address_of
 from lightning_replica.state.objects.wire import Decoder, Encoder
 
 
@@ -74,6 +75,7 @@ class Tracked:
         self._first: Capture | None = None
         self._existing: Mapping[str, Any] = {}
         self._names: Mapping[int, str] = {}
+        self._owners: dict[int, Any] = {}
         self._unsaved: Capture | None = None
         self._last = Taken()
 
@@ -83,6 +85,9 @@ class Tracked:
         self._first = self._recorder.take(roots, anchors)
         self._existing = self._first.by_name()
         self._names = {id(value): name for name, value in self._existing.items()}
+        held = (held.value for held, _ in self._first.copies if id(held.value) in self._names)
+        self._owners = {address_of(value): value for value in held}
+        self._owners.pop(0, None)
         self._last = Taken()
 
     @property
@@ -150,7 +155,7 @@ class Tracked:
         """
         known = _known(taken.capture, taken.anchors)
         sizes = _Sizes(taken.capture, limits, known) if limits is not None else None
-        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names)
+        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names, self._owners)
         sent, left = [], list[str]()
         for root in taken.capture.roots:
             names = taken.changed.get(root.name, frozenset())
@@ -197,7 +202,7 @@ def _changed(
     for root in capture.roots:
         record, before_it = capture.attributes_of(root), first.records.get(id(root.value))
         was = dict(zip(before_it.names, before_it.values, strict=True)) if isinstance(before_it, Attributes) else {}
-        names = frozenset(was.keys() - {*record.names}) | {
+        names = frozenset(name for name in was.keys() - {*record.names} if root.follows(name)) | {
             name
             for name, value in zip(record.names, record.values, strict=True)
             if all_changed or name not in was or _has_moved(value, was[name], moved, capture, known)

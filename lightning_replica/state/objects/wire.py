@@ -49,16 +49,19 @@ from lightning_replica.state.objects.kinds import (
     ITERTOOLS,
     Kind,
     closure_of,
+    derives_attributes,
     describe,
     has_value,
     is_made_in_python,
+    is_of_pandas,
     iterator_of,
     kind_of,
     kind_of_class,
     reduced,
     value_of,
 )
-from lightning_replica.state.objects.randomness import generator_of
+from lightning_replica.state.objects.randomness import bits_of, generator_of
+from lightning_replica.state.objects.rebuilding import Parts, are_alike, parts_of, rebuilt
 from lightning_replica.state.objects.records import (
     MISSING,
     Attributes,
@@ -73,6 +76,7 @@ from lightning_replica.state.objects.records import (
     Members,
     Memory,
     Randomness,
+    Rebuilt,
     Record,
     Scripted,
     Slots,
@@ -86,6 +90,7 @@ from lightning_replica.state.objects.records import (
     fixed_of,
     is_alike,
     is_registered,
+    other_order,
     refer,
     set_attribute,
     set_attributes_of_wrapper,
@@ -134,6 +139,7 @@ class Encoder:
         report: Called with the name of what cannot be sent, and why.
         first: What was reachable when training began, if the other process has that.
         names: The names that objects had then, by ``id``.
+        owners: The tensors and arrays that there were then, by the address of their memory.
     """
 
     def __init__(
@@ -143,9 +149,10 @@ class Encoder:
         report: Report,
         first: Capture | None = None,
         names: Mapping[int, str] = MappingProxyType({}),
+        owners: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
-        self._names = names
+        self._names, self._owners = names, owners
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
         self._sharing = Sharing()
@@ -197,7 +204,7 @@ class Encoder:
         identity = self._identity(value, kind)
         sent = self._encode_new(value, kind, identity, name, depth)
         beside = self._capture.records.get(~key)
-        if kind is Kind.OBJECT or not isinstance(beside, Attributes):
+        if kind is Kind.OBJECT or not isinstance(beside, (Attributes, Slots)):
             return sent
         # A list, a tensor or an array with attributes.
         return ["with", identity, _class_of(value), sent, self._pairs([beside], name, depth)]
@@ -221,7 +228,7 @@ class Encoder:
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
             content = plain_of(value) if content is None else content
             if content.dtype.isnative and content.dtype.str[1:] in _OF_TORCH:
-                return self._sharing.add(value, ["array", identity, torch.from_numpy(np.array(content, order="C"))])
+                return self._placed(value, ["array", identity, torch.from_numpy(np.array(content, order="C"))])
             return self._encode_array(value, content, identity, name, depth)
         if kind is Kind.OBJECT:
             slots = self._capture.records.get(~key)
@@ -247,7 +254,15 @@ class Encoder:
             )
             return self._left_out(content)
         described = repr(np.lib.format.dtype_to_descr(content.dtype))
-        return self._sharing.add(value, ["bits", identity, described, shape, content.tobytes()])
+        return self._placed(value, ["bits", identity, described, shape, content.tobytes()])
+
+    def _placed(self, value: Any, sent: list[Any]) -> list[Any]:
+        """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
+        sent = self._sharing.add(value, sent)
+        owner = None if id(value) in self._names else self._owners.get(address := address_of(value))
+        if owner is None or address_of(owner) != address:
+            return sent
+        return ["beside", self._names[id(owner)], self._sharing.add(owner, []), sent]
 
     def _left_out(self, value: Any) -> list[Any]:
         """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""
@@ -282,7 +297,7 @@ class Encoder:
             self._report(name, why, "replacement")
             return self._left_out(value)
         leaf = value.requires_grad and value.is_leaf
-        return self._sharing.add(value, ["tensor", identity, _class_of(value), content.contiguous(), leaf])
+        return self._placed(value, ["tensor", identity, _class_of(value), content.contiguous(), leaf])
 
     def _place_of(self, value: Tensor) -> list[Any]:
         own = plain_of(value)
@@ -332,9 +347,10 @@ class Encoder:
                 maxlen,
             ]
         if isinstance(record, Members):
-            return ["set", identity, _class_of(value), all_of(record.members)]
+            return ["set", identity, _class_of(value), all_of(record.members), record.pops]
         if isinstance(record, Randomness):
-            return ["random", identity, _state_to_plain(record.state)]
+            bits = [self._encode(each, name + child, depth + 1) for child, each in record.children()]
+            return ["random", identity, _state_to_plain(record.state), *bits]
         if isinstance(record, Bytes):
             code = value.typecode if isinstance(value, array.array) else ""
             return ["bytes", identity, code, bytes(record.content)]
@@ -357,9 +373,19 @@ class Encoder:
         if isinstance(record, Iterated):
             state = self._encode(record.state, name, depth + 1)
             return ["iterator", identity, record.function.__name__, all_of(record.arguments), state]
+        if isinstance(record, Rebuilt):
+            parts = [self._encode_part(part, name, depth) for part in record.parts[1:]]
+            return ["rebuilt", identity, _class_of(value), _name_of_maker(record.parts.function), *parts]
         if isinstance(record, Variable):
             return ["cell", identity, *all_of([value for _, value in record.children()])]
         return self._left_out(value)
+
+    def _encode_part(self, part: Any, name: str, depth: int) -> list[Any]:
+        if type(part) is dict:
+            return ["dict", [*part], [self._encode_part(each, name, depth) for each in part.values()]]
+        if type(part) in (tuple, list):
+            return [type(part).__name__, [self._encode_part(each, name, depth) for each in part]]
+        return ["", self._encode(part, name, depth + 1)]
 
 
 @dataclass
@@ -383,6 +409,11 @@ class Decoder:
         self._shared: frozenset[int] | None = None
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
+        self._lacking = 0  # parts that could not be put in place
+
+    def _lacks(self, name: str, why: str) -> None:
+        self._lacking += 1
+        self.report(name, why, "once")
 
     def put_attributes(self, root: Any, name: str, sent: list[Any]) -> None:
         """Set the attributes of a root."""
@@ -400,7 +431,7 @@ class Decoder:
                     set_attribute(root, attribute, found)
             except Exception as error:  # a class of the user's refuses, or is not there; it would be so each time
                 why = f"it cannot be put in place in this replacement ({type(error).__name__}: {error})"
-                self.report(f"{name}.{attribute}", why, "once")
+                self._lacks(f"{name}.{attribute}", why)
 
     def _decode(self, sent: Any, current: Any, name: str) -> Any:
         if not isinstance(sent, list):
@@ -408,24 +439,29 @@ class Decoder:
         kind, *rest = sent
         if kind == "@":
             if rest[0] not in self.anchored:
-                self.report(name, f"there is no {rest[0]} in this replacement", "once")
+                self._lacks(name, f"there is no {rest[0]} in this replacement")
                 return current
             return self.anchored[rest[0]]
         if kind == "#":
             if rest[0] not in self._made and current is MISSING:
-                self.report(name, "a tuple that leads to itself cannot be sent to a replacement", "once")
+                self._lacks(name, "a tuple that leads to itself cannot be sent to a replacement")
             return self._made.get(rest[0], current)
         if kind in ("?", "!"):
             is_there = kind == "?" and current is not MISSING and describe(current) == rest[0]
             if not is_there and not rest[0].startswith(_OURS):
-                self.report(name, f"a {rest[0]} cannot be sent to a replacement", "once")
+                self._lacks(name, f"a {rest[0]} cannot be sent to a replacement")
             return current
         if kind == "~":
             if current is MISSING or [describe(current), repr(current)] != rest:
-                self.report(name, f"{rest[1]} cannot be sent to a replacement", "once")
+                self._lacks(name, f"{rest[1]} cannot be sent to a replacement")
             return current
         if kind == "weak":
             return self._weak(rest[0], current, name)
+        if kind == "beside":
+            owner, places, inner = rest
+            if not all(self._memories.holds(place, self.existing.get(owner)) for place in places):
+                self._lacks(name, f"it lies in the memory of {owner}, but not in this replacement")
+            return self._decode(inner, current, name)
         if kind == "class":
             return self._class(*rest, current=current, name=name)
         if kind in _ATOMS:
@@ -458,7 +494,7 @@ class Decoder:
             return current
         found = _class_named(title) or _class_of_parts(title, parts)
         if found is None:
-            self.report(name, f"the class {title} cannot be sent to a replacement", "once")
+            self._lacks(name, f"the class {title} cannot be sent to a replacement")
             return current
         return found
 
@@ -506,7 +542,7 @@ class Decoder:
 
     def _placed(self, placed: Any, alone: Any, name: str) -> Any:
         if placed is None:
-            self.report(name, "it shares memory with another tensor or array, but not in this replacement", "once")
+            self._lacks(name, "it shares memory with another tensor or array, but not in this replacement")
         return alone if placed is None else placed
 
     def _objects(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -547,7 +583,7 @@ class Decoder:
         cls, sent, pairs = content
         made = self._decode(sent, current, name)
         if isinstance(made, np.ndarray) and not _is_a(made, cls):
-            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
             return made
         if made is not MISSING and hasattr(made, "__dict__"):
             self._set_attributes(made, pairs, name)
@@ -562,7 +598,7 @@ class Decoder:
             made = getattr(self._decode(sent[0][1], MISSING, name + _BOUND_TO), title.rpartition(".")[2], None)
             return made if isinstance(made, types.BuiltinFunctionType) else current
         if made is None:
-            self.report(name, f"the function {title} cannot be sent to a replacement", "once")
+            self._lacks(name, f"the function {title} cannot be sent to a replacement")
             return current
         self._keep(number, made)
         now = dict(closure_of(made))
@@ -579,7 +615,7 @@ class Decoder:
 
     def _script(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         if kind_of(current) is not Kind.SCRIPT:
-            self.report(name, "a module of torch.jit cannot be sent to a replacement", "once")
+            self._lacks(name, "a module of torch.jit cannot be sent to a replacement")
             return current
         self._keep(number, current)
         now, was = torch_jit.attributes_of(current), torch_jit.attributes_of(current)
@@ -592,7 +628,7 @@ class Decoder:
     def _cache(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         title, wrapped, pairs, sent_calls, sent = content
         if not isinstance(current, CACHE) or title_of(current) != title:
-            self.report(name, f"the function {title} cannot be sent to a replacement", "once")
+            self._lacks(name, f"the function {title} cannot be sent to a replacement")
             return current
         self._keep(number, current)
         self._decode(wrapped, getattr(current, "__wrapped__", MISSING), f"{name}.__wrapped__")
@@ -604,9 +640,13 @@ class Decoder:
         was = cache.entries()
         there = dict(was)
         for place, ((arguments, keywords, values), result) in enumerate(zip(sent_calls, sent, strict=True)):
+            lacking = self._lacking
             named = dict(zip(keywords, self._all(values, [], name), strict=True))
-            key = cache.key_of(Call(tuple(self._all(arguments, [], name)), named))
-            entries.append((key, self._decode(result, there.get(key, MISSING), f"{name}[{place}]")))
+            call = Call(tuple(self._all(arguments, [], name)), named)
+            key = cache.key_of(call) if self._lacking == lacking else None
+            item = self._decode(result, there.get(key, MISSING), f"{name}[{place}]")
+            if self._lacking == lacking:  # else it would be what another call returns
+                entries.append((key, item))
         is_same = len(was) == len(entries) and all(
             one == other and there[one] is result for (one, _), (other, result) in zip(was, entries, strict=True)
         )
@@ -624,7 +664,7 @@ class Decoder:
         anchor, offset, shape, stride, dtype = content
         owner = self.anchored.get(anchor)
         if owner is None or str(owner.dtype)[6:] != dtype:
-            self.report(name, f"it is a part of {anchor}, which is not there in this replacement", "once")
+            self._lacks(name, f"it is a part of {anchor}, which is not there in this replacement")
             return current
         part = torch.as_strided(plain_of(owner), shape, stride, offset)
         if isinstance(current, Tensor) and not isinstance(current, nn.Parameter):
@@ -636,14 +676,21 @@ class Decoder:
         anchor, offset, dtype, shape, strides = content
         owner = self.anchored.get(anchor)
         if not isinstance(owner, Tensor):
-            self.report(name, f"it is a part of {anchor}, which is not there in this replacement", "once")
+            self._lacks(name, f"it is a part of {anchor}, which is not there in this replacement")
             return current
         part = array_over(plain_of(owner), offset, dtype, shape, strides)
         is_there = isinstance(current, np.ndarray) and current.__array_interface__ == part.__array_interface__
         return current if is_there else part
 
     def _random(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        return generator_of(_state_of_plain(content[0]), None if current is MISSING else current)
+        state, *bits = content
+        generator = generator_of(_state_of_plain(state), None if current is MISSING else current)
+        for sent in bits:
+            drawn_from = bits_of(generator)
+            shared = self._decode(sent, drawn_from, name)
+            if shared is not drawn_from and isinstance(shared, np.random.BitGenerator):
+                return np.random.Generator(shared)
+        return generator
 
     def _bytes(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         code, values = content
@@ -656,7 +703,7 @@ class Decoder:
     def _memory(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, values = content
         if not _is_a(current, cls):
-            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
         else:
             fill_memory(current, values)
         return current
@@ -677,7 +724,7 @@ class Decoder:
         cls, sent, maxlen = content
         made = current if _is_a(current, cls) else _new(cls, deque(maxlen=maxlen) if cls.endswith(":deque") else [])
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         self._keep(number, made)
         there = list(base_of(made).__iter__(made))
@@ -693,7 +740,7 @@ class Decoder:
         cls, sent_keys, sent = content
         made = current if _is_a(current, cls) else _new(cls, {})
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         self._keep(number, made)
         keys = self._all(sent_keys, [], name)
@@ -710,13 +757,15 @@ class Decoder:
         return made
 
     def _set(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, sent = content
+        cls, sent, pops = content
         made = current if _is_a(current, cls) else _new(cls, set())
         if made is None:
             return current
         members = self._all(sent, [], name)
         set.clear(made)
         set.update(made, members)
+        if why := other_order(made, members, pops):
+            self._lacks(name, why)
         return made
 
     def _tuple(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -738,9 +787,36 @@ class Decoder:
         cls, pairs = content
         made = current if _is_a(current, cls) else _new(cls, None)
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         return self._with_attributes(number, made, pairs, name)
+
+    def _rebuilt(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, maker, *sent = content
+        there = parts_of(current) if _is_a(current, cls) else None
+        function = _maker_named(maker, cls, there)
+        beside = (MISSING, MISSING) if there is None else there[1:]
+        made = tuple(self._part(*both, name) for both in zip(sent, beside, strict=True))
+        if function is None or (there is None and not all(map(_is_safe, made[0]))):
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
+            return current
+        if there is not None and are_alike(made, tuple(there[1:])):
+            return current
+        return rebuilt(function, *made)
+
+    def _part(self, sent: list[Any], there: Any, name: str) -> Any:
+        kind, content, *more = sent
+        if kind == "":
+            found = self._decode(content, there, name)
+            return None if found is MISSING else found
+        if kind == "dict":
+            known = there if type(there) is dict else {}
+            pairs = zip(content, more[0], strict=True)
+            return {key: self._part(each, known.get(key, MISSING), name) for key, each in pairs}
+        fits = type(there) in (tuple, list) and len(there) == len(content)
+        beside = there if fits else [MISSING] * len(content)
+        made = [self._part(each, now, name) for each, now in zip(content, beside, strict=True)]
+        return tuple(made) if kind == "tuple" else made
 
     def _with_attributes(self, number: int, made: Any, pairs: list[Any], name: str) -> Any:
         self._keep(number, made)
@@ -752,7 +828,7 @@ class Decoder:
         value = self._decode(sent, MISSING, name)
         made = current if _is_a(current, cls) and is_same_atom(value_of(current), value) else _with_value(cls, value)
         if made is None:
-            self.report(name, f"a {cls} cannot be made in a replacement", "once")
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         return self._with_attributes(number, made, pairs, name)
 
@@ -784,7 +860,7 @@ def _encode_atom(value: Any) -> Any:
         return ["device", str(value)]
     if isinstance(value, range):
         return ["range", value.start, value.stop, value.step]
-    if isinstance(value, np.dtype) and not value.hasobject and value.names is None:
+    if isinstance(value, np.dtype) and value.names is None and (value.kind == "O" or not value.hasobject):
         return ["type of array", value.str]
     if isinstance(value, np.generic) and value.dtype.kind in "biufcmMSU":
         return ["number", value.dtype.str, value.tobytes()]
@@ -905,6 +981,27 @@ def _named(name: str) -> Any:
     return found
 
 
+def _name_of_maker(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
+
+
+def _maker_named(name: str, cls: str, there: Parts | None) -> Any:
+    """Return what makes an object in C; None if it might do anything else.
+
+    It is what an object of that class that is there names, or one of pandas' that are known to make objects only.
+    """
+    if there is not None and _name_of_maker(there.function) == name:
+        return there.function
+    made = _class_named(cls)
+    if name == cls and made is not None and derives_attributes(made):
+        return made
+    return _named(name) if _MAKERS.fullmatch(name) else None
+
+
+def _is_safe(argument: Any) -> bool:
+    return not isinstance(argument, type) or is_of_pandas(argument)
+
+
 def _nothing() -> None:
     """What a partial refers to until its function has been decoded."""
 
@@ -976,6 +1073,7 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "memory": Decoder._memory,
     "object": Decoder._object,
     "random": Decoder._random,
+    "rebuilt": Decoder._rebuilt,
     "script": Decoder._script,
     "set": Decoder._set,
     "stream": Decoder._stream,
@@ -986,6 +1084,9 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "view of an array": Decoder._view_of_an_array,
     "with": Decoder._with,
 }
+_MAKERS: Final = re.compile(
+    r"pandas\._libs\.(internals:_unpickle_block|\w+:__pyx_unpickle_\w+)|pandas\.core\.indexes\.\w+:_new_\w+"
+)
 _OF_DEQUES: Final[tuple[Any, ...]] = (type(iter(deque())), type(reversed(deque())))
 _BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *_OF_DEQUES, *ITERTOOLS)
 _ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {each.__name__: each for each in _BUILT_IN}
