@@ -260,7 +260,7 @@ class Encoder:
         """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
         sent = self._sharing.add(value, sent)
         owner = None if id(value) in self._names else self._owners.get(address := address_of(value))
-        if owner is None or address_of(owner) != address:
+        if owner is None or address_of(owner) != address or not _can_be_written(owner):
             return sent
         return ["beside", self._names[id(owner)], self._sharing.add(owner, []), sent]
 
@@ -847,6 +847,10 @@ class Decoder:
                 slot.__set__(made, value)
             else:
                 attributes[attribute] = value
+
+
+def _can_be_written(value: Any) -> bool:
+    return isinstance(value, Tensor) or value.flags.writeable
 
 
 def _encode_atom(value: Any) -> Any:
