@@ -17,7 +17,7 @@ import uuid
 import zoneinfo
 from collections import deque
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -572,3 +572,61 @@ class Quiet:
     def __init_subclass__(cls) -> None:
         Quiet.made += 1
         assert Quiet.made == 1, "code of the user's class has run again"
+
+
+class Table:
+    """Writes rows to a file, of which there is another one for every ten rows, and counts them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rows, self.lengths = folder, 0, io.StringIO()
+        self.file: Any = None
+
+    def write(self) -> int:
+        if self.rows % 10 == 0:
+            if self.file is not None:
+                self.file.close()
+            self.file = (self.folder / f"{self.rows}.csv").open("w")
+        self.file.write("row\n")
+        self.rows += 1
+        self.lengths.write("4,")
+        return self.rows + len(self.lengths.getvalue())
+
+
+def test_an_object_that_holds_a_file(tmp_path: Path) -> None:
+    """What it counts goes back. The file that it has open stays open."""
+    module, other = module_with(Table(tmp_path)), module_with(Table(tmp_path))
+    copies = Copies(module)
+    for _ in range(9):
+        module.it.write()
+    taken = copies.take()
+    expected = [module.it.write() for _ in range(3)]
+    copies.put(taken)
+    assert not module.it.file.closed
+    assert [module.it.write() for _ in range(3)] == expected
+    assert {finding.scope for finding in copies.inexact.known.values()} == {"fault"}
+    assert list(copies.inexact.known) == ["module.it.file"]
+    put_sent(other, copies.private())
+    assert (other.it.rows, other.it.lengths.getvalue()) == (module.it.rows, module.it.lengths.getvalue())
+    module.it.file.close()
+
+
+class Counted:
+    @staticmethod
+    def call() -> int:
+        here: Any = Counted.call
+        here.calls = getattr(here, "calls", 0) + 1
+        return int(here.calls)
+
+
+def test_attributes_of_a_static_method() -> None:
+    module, other = module_with(Counted()), module_with(Counted())
+    copies = Copies(module)
+    Counted.call()
+    taken = copies.take()
+    sent = copies.private(taken)
+    expected = [Counted.call() for _ in range(3)]
+    copies.put(taken)
+    assert [Counted.call() for _ in range(3)] == expected
+    replaced = put_sent(other, sent)
+    assert [Counted.call() for _ in range(3)] == expected
+    assert not {**copies.inexact.known, **replaced.inexact.known}

@@ -289,13 +289,19 @@ def keeps_something(function: types.FunctionType) -> bool:
 
 
 def is_live(value: Any) -> bool:
-    """Return whether an object holds a thread, a process, a file or the like: it is part of something that runs."""
+    """Return whether an object holds a thread, a process or the like: it is part of something that runs."""
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
-    return not isinstance(value, nn.Module) and any(map(_is_live, [*attributes.values()]))
+    return not isinstance(value, nn.Module) and any(map(_runs, [*attributes.values()]))
 
 
-def _is_live(value: Any) -> bool:
-    return isinstance(value, LIVE) and not isinstance(value, _STREAMS)
+def _runs(value: Any) -> bool:
+    return isinstance(value, LIVE) and not isinstance(value, io.IOBase)
+
+
+def is_file(value: Any) -> bool:
+    """Return whether a value is a file; the one that an attribute held before may be closed by now."""
+    cls = type(value)  # a proxy would be asked for what it stands for
+    return issubclass(cls, io.IOBase) and not issubclass(cls, _STREAMS)
 
 
 def slots_of(cls: type) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from lightning_replica.state.objects.kinds import (
     Kind,
     closure_of,
     derives_attributes,
+    is_file,
     is_harmless,
     iterator_of,
     pickled_digest,
@@ -51,6 +52,7 @@ Stands: TypeAlias = Callable[[Any], Any]
 
 MISSING: Final = object()
 """What stands where nothing is."""
+_TRIES: Final = 32  # orders in which a set is filled
 _GRADIENT = "grad"
 REQUIRES_GRAD: Final = "requires_grad"  # of a tensor, as if it were one of its attributes
 _BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
@@ -132,6 +134,7 @@ class Attributes(Record):
         now = _attributes_of(self.value)
         names = self._names_in(now)
         registered = {name for name in self.names if is_registered(self.value, name)}
+        files = {name: now[name] for name in names if is_file(now[name])}
         if names != self.names:
             # Other threads may read variables of modules and classes meanwhile; the order of these does not matter.
             shared = isinstance(self.value, (types.ModuleType, type))
@@ -139,7 +142,7 @@ class Attributes(Record):
                 delete_attribute(self.value, name)
         now = _attributes_of(self.value)
         for name, value in zip(self.names, self.values, strict=True):
-            stand = stands(value)
+            stand = files[name] if name in files and is_file(value) else stands(value)
             if now.get(name, MISSING) is not stand and name not in registered:
                 set_attribute(self.value, name, stand)
 
@@ -354,23 +357,29 @@ class Members(Record):
         if self.is_same():
             return
         pops = self.pops or has_popped(self.value)
-        set.clear(self.value)
-        set.update(self.value, self.members)
-        if why := other_order(self.value, self.members, pops):
+        if why := refill(self.value, self.members, pops):
             raise ValueError(why)
 
 
-def other_order(made: Any, members: list[Any], pops: bool) -> str:
-    """Return what is wrong with the order of a set that was filled with ``members``; "" if nothing is.
+def refill(made: Any, members: list[Any], pops: bool) -> str:
+    """Make a set hold ``members``. Return what is wrong with their order then; "" if nothing is.
+
+    Where members stand that have the same hash depends on who came first, so some orders are tried.
 
     The order of objects differs from run to run, and that of texts, too, unless ``PYTHONHASHSEED`` is set. Then no
     training depends on it.
     """
-    if not all(map(_has_an_order, members)):
-        return ""
-    if pops:
+    for each in (members, members[::-1], *(members[n:] + members[:n] for n in range(1, min(len(members), _TRIES)))):
+        set.clear(made)
+        set.update(made, each)
+        if all(map(operator.is_, set.__iter__(made), members)):
+            break
+    else:
+        if all(map(_has_an_order, members)):
+            return "its members have another order from now on"
+    if pops and all(map(_has_an_order, members)):
         return "its `pop` takes the members in another order from now on"
-    return "" if all(map(operator.is_, set.__iter__(made), members)) else "its members have another order from now on"
+    return ""
 
 
 def _has_an_order(member: Any) -> bool:

@@ -90,8 +90,8 @@ from lightning_replica.state.objects.records import (
     fixed_of,
     is_alike,
     is_registered,
-    other_order,
     refer,
+    refill,
     set_attribute,
     set_attributes_of_wrapper,
     set_content,
@@ -121,6 +121,7 @@ _AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
     uuid.UUID: (str, uuid.UUID),
 }
 _BOUND_TO: Final = ".__self__"
+_OF_CLASSES: Final = (staticmethod, classmethod, property)
 _PARTIAL: Final = describe(functools.partial(print))
 _GONE: Final = "-"
 # Types of arrays that can be tensors.
@@ -602,6 +603,10 @@ class Decoder:
             return current
         self._keep(number, made)
         now = dict(closure_of(made))
+        if isinstance(made, _OF_CLASSES):
+            for part, each in sent:
+                self._decode(each, now.get(part, MISSING), f"{name}{part}")  # fills the function in place
+            return made
         parts = {part: self._decode(each, now.get(part, MISSING), f"{name}{part}") for part, each in sent}
         owner = parts.pop(_BOUND_TO, MISSING)
         function = getattr(made, "__func__", made)
@@ -762,9 +767,7 @@ class Decoder:
         if made is None:
             return current
         members = self._all(sent, [], name)
-        set.clear(made)
-        set.update(made, members)
-        if why := other_order(made, members, pops):
+        if why := refill(made, members, pops):
             self._lacks(name, why)
         return made
 
