@@ -14,7 +14,7 @@ from lightning_replica.errors import VersionError
 # The lowest and the newest version that scripts/matrix has run the tests with: docs/compatibility.md has its table.
 TESTED: Final = {
     "python": ("3.10", "3.14"),
-    "torch": ("2.8.0", "2.15.0"),
+    "torch": ("2.9.0", "2.15.0"),
     "lightning": ("2.6.0", "2.6.6"),
     "pytorch-lightning": ("2.6.0", "2.6.6"),
     "numpy": ("1.25.0", "2.5.5"),
@@ -23,7 +23,7 @@ TESTED: Final = {
 
 # The same as in pyproject.toml; for both packages of Lightning. 2.6.2 and 2.6.3 have been withdrawn.
 LIGHTNING_VERSIONS: Final = SpecifierSet(">=2.6,<2.7,!=2.6.2,!=2.6.3")
-TORCH_VERSIONS: Final = SpecifierSet(">=2.8")
+TORCH_VERSIONS: Final = SpecifierSet(">=2.9")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from lightning_replica._compat.lightning_names import (
     reset_seed,
 )
 from lightning_replica._compat.packages import describe
+from lightning_replica._compat.swa import leave_functions_out_of_states
 from lightning_replica.control.once import once
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
@@ -277,6 +278,7 @@ class ReplicaZeroStrategy(ModelParallel):
     def setup_environment(self) -> None:
         """Set up this process and, if it is a rank, join the world."""
         super().setup_environment()
+        leave_functions_out_of_states()
         reset_seed()
         self.set_world_ranks()
         if is_rank(self.cluster_environment):

@@ -66,10 +66,10 @@ def versions_where(monkeypatch: pytest.MonkeyPatch, wanted: list[str], installed
 
 
 def test_versions_that_were_tested_and_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.TESTED, "torch", ("2.8.0", "2.15.0"))
-    wanted = ["torch>=2.8", "psutil>=5.9"]
+    monkeypatch.setitem(versions.TESTED, "torch", ("2.9.0", "2.15.0"))
+    wanted = ["torch>=2.9", "psutil>=5.9"]
     tested, other = versions_where(monkeypatch, wanted, {"torch": "2.15.0+cpu", "psutil": "7.0"})
-    assert tested == Check("torch", "ok", "2.15.0+cpu (tested: 2.8.0 to 2.15.0)")
+    assert tested == Check("torch", "ok", "2.15.0+cpu (tested: 2.9.0 to 2.15.0)")
     assert other == Check("psutil", "ok", "7.0")
     newer, _ = versions_where(monkeypatch, wanted, {"torch": "2.15.1", "psutil": "7.0"})
     assert (newer.status, newer.found) == ("note", "2.15.1, newer than 2.15.0, the newest that was tested")

@@ -69,7 +69,7 @@ def test_a_name_that_is_gone(spoil: str, package: str, missing: str) -> None:
 
 def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_replica._compat.versions._installed", lambda _: "2.7.1+cu126")
-    with pytest.raises(VersionError, match=r"torch 2.7.1\+cu126 is installed, and .* works with torch>=2.8"):
+    with pytest.raises(VersionError, match=r"torch 2.7.1\+cu126 is installed, and .* works with torch>=2.9"):
         check_version("torch", TORCH_VERSIONS)
 
 

@@ -150,7 +150,6 @@ def test_a_collective_that_failed_says_why(device: Cuda) -> None:
     assert fault.level == "lost"
 
 
-@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="new in torch 2.8")
 def test_a_number_is_kept(device: Cuda) -> None:
     error = torch.AcceleratorError(LOST[0])
     error.error_code = 710  # type: ignore[attr-defined]

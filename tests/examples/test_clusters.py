@@ -81,7 +81,8 @@ def test_ssh_with_a_lost_node_and_a_last_checkpoint(cluster: Cluster, alone: lis
 
 
 def listening(process: psutil.Process) -> set[int]:
-    return {each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN}
+    ask = getattr(process, "net_connections", None) or process.connections  # the latter: before psutil 6
+    return {each.laddr.port for each in ask() if each.status == psutil.CONN_LISTEN}
 
 
 @LINUX

@@ -123,7 +123,7 @@ def test_cli_by_class_path_and_its_arguments(untouched: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("replcas=2", "Option 'replcas' is not accepted"),
+        ("replcas=2", "'replcas'"),  # each version of jsonargparse says it in other words
         ("replicas=two", "Expected a <class 'int'>"),
     ],
 )

@@ -360,9 +360,7 @@ def keeps_settings(rank: int, store: Any) -> dict[str, Any]:
     own = ProcessGroups(store, rank, 2, Cpu(), 60)
     own.open(0, none)
     group: Any = dist.new_group()
-    lasts = hasattr(group, "set_timeout")  # from torch 2.9
-    if lasts:
-        group.set_timeout(timedelta(seconds=41))
+    group.set_timeout(timedelta(seconds=41))
     calls: list[str] = []
     hooks = hasattr(group.behind, "register_pre_hook")  # from torch 2.14
     if hooks:
@@ -371,8 +369,7 @@ def keeps_settings(rank: int, store: Any) -> dict[str, Any]:
         group.unregister_pre_hook(2)
     held = {each: own.held() for each in range(2)}
     own.leave()
-    if lasts:
-        group.set_timeout(timedelta(seconds=42))
+    group.set_timeout(timedelta(seconds=42))
     own.open(1, none, held=held)
     calls.clear()
     dist.all_reduce(torch.ones(1), group=group)
@@ -380,7 +377,7 @@ def keeps_settings(rank: int, store: Any) -> dict[str, Any]:
     if hasattr(dist, "gather_single"):  # from torch 2.14; that gloo cannot do it is said by the group behind
         with pytest.raises(RuntimeError, match="gloo does not support gather_single"):
             dist.gather_single(torch.ones(1), torch.empty(2), dst=rank, group=group)
-    timeout = group._get_backend(torch.device("cpu")).options._timeout if lasts else timedelta(seconds=42)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
     own.close()
     return {"timeout": timeout.total_seconds(), "calls": called}
 

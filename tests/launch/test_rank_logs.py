@@ -42,7 +42,7 @@ print("has trained", end="")
 
 
 def without_gloo(text: str) -> str:
-    """The same without what gloo of torch 2.8 writes to stdout when it connects."""
+    """The same without what gloo of torch 2.9 writes to stdout when it connects."""
     return "".join(line for line in text.splitlines(keepends=True) if "[Gloo]" not in line)
 
 

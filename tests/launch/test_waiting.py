@@ -28,7 +28,7 @@ def main():
     process.join()
     seen = {
         "argv": sys.argv[2:],
-        "path": sys.path,
+        "path": [each for each in sys.path if not os.path.basename(each).startswith("tmp")],  # torch makes one
         "cwd": os.getcwd(),
         "environment": dict(os.environ),
         "main": sorted(globals()),

@@ -15,8 +15,6 @@ from tests.support.ranks import run_ranks
 from tests.support.sharded import Case, Twin, exact_share, make_state, run_cases, same_bits, train_step
 from tests.support.typed import grad_of
 
-OF_MATRICES: Any = getattr(torch.optim, "Muon", Adafactor)  # Muon: from torch 2.9
-
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
@@ -62,7 +60,7 @@ def memory_with_holes_or_overlaps_becomes_contiguous(groups: Groups) -> None:
 
 def whole_matrices_keep_their_strides(groups: Groups) -> None:
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return OF_MATRICES(parameters, lr=0.1)
+        return torch.optim.Muon(parameters, lr=0.1)
 
     train(Twin(groups, [nn.Parameter(random(33, 20).t()), *plain((20, 33))], make, partition="parameter"))
 
@@ -121,7 +119,7 @@ def less_than_one_parameter_or_element_a_rank(groups: Groups) -> None:
         for shapes in ([(3,)], [(2, 2), (1,)], [(), (0,)]):
             for flags in IMPLEMENTATIONS:
                 train(Twin(alone, plain(*shapes), partial(AdamW, **flags), partition=partition))
-    train(Twin(alone, plain((20, 20)), lambda p: OF_MATRICES(p), partition="parameter"))
+    train(Twin(alone, plain((20, 20)), lambda p: torch.optim.Muon(p), partition="parameter"))
     train(Twin(alone, plain((20, 20), (3,)), lambda p: Adafactor(p), partition="parameter"))
 
 

@@ -77,7 +77,7 @@ PLAN = {
 
 
 def divide(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Divides a block; torch before 2.9 knows no plan for a module itself beside those for its parts."""
+    """Divides a block."""
     parallelize_module(block, mesh, PLAN)
     parallelize_module(block, mesh, AROUND)
 

@@ -1,3 +1,4 @@
+import concurrent.futures
 import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +167,7 @@ def test_rank_0_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store.set(keys.once_begun(0), "yes")
     departures.leave(store, 0)  # another fit's
     waits = ThreadPoolExecutor(1).submit(once, 1, store, pytest.fail, 0.0)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         waits.result(0.3)
     store.set(keys.once(0), '{"result": "found"}')
     assert waits.result(60) == "found"
