@@ -73,10 +73,10 @@ def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         check_version("torch", TORCH_VERSIONS)
 
 
-@pytest.mark.parametrize("version", ["2.8.0", "2.8.0a0+nv25.6", "2.9.0.dev20250801", "2.14.1+cpu"])
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+nv25.6", "2.9.0.dev20250801", "2.14.1+cpu"])
 def test_builds_between_releases_are_supported(version: str) -> None:
     assert supports(TORCH_VERSIONS, version)
-    assert not supports(TORCH_VERSIONS, "2.7.1+cu126")
+    assert not supports(TORCH_VERSIONS, "2.8.0+cu126")
 
 
 @pytest.mark.parametrize(
