@@ -1,10 +1,15 @@
 """What is not restored exactly after a fault, as the program itself has found it out."""
 
 import logging
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
 log = logging.getLogger(__name__)
+
+_NUMBERS: Final = re.compile(r"\d+")
+_SAID_OF_A_KIND: Final = 3  # findings that differ in numbers only, as for the items of a list
 
 Scope: TypeAlias = Literal["fault", "replacement", "resume", "once", "unknown"]
 """What a finding concerns.
@@ -50,10 +55,14 @@ def warn(name: str, why: str, scope: Scope = "fault") -> None:
 
 
 class Inexact:
-    """Says what is not restored exactly after a fault, each finding once, and keeps it."""
+    """Says what is not restored exactly after a fault, each finding once, and keeps it.
+
+    Of findings that differ in numbers only, the first ones are said. All are kept.
+    """
 
     def __init__(self) -> None:
         self._findings: dict[Finding, None] = {}
+        self._of_kind = Counter[str]()  # findings whose texts differ in numbers only
         self._told: set[Finding] = set()
 
     @property
@@ -64,9 +73,15 @@ class Inexact:
     def report(self, name: str, why: str, scope: Scope = "fault") -> None:
         """Say why something is not restored, unless that has been said."""
         finding = Finding(name, why, scope)
-        if finding not in self._findings:
-            self._findings[finding] = None
+        if finding in self._findings:
+            return
+        self._findings[finding] = None
+        kind = _NUMBERS.sub("#", f"{scope} {name} {why}")
+        self._of_kind[kind] += 1
+        if self._of_kind[kind] <= _SAID_OF_A_KIND:
             warn(name, why, scope)
+        elif self._of_kind[kind] == _SAID_OF_A_KIND + 1:
+            log.warning("%s: %s, and others like it: %s.", _SAID[scope], name, why)
 
     def after(self, replaced: bool) -> dict[str, str]:
         """Return what is not exact after a fault that has just been recovered from: the reasons, by name.

@@ -13,7 +13,7 @@ A tensor with a graph is restored without its graph. A graph that leads from one
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -59,6 +59,7 @@ _OF_TENSORS: Final = frozenset((*OF_PARAMETERS, "grad", "requires_grad", "persis
 _PLAIN: Final = (Tensor, nn.Parameter)
 GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take more do not go back
 _HOOKS: Final = "hooks of "
+SAVED_HOOKS: Final = "hooks"  # no root is called so
 # Accelerators stand for devices, which no rollback moves. Members of an enum are constants.
 _NO_STATE: Final = (enum.Enum, Accelerator)
 _FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
@@ -84,6 +85,7 @@ class Reachable:
         self._marked: list[int] = []
         self._sizes: list[int] = []
         self._not_of_a_rank: list[frozenset[str]] = []
+        self._saved_hooks: dict[str, str] | None = None
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
         loads = type(module).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint
@@ -116,6 +118,9 @@ class Reachable:
             whole: Whether everything is compared, whatever its size.
         """
         self._look(tree)
+        if window and self._saved_hooks is not None:  # now hooks of Lightning have registered the user's, too
+            self._compare_hooks(self._saved_hooks)
+            self._saved_hooks = None
         self._variables.environment.look()
         return self._tracked.take(self._roots, self._anchors, window, whole)
 
@@ -141,7 +146,9 @@ class Reachable:
         held.put_back(self._report)
 
     def put_sent(self, sent: list[Any]) -> None:
-        """Put what another rank has sent into the objects of this one."""
+        """Put what another rank has sent, or a checkpoint holds, into the objects of this one."""
+        self._saved_hooks = next((dict(pairs) for name, pairs in sent if name == SAVED_HOOKS), self._saved_hooks)
+        sent = [each for each in sent if each[0] != SAVED_HOOKS]
         tree = Tree.of(self._trainer.lightning_module)
         roots = (*_roots(self._trainer, tree, all_tensors=True), *self._variables.of(self._trainer, tree))
         self._variables.environment.look()
@@ -173,6 +180,14 @@ class Reachable:
             elif name in own and name in theirs:
                 self._report(name, "in this replacement it refers to something else than on the other ranks", "once")
 
+    def _compare_hooks(self, saved: Mapping[str, str]) -> None:
+        """Report where other hooks are registered than when the checkpoint was written."""
+        now = names_of(self._trainer.lightning_module)
+        for name in differences(now, saved):
+            here, there = now.get(name, "none"), saved.get(name, "none")
+            why = f"in this run there are other ones ({here}) than when its checkpoint was written ({there})"
+            self._report(_HOOKS + name, why, "once")
+
     def whole(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began, as plain data."""
         return self._tracked.encoded(taken)
@@ -183,7 +198,9 @@ class Reachable:
 
     def saved(self, taken: Taken) -> list[Any]:
         """Return what belongs in a checkpoint, as plain data."""
-        return self._tracked.saved(taken)
+        hooks = names_of(self._trainer.lightning_module)
+        named = [[SAVED_HOOKS, [list(each) for each in hooks.items()]]] if hooks else []
+        return [*self._tracked.saved(taken), *named]
 
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""

@@ -28,3 +28,16 @@ def test_which_faults_a_finding_concerns() -> None:
     assert inexact.after(replaced=True) == {"always": "a", "replaced": "b"}  # what has happened once is told once
     inexact.report("now", "another", "once")
     assert inexact.after(replaced=False) == {"always": "a", "now": "another"}
+
+
+def test_many_of_a_kind_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    inexact = Inexact()
+    for number in range(10):
+        inexact.report(f"module.items[{number}]", "it is a generator", "fault")
+    inexact.report("module.other[1]", "it is a generator", "fault")
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        *(f"module.items[{number}]: it is a generator." for number in range(3)),
+        "module.items[3], and others like it: it is a generator.",
+        "module.other[1]: it is a generator.",
+    ]
+    assert len(inexact.known) == len(inexact.after(replaced=False)) == 11

@@ -1,7 +1,9 @@
 """The structure of a model: pruned, put back, and followed by one that was built anew."""
 
 from collections import OrderedDict
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,11 @@ from torch.nn.utils import prune
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker
 
 from lightning_replica._compat.tree import Tree
+from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.hooks import names_of
 from lightning_replica.state.structure import Outline, Structure, follow
+from tests.state.test_reachable import Copies
 from tests.support.typed import tensor_of
 
 
@@ -205,3 +209,23 @@ def test_a_table_of_hooks_that_is_another_one() -> None:
 def hooks_of(net: nn.Module) -> list[list[object]]:
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_forward_hooks_always_called")
     return [list(getattr(module, kind).items()) for module in net.modules() for kind in kinds]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_hooks_that_a_run_lacks_after_it_resumes(again: bool) -> None:
+    module: Any = L.LightningModule()
+    resumed: Any = L.LightningModule()
+    for each in (module, resumed):
+        each.lin = nn.Linear(2, 2)
+    copies, others = Copies(module), Copies(resumed)
+    module.lin.register_forward_hook(noted)
+    others.reachable.put_sent(plain.unpack(plain.pack(copies.reachable.saved(copies.take()))))
+    if again:
+        resumed.lin.register_forward_hook(noted)  # as `on_train_start` does
+    others.take()
+    found = others.inexact.known
+    assert list(found) == ([] if again else ["hooks of lin"])
+    assert again or "other ones (none) than when its checkpoint was written (tests.state" in found["hooks of lin"].why
+
+
+def noted(*_: Any) -> None: ...

@@ -92,7 +92,7 @@ _IMMUTABLE: Final = (
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
     *(DataLoader, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
-    *(torch.distributed.Store, *torch_jit.CONSTANT),
+    *(torch.distributed.Store, torch.utils.hooks.RemovableHandle, *torch_jit.CONSTANT),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
     multiprocessing.synchronize.SemLock,
 )

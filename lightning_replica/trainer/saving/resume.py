@@ -41,6 +41,8 @@ from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders
 from lightning_replica.state.data.loader_state import LoaderState
+from lightning_replica.state.objects.tracked import LEFT_OUT
+from lightning_replica.state.reachable import SAVED_HOOKS
 from lightning_replica.state.snapshot import Place, Snapshot
 from lightning_replica.state.structure import grow, names_of_modules
 from lightning_replica.trainer.session import Session
@@ -221,9 +223,13 @@ def read(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own: dict
 
 def _attributes_in(ranks: list[dict[str, Any]]) -> list[str]:
     """Return the names of the attributes that ranks have saved."""
-    packed = [private["objects"] for private in ranks if private.get("objects")]
-    names = (f"{root}.{name}" for each in packed for root, pairs in plain.unpack(each) if root for name, _ in pairs)
+    packed = [plain.unpack(private["objects"]) for private in ranks if private.get("objects")]
+    names = (f"{root}.{name}" for each in packed for root, pairs in each if _is_root(root) for name, _ in pairs)
     return [*dict.fromkeys(names)]
+
+
+def _is_root(name: str) -> bool:
+    return name not in (LEFT_OUT, SAVED_HOOKS)
 
 
 def _host_as_today(host: dict[str, Any]) -> dict[str, Any]:
