@@ -7,9 +7,9 @@ from typing import Any, Final
 _FINGER: Final = object.__basicsize__ + 5 * ctypes.sizeof(ctypes.c_ssize_t)
 
 
-def has_popped(value: set[Any]) -> bool:
-    """Return whether members of a set were taken by `set.pop`, which goes on from where it was."""
-    return _IS_KNOWN and _finger(value) != 0
+def place_of_next(value: set[Any]) -> int:
+    """Return where `set.pop` goes on in the table of a set; 0 if it has taken no member yet."""
+    return _finger(value) if _IS_KNOWN else 0
 
 
 def _finger(value: set[Any]) -> int:

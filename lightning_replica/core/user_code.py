@@ -39,7 +39,7 @@ def is_installed(file: str) -> bool:
     """Return whether ``file`` belongs to an installed package; ``pip install --target`` takes any folder for that."""
     if _INSTALLED.intersection(Path(file).parts):
         return True
-    for folder in (f"{each.rstrip(os.sep)}{os.sep}" for each in sys.path if each):
+    for folder in (f"{each.rstrip(os.sep)}{os.sep}" for each in sys.path if each and isinstance(each, str)):
         if file.startswith(folder) and file[len(folder) :].partition(os.sep)[0] in _installed_in(folder):
             return True
     return False
@@ -50,9 +50,9 @@ def _installed_in(folder: str) -> frozenset[str]:
     """Return the names of what pip has put into a folder, as it has noted itself."""
     found = set[str]()
     for record in Path(folder).glob("*.dist-info/RECORD"):
-        with suppress(OSError, UnicodeDecodeError), record.open(encoding="utf-8", newline="") as file:
-            found.update(Path(row[0]).parts[0] for row in csv.reader(file) if row and row[0])
-    return frozenset(found)
+        with suppress(OSError, UnicodeDecodeError, csv.Error), record.open(encoding="utf-8", newline="") as file:
+            found.update(row[0].partition("/")[0] for row in csv.reader(file) if row)
+    return frozenset(found - {"", ".", ".."})
 
 
 class UserCode:

@@ -39,7 +39,7 @@ from lightning_replica.sharding.buffers import OF_PARAMETERS
 from lightning_replica.sharding.commit import Commit, Flags, Request
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
-from lightning_replica.sharding.own_attributes import not_of_a_rank
+from lightning_replica.sharding.own_attributes import Watch, watch_of
 from lightning_replica.sharding.settings import REDUCE_DTYPES, EngineSettings, ReduceDtype
 from lightning_replica.sharding.state import ShardedState
 from lightning_replica.sharding.whole import WholeOptimizer
@@ -53,13 +53,14 @@ __all__ = [
     "EngineSettings",
     "Flags",
     "HeldPiece",
-    "not_of_a_rank",
     "OptimizerShard",
     "Partition",
     "ReduceDtype",
     "Request",
     "WholeOptimizer",
+    "Watch",
     "make_engine",
+    "watch_of",
 ]
 
 

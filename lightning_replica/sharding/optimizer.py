@@ -17,7 +17,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.layout import Partition
-from lightning_replica.sharding.own_attributes import watched
+from lightning_replica.sharding.own_attributes import Watch
 from lightning_replica.sharding.piece import Piece
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.values import Values
@@ -144,6 +144,7 @@ class ShardedOptimizer(Generic[Store]):
         self._grids, self._rank, self._settings, self._store = tuple(grids), rank, settings, store
         self.buffers: list[Store] = []
         self.pieces: list[Piece] = []
+        self._watch = Watch(optimizer)
         self._followed: tuple[list[int], list[bool]] | None = None  # what the param groups held: ids, what is trained
         self._step_takes: tuple[Any, ...] = (_has_run,) if _asks_for_closure(optimizer) else ()
         self._user_zero_grad = optimizer.zero_grad
@@ -307,7 +308,7 @@ class ShardedOptimizer(Generic[Store]):
         for piece in self.pieces:
             piece.parameter.grad = piece.buffers.gradient_of(piece.where) if piece.used else None
         prepare([piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None])
-        with self.swapped(), watched(self.optimizer):
+        with self.swapped(), self._watch.update():
             self.optimizer.step(*self._step_takes, **kwargs)  # schedulers have wrapped this method since
         for piece in self.pieces:
             piece.parameter.grad = None

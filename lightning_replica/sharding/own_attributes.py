@@ -3,17 +3,17 @@
 A counter that each update raises belongs to the shard: it follows the updates, and all holders of a shard have the
 same. So it is sent with the shard, and goes back with it where a batch makes more than one update.
 
-What code outside of updates writes to an optimizer belongs to the rank, as an attribute of the module does. `watched`
-finds out which attributes updates change.
+What code outside of updates writes to an optimizer belongs to the rank, as an attribute of the module does. `Watch`
+finds out which attributes these are.
 """
 
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ _WRITTEN = {
     *(f"_optimizer_step_{when}_hooks" for when in ("pre", "post")),
     *(f"_optimizer_state_dict_{when}_hooks" for when in ("pre", "post")),
 }
-_of_updates: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -74,22 +73,65 @@ def set_attributes(optimizer: Optimizer, packed: Mapping[str, bytes], kept: Coll
             setattr(optimizer, name, plain.unpack(data, placed=True))
     for name in now.keys() - packed.keys() - {*kept} if kept is not None else ():
         delattr(optimizer, name)
+    watch = watch_of(optimizer)
+    if watch is not None:
+        watch.settle()
 
 
-@contextmanager
-def watched(optimizer: Optimizer) -> Iterator[None]:
-    """Note which attributes of an optimizer an update changes, in the block."""
-    before = _marks(optimizer)
-    yield
-    after = _marks(optimizer)
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    if changed:
-        _of_updates.setdefault(optimizer, set()).update(changed)
+class Watch:
+    """Finds out which attributes of an optimizer code outside of updates writes. Updates own all others.
+
+    Attributes of a rank go back with its snapshots. The snapshot of the tail is taken before the update, so what the
+    update changes must not be among them.
+
+    Args:
+        optimizer: The optimizer, before its first update.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer  # and so no other object has its `id`
+        self._left = _marks(optimizer)
+        self._outside, self._inside = set[str](), set[str]()
+        _watches[id(optimizer)] = self
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Note what has been written since the last update, and what this one writes, in the block."""
+        before = _marks(self._optimizer)
+        self._outside |= _differences(self._left, before)
+        yield
+        self.settle()
+        self._inside |= _differences(before, self._left)
+
+    def settle(self) -> None:
+        """Count what the attributes hold now as left by an update."""
+        self._left = _marks(self._optimizer)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Count attributes as written outside of updates, as in the rank whose place this one takes."""
+        self._outside.update(names)
+
+    @property
+    def of_rank(self) -> tuple[str, ...]:
+        """The names of what code outside of updates writes."""
+        return tuple(sorted((self._outside - self._inside) | _WRITTEN))
+
+    @property
+    def new(self) -> set[str]:
+        """The names of what has been written outside of updates since the last one, and not before."""
+        return _differences(self._left, _marks(self._optimizer)) - self._outside - self._inside
 
 
-def not_of_a_rank(optimizer: Optimizer) -> frozenset[str]:
-    """Return the names of an optimizer's attributes that are torch's, or belong to the shard."""
-    return (_of_torch() - _WRITTEN) | _of_updates.get(optimizer, set())
+_watches: WeakValueDictionary[int, Watch] = WeakValueDictionary()
+
+
+def watch_of(optimizer: Optimizer) -> Watch | None:
+    """Return the watch of an optimizer; None if it is not sharded."""
+    return _watches.get(id(optimizer))
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:
@@ -97,17 +139,20 @@ def _marks(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _mark(value: Any, depth: int) -> Any:
-    """Return something that is another one after the value has changed, and takes no copy of large tensors."""
-    if isinstance(value, Tensor):
+    """Return something that is another one after the value has changed, and takes no copy of large tensors.
+
+    What it does not see counts as written by updates.
+    """
+    cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
+    if issubclass(cls, Tensor):
         return id(value), None if value.is_inference() else write_count(value)
-    if isinstance(value, (bool, int, float, str, bytes)):
-        return type(value), value
-    if depth < _DEEP and isinstance(value, (list, tuple)):
+    if issubclass(cls, (bool, int, float, str, bytes)):
+        return cls, value
+    if depth < _DEEP and cls in (list, tuple):
         return len(value), [_mark(each, depth + 1) for each in islice(value, _MANY)]
-    if depth < _DEEP and isinstance(value, Mapping):
-        return len(value), [(id(key), _mark(each, depth + 1)) for key, each in islice(value.items(), _MANY)]
-    attributes = {} if isinstance(value, (type, types.ModuleType, *_FUNCTIONS)) else getattr(value, "__dict__", {})
-    return id(value), [_mark(each, depth + 1) for each in attributes.values()] if depth < _DEEP else None
+    if depth < _DEEP and issubclass(cls, dict):
+        return len(value), [(id(key), _mark(each, depth + 1)) for key, each in islice(dict.items(value), _MANY)]
+    return id(value)
 
 
 @cache

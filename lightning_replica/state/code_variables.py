@@ -75,7 +75,7 @@ class Environment:
         self.is_used = any(not _ENVIRONMENT.isdisjoint(names) for names in code.names.values())
         if self.is_used:
             self.look()
-            yield Root(self._attributes, "os.environ")
+            yield Root(self._attributes, "os.environ", of_process=True)
 
     def look(self) -> None:
         """Make the object have the variables that there are now."""
@@ -96,6 +96,7 @@ class Environment:
         for name, value in wanted.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
+        self._known = None
 
 
 def _not_state_of(cls: type) -> frozenset[str]:

@@ -29,7 +29,7 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, Scope, warn
 from lightning_replica.core.points import PHASES
 from lightning_replica.core.user_code import UserCode, is_users_class, module_of
-from lightning_replica.sharding.engine import OF_PARAMETERS, not_of_a_rank
+from lightning_replica.sharding.engine import OF_PARAMETERS, Watch, watch_of
 from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
@@ -84,7 +84,7 @@ class Reachable:
         self._anchors = Anchors({})
         self._marked: list[int] = []
         self._sizes: list[int] = []
-        self._not_of_a_rank: list[frozenset[str]] = []
+        self._of_rank: list[tuple[str, ...]] = []
         self._saved_hooks: dict[str, str] | None = None
         module = trainer.lightning_module
         # A replacement loads no checkpoint, so what a checkpoint may have set counts as changed.
@@ -101,11 +101,11 @@ class Reachable:
         loaders = _loaders(self._trainer)
         sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
-        others = list(map(not_of_a_rank, self._trainer.optimizers))
-        seen = [loaders, marked, sizes, others]
-        if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._not_of_a_rank]:
+        of_rank = [watch.of_rank for _, _, watch in _watched(self._trainer)]
+        seen = [loaders, marked, sizes, of_rank]
+        if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._of_rank]:
             self._tree = tree
-            self._loaders, self._marked, self._sizes, self._not_of_a_rank = loaders, marked, sizes, others
+            self._loaders, self._marked, self._sizes, self._of_rank = loaders, marked, sizes, of_rank
             self._roots = [*_roots(self._trainer, tree), *self._variables.of(self._trainer, tree)]
             self._anchors = anchors_of(self._trainer)
 
@@ -134,6 +134,10 @@ class Reachable:
             if id(each) not in known and _is_marked(each):  # since then
                 for name in vars(each).keys() - _OF_TENSORS:
                     delattr(each, name)
+        for name, _, watch in _watched(self._trainer):
+            for attribute in watch.new:
+                why = "it was written to for the first time in what is done again, so this does not go back"
+                self._report(f"{name}.{attribute}", why, "once")
         self._variables.environment.look()
         self._tracked.put_back(taken)
         self._variables.environment.put()
@@ -149,6 +153,8 @@ class Reachable:
         """Put what another rank has sent, or a checkpoint holds, into the objects of this one."""
         self._saved_hooks = next((dict(pairs) for name, pairs in sent if name == SAVED_HOOKS), self._saved_hooks)
         sent = [each for each in sent if each[0] != SAVED_HOOKS]
+        for name, _, watch in _watched(self._trainer):
+            watch.add(attribute for root, pairs in sent if root == name for attribute, _ in pairs)
         tree = Tree.of(self._trainer.lightning_module)
         roots = (*_roots(self._trainer, tree, all_tensors=True), *self._variables.of(self._trainer, tree))
         self._variables.environment.look()
@@ -335,10 +341,18 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
     data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)
-    for place, optimizer in enumerate(trainer.optimizers):
-        yield Root(optimizer, f"optimizer {place}", not_of_a_rank(optimizer))
+    for name, optimizer, watch in _watched(trainer):
+        yield Root(optimizer, name, only=watch.of_rank)
     yield Root(trainer, "trainer", OF_TRAINER)
     yield from _functions_of_schedulers(trainer)
+
+
+def _watched(trainer: pl.Trainer) -> Iterator[tuple[str, Any, Watch]]:
+    """Yield the optimizers that are sharded, with their names and what finds out which attributes are the rank's."""
+    for place, optimizer in enumerate(trainer.optimizers):
+        watch = watch_of(optimizer)
+        if watch is not None:
+            yield f"optimizer {place}", optimizer, watch
 
 
 def _functions_of_schedulers(trainer: pl.Trainer) -> Iterator[Root]:

@@ -1,5 +1,6 @@
 """What an optimizer holds, moved to a peer or taken back: nothing may be missing for any optimizer of torch."""
 
+from collections import deque
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
-from lightning_replica.sharding.own_attributes import attributes_of, not_of_a_rank
+from lightning_replica.sharding.own_attributes import attributes_of, watch_of
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
 from tests.support.sharded import digest, new_state
@@ -236,20 +237,26 @@ class Written(AdamW):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.updates, self.scales, self.outside = [0], {"a": torch.zeros(2)}, [0]
+        self.unseen: Any = deque([0])
 
     def step(self, closure: Any = None) -> Any:
         self.updates[0] += 1
+        self.unseen.append(1)
         self.scales["a"].add_(1)
         return super().step(closure)
 
 
-def test_which_attributes_updates_change() -> None:
+def test_which_attributes_are_the_ranks() -> None:
     parameters = [nn.Parameter(torch.ones(30))]
     optimizer = Written(parameters)
     state = new_state(Grid.of(4, 2), 0, parameters, [optimizer], bucket_bytes=2000)
-    optimizer.outside.append(1)
-    assert not {"updates", "scales", "outside", "defaults"} & not_of_a_rank(optimizer)
+    watch: Any = watch_of(optimizer)
     update(state, 1)
-    assert {"updates", "scales"} <= not_of_a_rank(optimizer)
-    assert not {"outside", "defaults", "_optimizer_step_post_hooks"} & not_of_a_rank(optimizer)
-    assert {"state", "param_groups"} <= not_of_a_rank(optimizer)
+    assert not {"updates", "scales", "outside", "unseen"} & {*watch.of_rank}
+    assert {"defaults", "_optimizer_step_post_hooks"} <= {*watch.of_rank}
+    assert watch.new == set()
+    optimizer.outside.append(1)
+    assert watch.new == {"outside"}
+    update(state, 2)
+    assert watch.new == set()
+    assert {each for each in watch.of_rank if not each.startswith("_")} == {"outside", "defaults"}

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lightning_replica._compat.cpython import has_popped
+from lightning_replica._compat.cpython import place_of_next
 from tests.state.test_reachable import Copies, put_sent
 
 
@@ -35,10 +35,10 @@ def collide(members: set[Any]) -> None:
 
 def test_whether_members_were_popped() -> None:
     members = set(range(10))
-    assert not has_popped(members)
+    assert place_of_next(members) == 0
     members.pop()
-    assert has_popped(members)
-    assert not has_popped(set(members))
+    assert place_of_next(members) == 1
+    assert place_of_next(set(members)) == 0
 
 
 @pytest.mark.parametrize(("change", "named"), [(add, False), (take_and_add, True)])

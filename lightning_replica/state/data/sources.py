@@ -1,9 +1,9 @@
 """What a loader draws from, as far as it is the user's: samplers, datasets, collate functions, iterable objects.
 
-torch's own samplers keep an epoch, which Lightning sets, and a generator, which may be the user's. Others shuffle a
-list in place, or draw from a generator of their own, each time they are iterated; a dataset without workers counts what
-it was asked for; a stream goes on where its last epoch ended. Such state is part of a loader's position, just as the
-random state of its process is.
+torch's own samplers keep an epoch, which Lightning sets, a generator, which may be the user's, and weights or indices,
+which hooks may change. Others shuffle a list in place, or draw from a generator of their own, each time they are
+iterated; a dataset without workers counts what it was asked for; a stream goes on where its last epoch ended. Such
+state is part of a loader's position, just as the random state of its process is.
 
 [Note: what workers copy]
 Workers get a copy of the dataset and its functions when they start. What hooks change in them later (``dataset.level``
@@ -13,10 +13,9 @@ of an epoch have to copy what was there when its iteration began.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, Final
 
-import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
@@ -29,11 +28,13 @@ _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
     scope="fault",
 )
+# Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
+_OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
 
 
 class Sources:
-    """What a loader draws from whose classes are foreign, neither torch's nor Lightning's.
+    """What a loader draws from whose classes are foreign, neither torch's nor Lightning's; and samplers of any class.
 
     Args:
         loader: The loader that Lightning iterates.
@@ -48,12 +49,12 @@ class Sources:
         self._found_in = found_in or sources_of
         self._found = found = list(self._found_in(loader))
         self._roots = [
-            Root(state, f"{type(each).__name__} of the loader")
+            Root(each, f"{type(each).__name__} of the loader", own=_OF_OTHERS if _is_known(each) else frozenset())
             for each in found
-            if (state := _state_of(each)) is not None
+            if _has_state(each)
         ]
         if len({root.name for root in self._roots}) < len(self._roots):
-            self._roots = [Root(root.value, f"{root.name}, {place}") for place, root in enumerate(self._roots)]
+            self._roots = [replace(root, name=f"{root.name}, {place}") for place, root in enumerate(self._roots)]
         self._anchored = [(root.name, root.value) for root in self._roots]
         self._anchored += [(f"source {place}", each) for place, each in enumerate(found)]
         self._anchors = Anchors.of(self._anchored)
@@ -123,14 +124,15 @@ def sources_of(loader: Any) -> Iterator[Any]:
             ahead += [each for value in getattr(source, "__dict__", {}).values() for each in _samplers_in(value)]
 
 
-def _state_of(source: Any) -> Any:
-    """Return an object whose attributes are the state of a source; None if it has none, or if others restore it."""
+def _is_known(source: Any) -> bool:
+    """Return whether the class of a source is torch's, Lightning's or this package's."""
     module = type(source).__module__
-    known = is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
-    if not known:
-        return source if hasattr(source, "__dict__") else None
-    generator = getattr(source, "generator", None)  # of torch's samplers, which have no other state
-    return SimpleNamespace(generator=generator) if isinstance(generator, torch.Generator) else None
+    return is_of_lightning(module) or module.partition(".")[0] in ("torch", "builtins", "lightning_replica")
+
+
+def _has_state(source: Any) -> bool:
+    """Return whether a source has attributes that are not restored by others; of torch's, samplers do."""
+    return hasattr(source, "__dict__") and (isinstance(source, Sampler) or not _is_known(source))
 
 
 def _samplers_in(value: Any) -> list[Any]:

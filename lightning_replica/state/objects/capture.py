@@ -112,6 +112,7 @@ class Root:
         only: Names of the only attributes that count; None for all.
         most: How many objects it may lead to; None if that does not matter.
         leads: How many of the ``own`` names come first in the object's attributes, as those of ``nn.Module`` do.
+        of_process: Whether processes begin with other contents, of which only what changes matters elsewhere.
     """
 
     value: Any
@@ -120,6 +121,7 @@ class Root:
     leads: int = 0
     only: tuple[str, ...] | None = None
     most: int | None = None
+    of_process: bool = False
 
     def follows(self, name: str) -> bool:
         """Return whether an attribute counts."""
@@ -187,23 +189,33 @@ class Capture:
             key = id(value)
             if key in remade and key not in made:
                 made[key] = value  # a tuple that contains itself
-                made[key] = remade[key].made_again(stands)
+                try:
+                    made[key] = remade[key].made_again(stands)
+                except Exception as error:  # its class runs code of its own, or refuses
+                    report(remade[key].name, _not_put_back(error), "once")
             return made.get(key, value)
 
         for held, copy in self.copies:  # first: a gradient has the shape of its tensor
-            if copy is not None:
-                held.put_back(copy)
-            elif held.look():
-                report(held.name, "it has changed in the step that is repeated, and cannot be restored", "once")
+            try:
+                if copy is not None:
+                    held.put_back(copy)
+                elif held.look():
+                    report(held.name, "it has changed in the step that is repeated, and cannot be restored", "once")
+            except Exception as error:  # it is a part of another one, in a way that cannot be written to
+                report(held.name, _not_put_back(error), "once")
         for record in self.records.values():
             try:
                 record.put_back(stands)
             except Exception as error:  # its class runs code of its own, or refuses
-                report(record.name, f"it could not be put back ({type(error).__name__}: {error})", "once")
+                report(record.name, _not_put_back(error), "once")
             if isinstance(record, Unknown):
                 _tell_of(record, report)
             elif isinstance(record, Attributes):
                 wake_waiting(record.values)
+
+
+def _not_put_back(error: Exception) -> str:
+    return f"it could not be put back ({type(error).__name__}: {error})"
 
 
 def _tell_of(record: Unknown, report: Report) -> None:
@@ -304,7 +316,7 @@ class Recorder:
             elif _size_of(record) > MANY and self._followed.get(key) is not record.value:
                 inside = self._in_turn[key] = key
                 self._containers = None
-            found = [self._reached(record, name, value, reached, inside) for name, value in record.children()]
+            found = [self._reached(record, name, value, reached, inside) for name, value in self._children(record)]
             ahead += [(*each, inside) for each in chain.from_iterable(found)][::-1]
 
     def _known(self, key: int, record: Record) -> Record:
@@ -314,11 +326,20 @@ class Recorder:
             if isinstance(record, Unknown):
                 record.look_closely()
             return record
+        if isinstance(former, Attributes) and isinstance(record, Attributes) and not former.has_scope_of(record):
+            return record
         if former.is_same():
             return former
         if isinstance(former, Unknown):
             self._tell_of_unknown(former)
         return record
+
+    def _children(self, record: Record) -> list[tuple[str, Any]]:
+        try:
+            return list(record.children())
+        except Exception as error:  # keys of the user's run code of their own
+            self._report(record.name, f"it cannot be looked at ({type(error).__name__}: {error})")
+            return []
 
     def _reached(
         self, parent: Record, name: str, value: Any, reached: set[int] | None, inside: int | None

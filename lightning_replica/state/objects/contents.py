@@ -91,9 +91,9 @@ class Held:
             return
         with torch.no_grad():
             if not isinstance(content, Tensor):
-                content[...] = copy
+                _fill_array(content, copy)
             elif (content.shape, content.dtype) == (copy.shape, copy.dtype):
-                content.copy_(copy)
+                fill(content, copy)
             else:
                 set_local(self.value, copy.clone())
         self.writes = self._count()
@@ -117,6 +117,32 @@ class Held:
 
     def _part(self, row: Any) -> Any:
         return row[self._place : self._place + _PART]
+
+
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Copy values of the same shape into a tensor; into each place in memory once, if it is expanded."""
+    if tensor.layout is not torch.strided:
+        tensor.copy_(values)
+        return
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    part = tuple(slice(0, 1) if stride == 0 and length > 1 else slice(None) for length, stride in sizes)
+    with torch.no_grad():
+        tensor[part].copy_(values[part])
+
+
+def _fill_array(array: Any, values: Any) -> None:
+    """Copy values into an array, also into one that is locked. A view that cannot be written to follows its base."""
+    if array.flags.writeable:
+        array[...] = values
+        return
+    if array.base is not None and 0 in array.strides:
+        return
+    try:
+        array.flags.writeable = True
+    except ValueError:
+        return
+    array[...] = values
+    array.flags.writeable = False
 
 
 def _learns(value: Any) -> bool:

@@ -102,7 +102,7 @@ def _leaves(part: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         return
     named = part.items() if isinstance(part, dict) else enumerate(part)
     for key, each in named:
-        yield from _leaves(each, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", depth + 1)
+        yield from _leaves(each, f"{name}.{key}" if isinstance(key, str) else f"{name}[{short(key)}]", depth + 1)
 
 
 def with_leaves(part: Any, stands: Callable[[Any], Any], depth: int = 0) -> Any:
@@ -128,3 +128,12 @@ def rebuilt(function: Callable[..., Any], arguments: Sequence[Any], state: Any) 
     for name, each in (slots or {}).items():
         setattr(made, name, each)
     return made
+
+
+def short(key: Any) -> str:
+    """Return a key of the user's as text, for names."""
+    try:
+        text = repr(key)
+    except Exception:  # of the user's class
+        text = f"a {type(key).__name__}"
+    return text if len(text) <= 40 else f"{text[:37]}..."

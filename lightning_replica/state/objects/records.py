@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.cpython import has_popped
+from lightning_replica._compat.cpython import place_of_next
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import OF_WRAPPERS, Cache, Call, entries_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
@@ -44,6 +44,7 @@ from lightning_replica.state.objects.rebuilding import (
     leaves_of,
     parts_of,
     rebuilt,
+    short,
     with_leaves,
 )
 
@@ -146,6 +147,10 @@ class Attributes(Record):
             if now.get(name, MISSING) is not stand and name not in registered:
                 set_attribute(self.value, name, stand)
 
+    def has_scope_of(self, other: "Attributes") -> bool:
+        """Return whether the same names count as in another record."""
+        return (self.own, self.only) == (other.own, other.only)
+
     def renewed(self) -> "Attributes":
         return Attributes(self.value, self.name, self.own, self.only)
 
@@ -211,12 +216,13 @@ class Slots(Record):
 
     def put_back(self, stands: Stands) -> None:
         for name, value in zip(slots_of(type(self.value)), self.values, strict=True):
-            if getattr(self.value, name, MISSING) is value:
+            now, then = getattr(self.value, name, MISSING), value if value is MISSING else stands(value)
+            if now is then:
                 continue
-            if value is MISSING:
+            if then is MISSING:
                 slot_of(self.value, name).__delete__(self.value)
             else:
-                slot_of(self.value, name).__set__(self.value, stands(value))  # a frozen dataclass has no other way
+                slot_of(self.value, name).__set__(self.value, then)  # a frozen dataclass has no other way
 
 
 def slot_of(value: Any, name: str) -> Any:
@@ -311,8 +317,8 @@ class Entries(Record):
         self.keys, self.items = list(self.base.keys(value)), list(self.base.values(value))
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        values = ((f"[{_short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
-        return itertools.chain(values, ((f"[key {_short(key)}]", key) for key in self.keys if type(key) not in ATOMS))
+        values = ((f"[{short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
+        return itertools.chain(values, ((f"[key {short(key)}]", key) for key in self.keys if type(key) not in ATOMS))
 
     def is_same(self) -> bool:
         value, base = self.value, self.base
@@ -323,30 +329,37 @@ class Entries(Record):
         )
 
     def put_back(self, stands: Stands) -> None:
-        items = list(map(stands, self.items))
-        if self.is_same() and all(map(operator.is_, items, self.items)):
+        keys, items = list(map(stands, self.keys)), list(map(stands, self.items))
+        if self.is_same() and all(map(operator.is_, (*keys, *items), (*self.keys, *self.items))):
             return
         self.base.clear(self.value)
-        for key, item in zip(self.keys, items, strict=True):
+        for key, item in zip(keys, items, strict=True):
             self.base.__setitem__(self.value, key, item)
 
 
 class Members(Record):
     """The members of a set, and in which order they come."""
 
-    __slots__ = ("members", "pops")
+    __slots__ = ("members", "next")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.members = list(set.__iter__(value))
-        self.pops = has_popped(value)
+        self.next = place_of_next(value)
+
+    @property
+    def pops(self) -> bool:
+        """Whether members were taken by `set.pop`."""
+        return self.next != 0
 
     def children(self) -> Iterable[tuple[str, Any]]:
-        return ((f"{{{_short(member)}}}", member) for member in self.members if type(member) not in ATOMS)
+        return ((f"{{{short(member)}}}", member) for member in self.members if type(member) not in ATOMS)
 
     def is_same(self) -> bool:
-        contains = functools.partial(set.__contains__, self.value)
-        return set.__len__(self.value) == len(self.members) and all(map(contains, self.members))
+        return self._holds(self.members) and place_of_next(self.value) == self.next
+
+    def _holds(self, members: list[Any]) -> bool:
+        return set.__len__(self.value) == len(members) and all(map(operator.is_, set.__iter__(self.value), members))
 
     def put_back(self, stands: Stands) -> None:
         """Make the set hold the same members.
@@ -354,10 +367,10 @@ class Members(Record):
         Raises:
             ValueError: If code sees another order than before.
         """
-        if self.is_same():
+        members = list(map(stands, self.members))
+        if self._holds(members) and place_of_next(self.value) == self.next:
             return
-        pops = self.pops or has_popped(self.value)
-        if why := refill(self.value, self.members, pops):
+        if why := refill(self.value, members, self.pops or place_of_next(self.value) != 0):
             raise ValueError(why)
 
 
@@ -867,11 +880,3 @@ def is_registered(value: Any, name: str) -> bool:
     if not isinstance(value, nn.Module):
         return False
     return name in value._parameters or name in value._buffers or name in value._modules
-
-
-def _short(key: Any) -> str:
-    try:
-        text = repr(key)
-    except Exception:  # of the user's class
-        text = f"a {type(key).__name__}"
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica._compat.torch import storage_of
 from lightning_replica.devices.host import HOST
-from lightning_replica.state.objects.contents import is_content, plain_of
+from lightning_replica.state.objects.contents import fill, is_content, plain_of
 
 Place: TypeAlias = list[Any]
 """Where a value lies: the number of a memory, how many bytes that has, the first one of the value, strides in bytes."""
@@ -86,12 +86,9 @@ def _extent_of(value: Any) -> _Extent | None:
     return _Extent(device, low, start + sum(step for step in steps if step > 0) + size, start, strides, is_contiguous)
 
 
-def fill(tensor: Tensor, values: Tensor) -> None:
-    """Copy values of the same shape into a tensor; into each place in memory once, if it is expanded."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    part = tuple(slice(0, 1) if stride == 0 and length > 1 else slice(None) for length, stride in sizes)
-    with torch.no_grad():
-        tensor[part].copy_(values[part])
+def is_writable(value: Any) -> bool:
+    """Return whether code can write to a tensor or an array."""
+    return isinstance(value, Tensor) or bool(value.flags.writeable)
 
 
 def address_of(value: Any) -> int:

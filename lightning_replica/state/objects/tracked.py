@@ -15,7 +15,7 @@ from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, 
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.kinds import Kind, kind_of
 from lightning_replica.state.objects.records import Attributes, Slots
-from lightning_replica.state.objects.shared_memory import address_of
+from lightning_replica.state.objects.shared_memory import address_of, is_writable
 from lightning_replica.state.objects.wire import Decoder, Encoder
 
 
@@ -86,7 +86,7 @@ class Tracked:
         self._existing = self._first.by_name()
         self._names = {id(value): name for name, value in self._existing.items()}
         held = (held.value for held, _ in self._first.copies if id(held.value) in self._names)
-        self._owners = {address_of(value): value for value in held}
+        self._owners = {address_of(value): value for value in sorted(filter(is_writable, held), key=_nbytes)}
         self._owners.pop(0, None)
         self._last = Taken()
 
@@ -174,6 +174,10 @@ class Tracked:
         return [*sent, [LEFT_OUT, left]] if left else sent
 
 
+def _nbytes(value: Any) -> int:
+    return int(value.nbytes)
+
+
 def _known(capture: Capture, anchors: Anchors) -> frozenset[int]:
     """Return the ``id`` of each object that has a name of its own. Who refers to it does not contain it."""
     return frozenset((*anchors.names, *(id(root.value) for root in capture.roots)))
@@ -205,7 +209,9 @@ def _changed(
         names = frozenset(name for name in was.keys() - {*record.names} if root.follows(name)) | {
             name
             for name, value in zip(record.names, record.values, strict=True)
-            if all_changed or name not in was or _has_moved(value, was[name], moved, capture, known)
+            if (all_changed and not root.of_process)
+            or name not in was
+            or _has_moved(value, was[name], moved, capture, known)
         }
         if names:
             yield root.name, names

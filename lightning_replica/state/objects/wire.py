@@ -44,7 +44,7 @@ from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import Cache, Call, Entry
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
-from lightning_replica.state.objects.contents import is_content, plain_of
+from lightning_replica.state.objects.contents import fill, is_content, plain_of
 from lightning_replica.state.objects.kinds import (
     ITERTOOLS,
     Kind,
@@ -53,7 +53,6 @@ from lightning_replica.state.objects.kinds import (
     describe,
     has_value,
     is_made_in_python,
-    is_of_pandas,
     iterator_of,
     kind_of,
     kind_of_class,
@@ -61,7 +60,7 @@ from lightning_replica.state.objects.kinds import (
     value_of,
 )
 from lightning_replica.state.objects.randomness import bits_of, generator_of
-from lightning_replica.state.objects.rebuilding import Parts, are_alike, parts_of, rebuilt
+from lightning_replica.state.objects.rebuilding import Parts, has_parts, leaves_of, parts_of, rebuilt
 from lightning_replica.state.objects.records import (
     MISSING,
     Attributes,
@@ -103,7 +102,6 @@ from lightning_replica.state.objects.shared_memory import (
     Sharing,
     address_of,
     array_over,
-    fill,
     memories_of,
     shared_memories,
 )
@@ -261,8 +259,8 @@ class Encoder:
         """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
         sent = self._sharing.add(value, sent)
         owner = None if id(value) in self._names else self._owners.get(address := address_of(value))
-        if owner is None or address_of(owner) != address or not _can_be_written(owner):
-            return sent
+        if owner is None or address_of(owner) != address or id(owner) not in self._copies:
+            return sent  # nothing refers to it any more, or there is none
         return ["beside", self._names[id(owner)], self._sharing.add(owner, []), sent]
 
     def _left_out(self, value: Any) -> list[Any]:
@@ -383,7 +381,8 @@ class Encoder:
 
     def _encode_part(self, part: Any, name: str, depth: int) -> list[Any]:
         if type(part) is dict:
-            return ["dict", [*part], [self._encode_part(each, name, depth) for each in part.values()]]
+            keys = [self._encode(key, name, depth + 1) for key in part]
+            return ["dict", keys, [self._encode_part(each, name, depth) for each in part.values()]]
         if type(part) in (tuple, list):
             return [type(part).__name__, [self._encode_part(each, name, depth) for each in part]]
         return ["", self._encode(part, name, depth + 1)]
@@ -410,6 +409,7 @@ class Decoder:
         self._shared: frozenset[int] | None = None
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
+        self._claimed: set[str] = set()  # names of objects that stand for themselves
         self._lacking = 0  # parts that could not be put in place
 
     def _lacks(self, name: str, why: str) -> None:
@@ -460,7 +460,9 @@ class Decoder:
             return self._weak(rest[0], current, name)
         if kind == "beside":
             owner, places, inner = rest
-            if not all(self._memories.holds(place, self.existing.get(owner)) for place in places):
+            there = self.existing.get(owner)
+            is_itself = owner in self._claimed or id(there) not in self._used
+            if not is_itself or not all(self._memories.holds(place, there) for place in places):
                 self._lacks(name, f"it lies in the memory of {owner}, but not in this replacement")
             return self._decode(inner, current, name)
         if kind == "class":
@@ -473,6 +475,7 @@ class Decoder:
                 current = MISSING  # what stood there is another object, which is still used and has not changed
         else:
             current = self.existing.get(first_name, current)
+            self._claimed.add(first_name)
         if current is not MISSING and id(current) in self._used:
             current = MISSING  # it stands for another object already
         made = _READERS[kind](self, number, content, current, name)
@@ -689,13 +692,12 @@ class Decoder:
 
     def _random(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         state, *bits = content
-        generator = generator_of(_state_of_plain(state), None if current is MISSING else current)
         for sent in bits:
-            drawn_from = bits_of(generator)
-            shared = self._decode(sent, drawn_from, name)
-            if shared is not drawn_from and isinstance(shared, np.random.BitGenerator):
-                return np.random.Generator(shared)
-        return generator
+            drawn_from = MISSING if current is MISSING else bits_of(current)
+            shared = self._decode(sent, MISSING if drawn_from is None else drawn_from, name)
+            if isinstance(shared, np.random.BitGenerator):
+                return current if shared is drawn_from else np.random.Generator(shared)
+        return generator_of(_state_of_plain(state), None if current is MISSING else current)
 
     def _bytes(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         code, values = content
@@ -765,6 +767,7 @@ class Decoder:
         cls, sent, pops = content
         made = current if _is_a(current, cls) else _new(cls, set())
         if made is None:
+            self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         members = self._all(sent, [], name)
         if why := refill(made, members, pops):
@@ -800,10 +803,10 @@ class Decoder:
         function = _maker_named(maker, cls, there)
         beside = (MISSING, MISSING) if there is None else there[1:]
         made = tuple(self._part(*both, name) for both in zip(sent, beside, strict=True))
-        if function is None or (there is None and not all(map(_is_safe, made[0]))):
+        if function is None or not _are_safe(made, there):
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
-        if there is not None and are_alike(made, tuple(there[1:])):
+        if there is not None and has_parts(current, Parts(function, *made)):
             return current
         return rebuilt(function, *made)
 
@@ -814,7 +817,7 @@ class Decoder:
             return None if found is MISSING else found
         if kind == "dict":
             known = there if type(there) is dict else {}
-            pairs = zip(content, more[0], strict=True)
+            pairs = zip(self._all(content, [], name), more[0], strict=True)
             return {key: self._part(each, known.get(key, MISSING), name) for key, each in pairs}
         fits = type(there) in (tuple, list) and len(there) == len(content)
         beside = there if fits else [MISSING] * len(content)
@@ -852,14 +855,10 @@ class Decoder:
                 attributes[attribute] = value
 
 
-def _can_be_written(value: Any) -> bool:
-    return isinstance(value, Tensor) or value.flags.writeable
-
-
 def _encode_atom(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return ["size", list(value)]
-    if isinstance(value, complex):
+    if type(value) is complex:
         return ["complex", value.real, value.imag]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value)[6:]]
@@ -1005,8 +1004,15 @@ def _maker_named(name: str, cls: str, there: Parts | None) -> Any:
     return _named(name) if _MAKERS.fullmatch(name) else None
 
 
-def _is_safe(argument: Any) -> bool:
-    return not isinstance(argument, type) or is_of_pandas(argument)
+def _are_safe(parts: tuple[Any, Any], there: Parts | None) -> bool:
+    """Return whether what makes an object in C gets no other classes and functions than for the object that is there.
+
+    `copyreg.__newobj__` makes an object of any class. Where no object is there, classes of pandas that consist of such
+    parts are known to do nothing else.
+    """
+    known = [] if there is None else [id(each) for _, each in leaves_of(there) if callable(each)]
+    made = [each for _, each in leaves_of(Parts(_nothing, *parts)) if callable(each)]
+    return all(id(each) in known or (isinstance(each, type) and derives_attributes(each)) for each in made)
 
 
 def _nothing() -> None:
