@@ -434,3 +434,18 @@ def test_the_environment_of_code_that_does_not_name_it(monkeypatch: pytest.Monke
     monkeypatch.setenv("OF_A_LIBRARY", "1")
     copies.put(taken)
     assert os.environ["OF_A_LIBRARY"] == "1"
+
+
+@pytest.mark.usefixtures("forgets")
+def test_the_environment_in_a_batch_that_is_done_again_and_again() -> None:
+    module = WithMembers()
+    copies = Copies(module)
+    taken = copies.take()
+    for _ in range(3):
+        os.environ["TURN"] = "1"
+        later = copies.take()
+        os.environ["TURN"] = "2"
+        copies.put(later)
+        assert os.environ["TURN"] == "1"
+        copies.put(taken)
+        assert "TURN" not in os.environ

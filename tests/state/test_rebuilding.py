@@ -4,13 +4,16 @@ import operator
 import xml.etree.ElementTree
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from lightning_replica.state.objects import kinds
 from lightning_replica.state.objects.kinds import Kind, kind_of, kind_of_class
 from lightning_replica.state.objects.rebuilding import are_alike, parts_of
 from tests.state.test_reachable import Copies, put_sent
@@ -220,3 +223,160 @@ def test_parts() -> None:
         assert not are_alike((1, [2, {"a": slice(1)}]), other)
     assert are_alike(np.ones(2), np.ones(2))
     assert not are_alike(np.ones(2), np.ones(2, dtype=np.float32))
+
+
+def rolled_back(change: Callable[[Any], Any], **attributes: Any) -> tuple[Any, Copies]:
+    """Returns a module that a change was taken back from."""
+    module: Any = L.LightningModule()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    copies = Copies(module)
+    taken = copies.take()
+    change(module)
+    copies.put(taken)
+    return module, copies
+
+
+def test_who_refers_to_an_object_that_is_made_again() -> None:
+    node = Node("root")
+    kept, before = [node], id(node)  # the list is not followed, and so no other object can have the same `id`
+    module, copies = rolled_back(
+        lambda module: module.it.set("turn", "1"),
+        it=node,
+        keys={node: 3, (node, 1): 4},
+        members={node},
+        lists=[[node], (node,)],
+        slots=Slotted(node),
+        read=lambda: node,
+    )
+    again = module.it  # as the variable of this function, which `read` refers to
+    assert id(again) != before
+    assert again.attrib == {}
+    assert list(module.keys) == [again, (again, 1)]
+    assert again in module.keys
+    assert kept[0] not in module.keys
+    assert module.members == {again}
+    assert module.lists == [[again], (again,)]
+    assert module.slots.it is again is module.read()
+    assert not copies.inexact.known
+
+
+class Slotted:
+    __slots__ = ("it",)
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+
+def test_iterators_in_slots_go_back() -> None:
+    module, _ = rolled_back(lambda module: next(module.it.it), it=Slotted(iter([1, 2])))
+    assert next(module.it.it) == 1
+
+
+class Refuses(Node):
+    """Cannot be made again."""
+
+    def __reduce__(self) -> Any:
+        return refuse, (self.tag, dict(self.attrib))
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("no")
+
+
+def test_what_cannot_be_made_again_keeps_nothing_else_from_going_back() -> None:
+    def change(module: Any) -> None:
+        module.it.set("a", "1")
+        module.count = 2
+
+    module, copies = rolled_back(change, it=Refuses("a"), count=1)
+    assert module.count == 1
+    assert "ValueError: no" in copies.inexact.known["module.it"].why
+
+
+class Keyed(Node):
+    """Has keys that are no texts."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Keyed, (self.tag,), dict(vars(self))
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state)
+
+
+class Unreadable:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+def test_keys_of_any_kind() -> None:
+    module, other = (Module(Keyed("a"), lambda it, turn: it) for _ in range(2))
+    copies = Copies(module)
+    module.it.table = {frozenset((1,)): 3}
+    put_sent(other, copies.private())
+    assert other.it.table == {frozenset((1,)): 3}
+    module.it.other = {Unreadable(): 4}
+    copies.put(copies.take())
+
+
+def test_numbers_of_numpy_that_are_those_of_python_too() -> None:
+    module, other = (Module(Node("a"), lambda it, turn: it) for _ in range(2))
+    copies = Copies(module)
+    module.late = [np.complex128(1 + 2j), np.float64(3), 4j]
+    assert not put_sent(other, copies.private()).inexact.known
+    assert list(map(type, other.late)) == [np.complex128, np.float64, complex]
+    assert other.late == module.late
+
+
+class Fresh:
+    """Gives an array that it makes anew each time, as a tree of SciPy does."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, values: Any) -> None:
+        self.hidden = bytes(values)
+
+    def __reduce__(self) -> Any:
+        return Fresh, (np.frombuffer(self.hidden, dtype=np.uint8).copy(),)
+
+
+def test_parts_that_are_new_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kinds._known, Fresh, Kind.REBUILT)
+    module, other = (Module(Fresh([1, 2]), lambda it, turn: it) for _ in range(2))
+    module.same = other.same = []
+    copies = Copies(module)
+    module.it = Fresh([3, 4])
+    put_sent(other, copies.private())
+    assert other.it.hidden == b"\3\4"
+
+
+def test_no_other_class_is_made_for_an_object_that_is_there(tmp_path: Path) -> None:
+    module: Any = L.LightningModule()
+    module.it = Node("a")
+    victim = tmp_path / "victim"
+    new = [["", ["class", "numpy:memmap", None]], ["", str(victim)], ["", "uint8"], ["", "w+"], ["", 0], ["", 3]]
+    cls = f"{Node.__module__}:Node"
+    for maker in ("copyreg:__newobj__", "numpy:memmap", "os:system"):
+        sent = [["module", [["it", ["rebuilt", [0, None], cls, maker, ["tuple", new], ["", None]]]]]]
+        found = put_sent(module, sent).inexact.known
+        assert found["module.it"].why == f"a {cls} cannot be made in a replacement"
+    assert not victim.exists()
+    assert type(module.it) is Node
+
+
+def test_arrays_that_cannot_be_written_to() -> None:
+    base, locked, tensor = np.zeros(1), np.zeros(2), torch.zeros(1)
+    locked.flags.writeable = False
+
+    def change(module: Any) -> None:
+        base[0] = 5
+        tensor[0] = 6
+        locked.flags.writeable = True
+        locked[0] = 7
+        locked.flags.writeable = False
+
+    shown = {"wide": np.broadcast_to(base, (3,)), "locked": locked, "expanded": tensor.expand(3)}
+    module, copies = rolled_back(change, **shown, base=base, tensor=tensor)
+    assert [base[0], locked[0], float(tensor[0]), module.wide[2], float(module.expanded[1])] == [0] * 5
+    assert not locked.flags.writeable
+    assert not copies.inexact.known

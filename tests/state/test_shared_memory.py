@@ -271,3 +271,25 @@ def test_a_view_of_what_is_not_there() -> None:
     replaced = put_sent(other, copies.private())
     assert other.parts[0].tolist() == [0, 0, 0]
     assert "lies in the memory of module.whole" in replaced.inexact.known["module.parts[0]"].why
+
+
+def test_a_view_of_what_is_gone_meanwhile() -> None:
+    """Another tensor takes the place of the one that it shows."""
+    module, other = Late(torch.zeros(4)), Late(torch.zeros(4))
+    copies = Copies(module)
+    module.parts = [module.whole[:2]]
+    module.whole = torch.ones(4)
+    put_sent(other, copies.private())
+    assert bytes_of([other.whole, *other.parts]) == bytes_of([module.whole, *module.parts])
+    assert other.write() == module.write()
+
+
+def test_another_part_of_a_memory_than_the_last_one() -> None:
+    module, other = Late(torch.zeros(8)), Late(torch.zeros(8))
+    for each in (module, other):
+        each.tail = each.whole[4:]
+    copies = Copies(module)
+    module.parts = [module.whole[:2]]
+    replaced = put_sent(other, copies.private())
+    assert other.write() == module.write()
+    assert not replaced.inexact.known
