@@ -380,3 +380,44 @@ def test_arrays_that_cannot_be_written_to() -> None:
     assert [base[0], locked[0], float(tensor[0]), module.wide[2], float(module.expanded[1])] == [0] * 5
     assert not locked.flags.writeable
     assert not copies.inexact.known
+
+
+def test_a_table_that_shows_the_memory_of_another_one() -> None:
+    """pandas copies it when one of them is written to, also after a batch is done again, and in a replacement."""
+
+    def made() -> Any:
+        module: Any = L.LightningModule()
+        module.it, module.best, module.column = a_table(), None, None
+        return module
+
+    def shown(module: Any) -> list[str]:
+        module.it.loc[0, "number"] = 9
+        return [text_of(each) for each in (module.it, module.best, module.column)]
+
+    module, other = made(), made()
+    copies = Copies(module)
+    module.best, module.column = module.it.copy(deep=False), module.it["number"]
+    taken, sent = copies.take(), copies.private()
+    module.it.insert(0, "new", 1)
+    copies.put(taken)
+    put_sent(other, sent)
+    expected = made()
+    expected.best, expected.column = expected.it.copy(deep=False), expected.it["number"]
+    if pd.__version__ < "3":  # before, the column is written to
+        expected.column = expected.it["number"].copy()
+        expected.best = expected.it.copy()
+    assert shown(other) == shown(expected)
+    if pd.__version__ >= "3":
+        assert shown(module) == shown(expected)
+
+
+def test_what_only_its_pickled_form_shows_is_told_while_training_goes_on() -> None:
+    module: Any = L.LightningModule()
+    module.it = Node("a")
+    module.it.text = "x" * 5000  # more than is asked for in each step
+    copies = Copies(module)
+    copies.take()
+    module.it.set("turn", "1")
+    for _ in range(16):
+        copies.take()
+    assert copies.inexact.known["module.it"].scope == "fault"

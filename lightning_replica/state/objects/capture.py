@@ -64,6 +64,7 @@ _WITH_MORE: Final = (
     *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
 )
 _ALL: Final = 200_000  # objects that are watched
+_PICKLED_EACH: Final = 16  # windows: to pickle an object takes long
 _IN_TURN: Final = 256  # of the objects in large containers, in one window
 _DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
 
@@ -434,6 +435,8 @@ class Recorder:
         changed = [key for key in self._modules.changed() if not self._records[key].is_same()]
         changed += [record.key for record in self._compared if not record.is_same()]
         changed += self._look_in_turn(window, whole)
+        if window and self._windows % _PICKLED_EACH == 0:
+            self._look_closely()
         if not changed:
             return False
         for key in changed:
@@ -446,6 +449,14 @@ class Recorder:
         if self._dropped > _DROPPED or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()
         return True
+
+    def _look_closely(self) -> None:
+        """Compare one of the objects of which only the pickled form shows a change, and tell of it."""
+        pickled = [each for each in self._records.values() if isinstance(each, Unknown) and each.pickled is not None]
+        if pickled:
+            record = pickled[self._windows // _PICKLED_EACH % len(pickled)]
+            if record.has_changed():
+                self._tell_of_unknown(record)
 
     def _note_dropped(self, before: Record, now: Record) -> None:
         """Count what an object no longer refers to: it may not be reachable any more, and takes memory."""

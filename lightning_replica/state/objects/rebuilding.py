@@ -44,6 +44,20 @@ def parts_of(value: Any) -> Parts | None:
     return parts if again is not None and are_alike(parts, again) else None
 
 
+def move_back(value: Any, parts: Parts) -> bool:
+    """Put a block of pandas to the columns where it was. Return whether it consists of ``parts`` then.
+
+    A block that is made again would not know which other tables show its memory, and so write to these, too.
+    """
+    if getattr(parts.function, "__name__", "") != "_unpickle_block" or not hasattr(value, "mgr_locs"):
+        return False
+    values, place, _ = parts.arguments
+    if value.values is not values:
+        return False
+    value.mgr_locs = type(value.mgr_locs)(place)
+    return has_parts(value, parts)
+
+
 def _asked(value: Any) -> Parts | None:
     try:
         given = copyreg.dispatch_table.get(type(value))

@@ -42,6 +42,7 @@ from lightning_replica.state.objects.rebuilding import (
     are_alike,
     has_parts,
     leaves_of,
+    move_back,
     parts_of,
     rebuilt,
     short,
@@ -732,6 +733,8 @@ class Rebuilt(Remade):
         function, *then = self.parts
         arguments, state = with_leaves(tuple(then), stands)
         if self.is_same() and are_alike((arguments, state), tuple(then)):
+            return self.value
+        if move_back(self.value, Parts(function, arguments, state)):
             return self.value
         made = rebuilt(function, arguments, state)
         if self.attributes:

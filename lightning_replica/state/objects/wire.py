@@ -53,6 +53,7 @@ from lightning_replica.state.objects.kinds import (
     describe,
     has_value,
     is_made_in_python,
+    is_of_pandas,
     iterator_of,
     kind_of,
     kind_of_class,
@@ -373,19 +374,33 @@ class Encoder:
             state = self._encode(record.state, name, depth + 1)
             return ["iterator", identity, record.function.__name__, all_of(record.arguments), state]
         if isinstance(record, Rebuilt):
-            parts = [self._encode_part(part, name, depth) for part in record.parts[1:]]
+            alone = is_of_pandas(type(value))  # its tables copy on write, and know who shares a memory
+            parts = [self._encode_part(part, name, depth, alone) for part in record.parts[1:]]
             return ["rebuilt", identity, _class_of(value), _name_of_maker(record.parts.function), *parts]
         if isinstance(record, Variable):
             return ["cell", identity, *all_of([value for _, value in record.children()])]
         return self._left_out(value)
 
-    def _encode_part(self, part: Any, name: str, depth: int) -> list[Any]:
+    def _encode_part(self, part: Any, name: str, depth: int, alone: bool) -> list[Any]:
         if type(part) is dict:
             keys = [self._encode(key, name, depth + 1) for key in part]
-            return ["dict", keys, [self._encode_part(each, name, depth) for each in part.values()]]
+            return ["dict", keys, [self._encode_part(each, name, depth, alone) for each in part.values()]]
         if type(part) in (tuple, list):
-            return [type(part).__name__, [self._encode_part(each, name, depth) for each in part]]
+            return [type(part).__name__, [self._encode_part(each, name, depth, alone) for each in part]]
+        if isinstance(part, np.ndarray) and alone:
+            self._numbers[-1 - len(self._numbers)] = number = len(self._numbers)
+            identity = [number, self._names.get(id(part))]
+            return ["", self._encode_array_alone(part, identity, name, depth)]
         return ["", self._encode(part, name, depth + 1)]
+
+    def _encode_array_alone(self, value: Any, identity: list[Any], name: str, depth: int) -> Any:
+        """Encode an array that shares its memory with no other one in the other process."""
+        sharing, owners = self._sharing, self._owners
+        self._sharing, self._owners = Sharing(), MappingProxyType({})
+        try:
+            return self._encode_new(value, Kind.ARRAY, identity, name, depth)
+        finally:
+            self._sharing, self._owners = sharing, owners
 
 
 @dataclass
