@@ -23,6 +23,7 @@ class LoaderState(NamedTuple):
         left: What they kept after the last batch; None if they are brought there by loading again what is skipped.
         copied: What the dataset and the functions that workers copy kept when they did; None if there are no workers.
         content: What the dataset keeps in this process, besides the workers' copies; only in a snapshot.
+        length: How many batches the iteration has; None if the loader does not say.
     """
 
     batches: int
@@ -38,6 +39,7 @@ class LoaderState(NamedTuple):
     left: bytes | None = None
     copied: bytes | None = None
     content: bytes | None = None
+    length: int | None = None
 
     @classmethod
     def of(cls, plain: Iterable[Any]) -> "LoaderState":

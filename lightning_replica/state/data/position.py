@@ -98,7 +98,7 @@ class ExactLoader:
         former: "Sequence[ExactLoader]" = (),
     ) -> None:
         self.loader = loader
-        self._rng_state, self._set_rng_state = rng_state, set_rng_state
+        self._rng_state, self._set_rng_state, self._report = rng_state, set_rng_state, report
         self._feed = Feed(loader, rng_state, set_rng_state)
         self._sources = Sources(loader, report)
         known = [each._copied for each in former if each._copied.is_of(loader)]
@@ -329,7 +329,7 @@ class ExactLoader:
             copied = self._state.copied if reused else copied
         epoch = self._sampler_epoch() if self._feed.workers else None
         state = LoaderState(0, begun, generator, workers, reused, turn, epoch, seeded=self._feed.seeded)
-        self._state = state._replace(sources=sources, copied=copied)
+        self._state = state._replace(sources=sources, copied=copied, length=self._length())
 
     def _begin_late(self) -> None:
         """Begin if nobody has called ``iter``, or start again if a caller has caught what the loader raised."""
@@ -357,6 +357,7 @@ class ExactLoader:
             self._set_rng_state(state.begun)
             self._put_generator(state.generator)
             self._sources.put(state.sources)
+            self._compare_length(state)
         self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)
@@ -364,6 +365,19 @@ class ExactLoader:
         with self._copied.holding(state.copied):
             self._feed.replay(state)
         self._sources.put(state.left)
+
+    def _compare_length(self, state: LoaderState) -> None:
+        """Report that this process draws from other data than the one that was in the middle of them."""
+        now = self._length()
+        if None not in (now, state.length) and now != state.length:
+            why = f"it has {now} batches here, and had {state.length} where the epoch was begun"
+            self._report("the data of the loader", why, "once")
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
 
     # What it iterates
 

@@ -623,7 +623,8 @@ class Cached(Record):
     def children(self) -> Iterable[tuple[str, Any]]:
         yield ".__wrapped__", self.wrapped
         yield from ((f".{name}", each) for name, each in self.attributes.items())
-        yield from ((f"[{place}]", each) for place, each in enumerate(self.items))
+        # By the call: another process may have cached them in another order before training.
+        yield from ((f"[{short(key)}]", each) for key, each in zip(self.keys, self.items, strict=True))
         yield from ((f"[call {place}]", key) for place, key in enumerate(self.keys) if type(key) not in ATOMS)
 
     def length_now(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset, WeightedRandomSampler
 
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
@@ -146,3 +146,47 @@ def test_what_is_too_large_to_be_kept_with_a_position_is_named() -> None:
     ((name, finding),) = inexact.known.items()
     assert (name, finding.scope) == ("Remembers of the loader.seen", "fault")
     assert "it is too large to be kept with the position of its loader" in finding.why
+
+
+def weighted(inexact: Inexact, samples: int = 12) -> tuple[ExactLoader, WeightedRandomSampler]:
+    sampler = WeightedRandomSampler([1.0] * samples, samples)
+    data = TensorDataset(torch.arange(samples))
+    return ExactLoader(
+        DataLoader(data, batch_size=3, sampler=sampler), rng_state, set_rng_state, inexact.report
+    ), sampler
+
+
+def numbers(batches: Iterator[Any], count: int) -> list[Any]:
+    return [next(batches)[0].tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_weights_of_a_sampler_that_hooks_change(replaced: bool) -> None:
+    """Those of the next epoch are drawn with what they are then; the rest of this one with what they were."""
+    torch.manual_seed(7)
+    inexact = Inexact()
+    exact, sampler = weighted(inexact)
+    batches = iter(exact)
+    numbers(batches, 2)
+    sampler.weights[3] = 20.0
+    state, random = exact.with_content(exact.state(), True), rng_state()
+    expected = [numbers(batches, 2), numbers(iter(exact), 4)]
+    if replaced:
+        exact, sampler = weighted(inexact)
+    else:
+        sampler.weights[5] = 30.0
+    exact.rewind(state)
+    exact.put_content(state)
+    set_rng_state(random)
+    assert [numbers(iter(exact), 2), numbers(iter(exact), 4)] == expected
+    assert float(sampler.weights[3]) == 20.0
+    assert not inexact.known
+
+
+def test_data_of_another_length_are_named() -> None:
+    inexact = Inexact()
+    exact, _ = weighted(inexact)
+    next(iter(exact))
+    other, _ = weighted(inexact, samples=15)
+    other.rewind(exact.state())
+    assert inexact.known["the data of the loader"].why.startswith("it has 5 batches here, and had 4")
