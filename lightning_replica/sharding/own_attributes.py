@@ -97,11 +97,13 @@ class Watch:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Note what has been written since the last update, and what this one writes, in the block."""
+        self._outside |= self.new
         before = _marks(self._optimizer)
-        self._outside |= _differences(self._left, before)
-        yield
-        self.settle()
-        self._inside |= _differences(before, self._left)
+        try:
+            yield
+        finally:
+            self.settle()
+            self._inside |= _differences(before, self._left)
 
     def settle(self) -> None:
         """Count what the attributes hold now as left by an update."""
@@ -111,9 +113,9 @@ class Watch:
         """Count attributes as written outside of updates, as in the rank whose place this one takes."""
         self._outside.update(names)
 
-    @property
     def of_rank(self) -> tuple[str, ...]:
-        """The names of what code outside of updates writes."""
+        """Return the names of what code outside of updates has written. Not called in the middle of an update."""
+        self._outside |= self.new
         return tuple(sorted((self._outside - self._inside) | _WRITTEN))
 
     @property

@@ -101,7 +101,7 @@ class Reachable:
         loaders = _loaders(self._trainer)
         sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
-        of_rank = [watch.of_rank for _, _, watch in _watched(self._trainer)]
+        of_rank = [watch.of_rank() for _, _, watch in _watched(self._trainer)]
         seen = [loaders, marked, sizes, of_rank]
         if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._of_rank]:
             self._tree = tree
@@ -342,7 +342,7 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
     if data is not None and is_users(data):
         yield Root(data, "datamodule", _OF_DATA)
     for name, optimizer, watch in _watched(trainer):
-        yield Root(optimizer, name, only=watch.of_rank)
+        yield Root(optimizer, name, only=watch.of_rank())
     yield Root(trainer, "trainer", OF_TRAINER)
     yield from _functions_of_schedulers(trainer)
 

@@ -252,11 +252,11 @@ def test_which_attributes_are_the_ranks() -> None:
     state = new_state(Grid.of(4, 2), 0, parameters, [optimizer], bucket_bytes=2000)
     watch: Any = watch_of(optimizer)
     update(state, 1)
-    assert not {"updates", "scales", "outside", "unseen"} & {*watch.of_rank}
-    assert {"defaults", "_optimizer_step_post_hooks"} <= {*watch.of_rank}
+    assert not {"updates", "scales", "outside", "unseen"} & {*watch.of_rank()}
+    assert {"defaults", "_optimizer_step_post_hooks"} <= {*watch.of_rank()}
     assert watch.new == set()
     optimizer.outside.append(1)
     assert watch.new == {"outside"}
     update(state, 2)
     assert watch.new == set()
-    assert {each for each in watch.of_rank if not each.startswith("_")} == {"outside", "defaults"}
+    assert {each for each in watch.of_rank() if not each.startswith("_")} == {"outside", "defaults"}
