@@ -6,7 +6,7 @@ from torch.optim.swa_utils import SWALR
 
 
 def leave_functions_out_of_states() -> None:
-    """Leave out of the state of `SWALR` what torch 2.9 and 2.10 put into it, and newer ones do not.
+    """Leave out of the state of `SWALR` what torch 2.9 puts into it, and newer ones do not.
 
     It is the function that its constructor has chosen. A state with a function can be neither sent nor loaded safely.
     """

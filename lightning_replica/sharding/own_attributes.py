@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
 
-_DEEP, _MANY = 4, 10_000  # objects in objects, and items of a container, that are looked at for changes
+_DEEP, _MANY = 4, 10_000  # containers in containers, and items of one, that are looked at for changes
 # Of torch's attributes, those that code may write to at any time: the last four hold hooks.
 _WRITTEN = {
     "defaults",
@@ -119,9 +119,14 @@ class Watch:
         return tuple(sorted((self._outside - self._inside) | _WRITTEN))
 
     @property
+    def of_both(self) -> set[str]:
+        """The names of what both updates and other code have written, which counts as the updates'."""
+        return self._outside & self._inside
+
+    @property
     def new(self) -> set[str]:
         """The names of what has been written outside of updates since the last one, and not before."""
-        return _differences(self._left, _marks(self._optimizer)) - self._outside - self._inside
+        return _differences(self._left, _marks(self._optimizer)) - self._outside
 
 
 _watches: WeakValueDictionary[int, Watch] = WeakValueDictionary()

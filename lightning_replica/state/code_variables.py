@@ -23,12 +23,11 @@ from lightning_replica.state.objects.records import is_special
 GLOBALS: Final = "globals of "
 CLASS: Final = "class "
 MOST: Final = 5000  # objects that the variables of one module or class may lead to; a dataset in memory has more
-_OF_MEMBERS: Final = frozenset(("_value_", "_name_", "__objclass__", "_sort_order_"))
+_OF_MEMBERS: Final = frozenset(("_name_", "__objclass__", "_sort_order_"))
 _ENVIRONMENT: Final = frozenset(("environ", "environb", "putenv", "unsetenv"))
-_OF_RANKS: Final = (
-    *("LIGHTNING_REPLICA_", "MASTER_", "LOCAL_", "GROUP_", "NODE_", "TORCHELASTIC_", "PL_", "TORCH_", "NCCL_", "CUDA_"),
-    *("RANK", "WORLD_SIZE", "PWD", "OLDPWD", "TMPDIR"),
-)
+# Variables that say which rank a process is, or how ranks find each other.
+_OF_RANKS: Final = ("LIGHTNING_REPLICA_", "MASTER_", "LOCAL_", "GROUP_", "TORCHELASTIC_")
+_OF_RANKS_WHOLE: Final = frozenset(("RANK", "WORLD_SIZE", "NODE_RANK"))
 _NO_STATE: Final = (
     *(types.ModuleType, type, types.BuiltinFunctionType, types.MethodType),
     functools.cached_property,
@@ -58,6 +57,10 @@ def _is_enumeration(value: Any) -> bool:
     return issubclass(cls, enum.EnumMeta) and is_users_class(value)
 
 
+def _is_of_ranks(name: str) -> bool:
+    return name in _OF_RANKS_WHOLE or name.startswith(_OF_RANKS)
+
+
 class Environment:
     """The variables in the environment of the process as attributes of an object, which other code takes and puts back.
 
@@ -82,7 +85,7 @@ class Environment:
         now = getattr(os.environ, "_data", None)
         if self.is_used and (now is None or now != self._known):
             self._known = None if now is None else dict(now)
-            found = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+            found = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
             vars(self._attributes).clear()
             vars(self._attributes).update(found)
 
@@ -91,7 +94,7 @@ class Environment:
         if not self.is_used:
             return
         wanted = vars(self._attributes)
-        for name in [name for name in os.environ if name not in wanted and not name.startswith(_OF_RANKS)]:
+        for name in [name for name in os.environ if name not in wanted and not _is_of_ranks(name)]:
             del os.environ[name]
         for name, value in wanted.items():
             if os.environ.get(name) != value:

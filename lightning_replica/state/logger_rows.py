@@ -16,7 +16,7 @@ from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core.inexact import Report, Scope, warn
 from lightning_replica.recovery.interface import Kind
 from lightning_replica.state.objects.capture import Anchors, Recorder, Root
-from lightning_replica.state.objects.kinds import HARMLESS, LIVE, describe, is_live
+from lightning_replica.state.objects.kinds import LIVE, describe, is_harmless, is_live
 from lightning_replica.state.objects.records import Unknown
 from lightning_replica.state.objects.tracked import Taken, Tracked
 from lightning_replica.state.reachable import is_users
@@ -122,7 +122,7 @@ class _Memory:
         for name in sorted(taken.changed.get(root.name, ())):
             yield f"{root.name}.{name}", "it changes with rows, and this replacement has only those since", "once"
         for record in self._first.capture.records.values():
-            if isinstance(record, Unknown) and not isinstance(record.value, HARMLESS):
+            if isinstance(record, Unknown) and not is_harmless(type(record.value)):
                 what, changed = describe(record.value), record.has_changed()
                 if changed:
                     yield record.name, f"it is a {what}, and this replacement's has only the rows since", "once"

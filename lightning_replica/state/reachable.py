@@ -60,7 +60,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take more do not go back
 _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
-# Accelerators stand for devices, which no rollback moves. Members of an enum are constants.
+# Accelerators stand for devices, which no rollback moves. Members of enumerations are roots by themselves.
 _NO_STATE: Final = (enum.Enum, Accelerator)
 _FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
@@ -102,12 +102,19 @@ class Reachable:
         sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
         of_rank = [watch.of_rank() for _, _, watch in _watched(self._trainer)]
+        self._tell_of_both()
         seen = [loaders, marked, sizes, of_rank]
         if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._of_rank]:
             self._tree = tree
             self._loaders, self._marked, self._sizes, self._of_rank = loaders, marked, sizes, of_rank
             self._roots = [*_roots(self._trainer, tree), *self._variables.of(self._trainer, tree)]
             self._anchors = anchors_of(self._trainer)
+
+    def _tell_of_both(self) -> None:
+        for name, _, watch in _watched(self._trainer):
+            for attribute in watch.of_both:
+                why = "updates and other code write to it; what other code has written does not go back with a batch"
+                self._report(f"{name}.{attribute}", why)
 
     def take(self, tree: Tree, window: bool = True, whole: bool = False) -> Taken:
         """Return what the objects hold now.
@@ -136,7 +143,7 @@ class Reachable:
                     delattr(each, name)
         for name, _, watch in _watched(self._trainer):
             for attribute in watch.new:
-                why = "it was written to for the first time in what is done again, so this does not go back"
+                why = "it was written to for the first time in the batch that is done again, and this does not go back"
                 self._report(f"{name}.{attribute}", why, "once")
         self._variables.environment.look()
         self._tracked.put_back(taken)

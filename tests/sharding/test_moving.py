@@ -260,3 +260,7 @@ def test_which_attributes_are_the_ranks() -> None:
     update(state, 2)
     assert watch.new == set()
     assert {each for each in watch.of_rank() if not each.startswith("_")} == {"outside", "defaults"}
+    assert watch.of_both == set()
+    optimizer.updates[0] += 1
+    assert "updates" not in watch.of_rank()
+    assert watch.of_both == {"updates"}

@@ -370,6 +370,7 @@ def test_a_dataset_in_memory_takes_no_room_of_the_models() -> None:
 class Level(enum.Enum):
     LOW = 1
     HIGH = 2
+    SEEN = [0]
 
 
 class WithMembers(L.LightningModule):
@@ -381,10 +382,12 @@ class WithMembers(L.LightningModule):
 
     def advance(self) -> tuple[int, ...]:
         high: Any = Level.HIGH
+        Level.SEEN.value[0] += 1
         high.hits = getattr(high, "hits", 0) + 1
         os.environ["TURN"] = str(int(os.environ.get("TURN", "0")) + 1)
         self.counter.emit(None)
-        return high.hits, int(os.environ["TURN"]), self.counter.records
+        os.environ["RANKING"] = os.environ["TURN"]  # says nothing of a rank
+        return high.hits, int(os.environ["TURN"]), self.counter.records, Level.SEEN.value[0], int(os.environ["RANKING"])
 
 
 class Counter(logging.Handler):
@@ -397,6 +400,8 @@ class Counter(logging.Handler):
 def forget() -> None:
     vars(Level.HIGH).pop("hits", None)
     os.environ.pop("TURN", None)
+    os.environ.pop("RANKING", None)
+    Level.SEEN.value[0] = 0
 
 
 @pytest.fixture
@@ -414,7 +419,7 @@ def test_members_of_an_enumeration_and_the_environment() -> None:
     taken = copies.take()
     os.environ["LOCAL_SOMETHING"] = "1"
     expected = [module.advance() for _ in range(3)]
-    assert expected[0] == (2, 2, 2)
+    assert expected[0] == (2, 2, 2, 2, 2)
     copies.put(taken)
     assert os.environ.pop("LOCAL_SOMETHING") == "1"  # which rank a process is does not go back
     assert [module.advance() for _ in range(3)] == expected
@@ -423,7 +428,7 @@ def test_members_of_an_enumeration_and_the_environment() -> None:
     assert "TURN" not in os.environ
     assert not hasattr(Level.HIGH, "hits")
     replaced = put_sent(other, sent)
-    assert other.advance() == (5, 5, 5)
+    assert other.advance() == (5, 5, 5, 5, 5)
     assert not {**copies.inexact.known, **replaced.inexact.known}
 
 

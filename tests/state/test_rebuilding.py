@@ -1,6 +1,9 @@
 """Objects whose content lies in C, as tables of pandas: they go back, and to a replacement."""
 
+import datetime
+import decimal
 import operator
+import weakref
 import xml.etree.ElementTree
 import zlib
 from collections.abc import Callable
@@ -162,6 +165,9 @@ class Node(xml.etree.ElementTree.Element):
 
     visits = 0
 
+    def visited(self) -> int:
+        return self.visits
+
 
 def visited(node: Any, turn: int) -> Any:
     node.visits += turn
@@ -259,6 +265,58 @@ def test_who_refers_to_an_object_that_is_made_again() -> None:
     assert module.lists == [[again], (again,)]
     assert module.slots.it is again is module.read()
     assert not copies.inexact.known
+
+
+@pytest.mark.parametrize("kind", ["method", "of the class in C", "weak", "itself"])
+def test_what_keeps_the_former_object_is_told(kind: str) -> None:
+    node: Any = Node("root")
+    made: dict[str, Callable[[], Any]] = {
+        "method": lambda: node.visited,
+        "of the class in C": lambda: node.get,
+        "weak": lambda: weakref.ref(node),
+        "itself": int,
+    }
+    if kind == "itself":
+        node.me = node
+    _, copies = rolled_back(lambda module: module.it.set("turn", "1"), it=node, other=made[kind]())
+    assert "refer to the former one" in " ".join(finding.why for finding in copies.inexact.known.values())
+
+
+def test_a_child_that_knows_its_parent() -> None:
+    node, child = Node("root"), Node("child")
+    child.parent = node  # type: ignore[attr-defined]
+    node.append(child)
+    module, copies = rolled_back(lambda module: module.it.set("turn", "1"), it=node)
+    assert module.it[0].parent is module.it is not node
+    assert not copies.inexact.known
+
+
+def test_classes_of_arrays_and_frozen_sets() -> None:
+    class Local(frozenset):  # type: ignore[type-arg]
+        """Another process does not know it."""
+
+    module, other = (Module(Node("a"), lambda it, turn: it) for _ in range(2))
+    copies = Copies(module)
+    module.late = [Frozen([1]), pd.Timedelta("1ns"), datetime.timedelta(1)]
+    found = put_sent(other, copies.private()).inexact.known
+    assert (type(other.late[0]), other.late[0], other.late[2]) == (Frozen, {1}, datetime.timedelta(1))
+    assert list(found) == ["module.late[1]"]
+    for late in (np.zeros(1).view(OwnArray), Local([1])):
+        module.late, other.late = late, None
+        assert "cannot be made" in put_sent(other, copies.private()).inexact.known["module.late"].why
+
+
+class OwnArray(np.ndarray):
+    """Of the user's own."""
+
+
+class Frozen(frozenset):  # type: ignore[type-arg]
+    """Of the user's own."""
+
+
+def test_the_context_of_decimals_is_told_as_before() -> None:
+    _, copies = rolled_back(lambda module: setattr(module.it, "prec", 5), it=decimal.Context())
+    assert "has changed and cannot be restored" in copies.inexact.known["module.it"].why
 
 
 class Slotted:

@@ -183,10 +183,8 @@ class ExactLoader:
         return self._final
 
     def _is_at_the_end(self) -> bool:
-        try:
-            return self._ended or self.position >= len(self)
-        except (TypeError, NotImplementedError):
-            return False
+        length = self._length()
+        return self._ended or (length is not None and self.position >= length)
 
     # Going elsewhere
 

@@ -34,7 +34,7 @@ _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
 
 
 class Sources:
-    """What a loader draws from whose classes are foreign, neither torch's nor Lightning's; and samplers of any class.
+    """What a loader draws from, as far as the user's code may change it: samplers, and objects of the user's classes.
 
     Args:
         loader: The loader that Lightning iterates.

@@ -12,6 +12,7 @@ containers hold is compared as a whole in the first windows only, and then in tu
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
@@ -38,6 +39,7 @@ from lightning_replica.state.objects.kinds import (
     derives_attributes,
     describe,
     is_harmless,
+    is_of_pandas,
     keeps_something,
     kind_of,
     slots_of,
@@ -46,6 +48,7 @@ from lightning_replica.state.objects.rebuilding import parts_of
 from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
+    Closure,
     Graphed,
     Rebuilt,
     Record,
@@ -113,7 +116,7 @@ class Root:
         only: Names of the only attributes that count; None for all.
         most: How many objects it may lead to; None if that does not matter.
         leads: How many of the ``own`` names come first in the object's attributes, as those of ``nn.Module`` do.
-        of_process: Whether processes begin with other contents, of which only what changes matters elsewhere.
+        of_process: Whether each process begins with a content of its own, so that only what changes is sent.
     """
 
     value: Any
@@ -183,19 +186,7 @@ class Capture:
         Args:
             report: Called with what has changed and cannot be restored, and with that of which nothing shows it.
         """
-        made: dict[int, Any] = {}
-        remade = {key: each for key, each in self.records.items() if isinstance(each, Remade)}
-
-        def stands(value: Any) -> Any:
-            key = id(value)
-            if key in remade and key not in made:
-                made[key] = value  # a tuple that contains itself
-                try:
-                    made[key] = remade[key].made_again(stands)
-                except Exception as error:  # its class runs code of its own, or refuses
-                    report(remade[key].name, _not_put_back(error), "once")
-            return made.get(key, value)
-
+        stands = _Standing({key: each for key, each in self.records.items() if isinstance(each, Remade)}, report)
         for held, copy in self.copies:  # first: a gradient has the shape of its tensor
             try:
                 if copy is not None:
@@ -213,6 +204,55 @@ class Capture:
                 _tell_of(record, report)
             elif isinstance(record, Attributes):
                 wake_waiting(record.values)
+        stands.tell_of_former(each for each in self.records.values() if isinstance(each, Closure))
+
+
+class _Standing:
+    """Returns what stands for a value after a restoration: the value, or what was made in its place.
+
+    Args:
+        remade: The records of what may be made again.
+        report: Called with what could not be made again, and with what keeps the former object.
+    """
+
+    def __init__(self, remade: Mapping[int, Remade], report: Report) -> None:
+        self._remade, self._report = remade, report
+        self._made: dict[int, Any] = {}
+        self._making, self._cycles = set[int](), set[int]()
+
+    def __call__(self, value: Any) -> Any:
+        key = id(value)
+        if key in self._making:
+            self._cycles.add(key)
+        elif key in self._remade and key not in self._made:
+            self._making.add(key)
+            self._made[key] = value  # a tuple that contains itself
+            try:
+                self._made[key] = self._remade[key].made_again(self)
+            except Exception as error:  # its class runs code of its own, or refuses
+                self._report(self._remade[key].name, _not_put_back(error), "once")
+            self._making.discard(key)
+        return self._made.get(key, value)
+
+    def tell_of_former(self, functions: Iterable[Record]) -> None:
+        """Tell what still refers to an object in C that another one has taken the place of."""
+        for record in functions:
+            owner = getattr(record.value, "__self__", None)
+            if self._is_former(owner):
+                self._tell(record.name, owner)
+        for key, record in self._remade.items():
+            if isinstance(record, Rebuilt) and self._is_former(record.value):
+                # Blocks of pandas know by weak references who shows their memory; `move_back` keeps them.
+                is_watched = weakref.getweakrefcount(record.value) and not is_of_pandas(type(record.value))
+                if key in self._cycles or is_watched:
+                    self._tell(record.name, record.value)
+
+    def _is_former(self, value: Any) -> bool:
+        return self._made.get(id(value), value) is not value
+
+    def _tell(self, name: str, value: Any) -> None:
+        why = f"a {describe(value)} was made again, but methods, weak references or parts refer to the former one"
+        self._report(name, why, "once")
 
 
 def _not_put_back(error: Exception) -> str:

@@ -126,9 +126,9 @@ HARMLESS: Final = (
     *(types.TracebackType, types.FrameType, types.GetSetDescriptorType),
     *(type(ctypes.pythonapi.Py_IncRef).__mro__[1], torch.Event),
 )
-_HARMLESS_NAMES: Final = (
-    *("BlockValuesRefs", "cython_function_or_method", "fused_cython_function", "_ArrayFunctionDispatcher"),
-    *("SSLContext", "NAType"),
+# Of packages that may not be installed, or do not export them: the package and the name.
+_HARMLESS_NAMES: Final = frozenset(
+    (("pandas", "BlockValuesRefs"), ("pandas", "NAType"), ("numpy", "_ArrayFunctionDispatcher"), ("ssl", "SSLContext"))
 )
 
 _FOR_PICKLE: Final = ("__reduce__", "__reduce_ex__", "__getstate__")
@@ -209,7 +209,10 @@ def has_content_in_c(cls: Any) -> bool:
 
 def is_harmless(cls: type) -> bool:
     """Return whether instances of a class hold no state of the training, or none that a result depends on."""
-    return issubclass(cls, HARMLESS) or any(base.__name__ in _HARMLESS_NAMES for base in cls.__mro__)
+    if issubclass(cls, HARMLESS):
+        return True
+    named = [(module_of(base).partition(".")[0], base.__name__) for base in cls.__mro__]
+    return any(each in _HARMLESS_NAMES or each[0].startswith("_cython_") for each in named)  # functions of Cython
 
 
 def is_made_in_python(cls: type) -> bool:
@@ -256,6 +259,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.SCRIPT, (torch_jit.SCRIPT,)),
     (Kind.CELL, (types.CellType, contextvars.ContextVar)),
     (Kind.OBJECT, (threading.local,)),  # what it holds for the thread that trains
+    (Kind.OPAQUE, (decimal.Context,)),  # the one of a thread stays the same object
     (Kind.OPAQUE, (*LIVE, *ITERTOOLS, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)),
 )
 

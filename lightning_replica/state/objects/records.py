@@ -383,25 +383,24 @@ def refill(made: Any, members: list[Any], pops: bool) -> str:
     The order of objects differs from run to run, and that of texts, too, unless ``PYTHONHASHSEED`` is set. Then no
     training depends on it.
     """
+    kept = (bool, int, float, *((str, bytes) if os.environ.get("PYTHONHASHSEED", "random") != "random" else ()))
+    if not _are_all(kept, members):
+        set.clear(made)
+        set.update(made, members)
+        return ""
     for each in (members, members[::-1], *(members[n:] + members[:n] for n in range(1, min(len(members), _TRIES)))):
         set.clear(made)
         set.update(made, each)
         if all(map(operator.is_, set.__iter__(made), members)):
-            break
-    else:
-        if all(map(_has_an_order, members)):
-            return "its members have another order from now on"
-    if pops and all(map(_has_an_order, members)):
-        return "its `pop` takes the members in another order from now on"
-    return ""
+            return "its `pop` takes the members in another order from now on" if pops else ""
+    return "its members have another order from now on"
 
 
-def _has_an_order(member: Any) -> bool:
-    if isinstance(member, tuple):
-        return all(map(_has_an_order, member))
-    if isinstance(member, (str, bytes)):
-        return os.environ.get("PYTHONHASHSEED", "random") != "random"
-    return isinstance(member, (bool, int, float))
+def _are_all(classes: tuple[type, ...], members: Iterable[Any]) -> bool:
+    return all(
+        _are_all(classes, each) if isinstance(each, (tuple, frozenset)) else isinstance(each, classes)
+        for each in members
+    )
 
 
 class Bytes(Record):

@@ -155,6 +155,7 @@ class Encoder:
         self._names, self._owners = names, owners
         self._copies = {id(held.value): copy for held, copy in capture.copies}
         self._numbers: dict[int, int] = {}
+        self._alone: set[int] = set()  # arrays that share their memory with no other one in the other process
         self._sharing = Sharing()
 
     def finish(self) -> None:
@@ -204,9 +205,10 @@ class Encoder:
         identity = self._identity(value, kind)
         sent = self._encode_new(value, kind, identity, name, depth)
         beside = self._capture.records.get(~key)
-        if kind is Kind.OBJECT or not isinstance(beside, (Attributes, Slots)):
+        with_more = isinstance(beside, (Attributes, Slots)) or (kind is Kind.ARRAY and type(value) is not np.ndarray)
+        if kind is Kind.OBJECT or not with_more:
             return sent
-        # A list, a tensor or an array with attributes.
+        # A list, a tensor or an array with attributes, or an array of a class of its own.
         return ["with", identity, _class_of(value), sent, self._pairs([beside], name, depth)]
 
     def _identity(self, value: Any, kind: Kind) -> list[Any]:
@@ -258,6 +260,8 @@ class Encoder:
 
     def _placed(self, value: Any, sent: list[Any]) -> list[Any]:
         """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
+        if id(value) in self._alone:
+            return sent
         sent = self._sharing.add(value, sent)
         owner = None if id(value) in self._names else self._owners.get(address := address_of(value))
         if owner is None or address_of(owner) != address or id(owner) not in self._copies:
@@ -388,19 +392,10 @@ class Encoder:
         if type(part) in (tuple, list):
             return [type(part).__name__, [self._encode_part(each, name, depth, alone) for each in part]]
         if isinstance(part, np.ndarray) and alone:
-            self._numbers[-1 - len(self._numbers)] = number = len(self._numbers)
-            identity = [number, self._names.get(id(part))]
-            return ["", self._encode_array_alone(part, identity, name, depth)]
+            self._alone.add(id(part))
+            if id(part) in self._numbers:  # in another table: here it is another array
+                self._numbers[-1 - len(self._numbers)] = self._numbers.pop(id(part))
         return ["", self._encode(part, name, depth + 1)]
-
-    def _encode_array_alone(self, value: Any, identity: list[Any], name: str, depth: int) -> Any:
-        """Encode an array that shares its memory with no other one in the other process."""
-        sharing, owners = self._sharing, self._owners
-        self._sharing, self._owners = Sharing(), MappingProxyType({})
-        try:
-            return self._encode_new(value, Kind.ARRAY, identity, name, depth)
-        finally:
-            self._sharing, self._owners = sharing, owners
 
 
 @dataclass
@@ -779,13 +774,13 @@ class Decoder:
         return made
 
     def _set(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, sent, pops = content
+        cls, sent, *pops = content  # an earlier version wrote none
         made = current if _is_a(current, cls) else _new(cls, set())
         if made is None:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         members = self._all(sent, [], name)
-        if why := refill(made, members, pops):
+        if why := refill(made, members, any(pops)):
             self._lacks(name, why)
         return made
 
@@ -796,13 +791,18 @@ class Decoder:
         items = self._all(sent, there, name)
         if there and all(a is b for a, b in zip(items, there, strict=True)):
             return current
-        made = _class_named(cls)
-        if made is None or not issubclass(made, tuple):
-            return tuple(items)
-        return fixed_of(made, items)
+        return self._fixed(cls, tuple, items, name)
 
     def _frozenset(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        return frozenset(self._all(content[1], [], name))
+        cls, sent = content
+        return self._fixed(cls, frozenset, self._all(sent, [], name), name)
+
+    def _fixed(self, cls: str, base: type, items: list[Any], name: str) -> Any:
+        made = _class_named(cls)
+        if made is not None and issubclass(made, base):
+            return fixed_of(made, items)
+        self._lacks(name, f"a {cls} cannot be made in a replacement, so it is a {base.__name__} there")
+        return base(items)
 
     def _object(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, pairs = content
@@ -814,7 +814,7 @@ class Decoder:
 
     def _rebuilt(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, maker, *sent = content
-        there = parts_of(current) if _is_a(current, cls) else None
+        there = parts_of(current) if _is_a(current, cls) and kind_of(current) is Kind.REBUILT else None
         function = _maker_named(maker, cls, there)
         beside = (MISSING, MISSING) if there is None else there[1:]
         made = tuple(self._part(*both, name) for both in zip(sent, beside, strict=True))
@@ -893,7 +893,7 @@ def _encode_atom(value: Any) -> Any:
         return ["class", _name_of(value), _parts_of_class(value)]
     if type(value) in _AS_TEXT and not _has_zone(value):
         return ["text", type(value).__name__, _AS_TEXT[type(value)][0](value)]
-    if isinstance(value, datetime.timedelta):
+    if type(value) is datetime.timedelta:
         return ["duration", value.days, value.seconds, value.microseconds]
     if isinstance(value, slice):
         ends = [value.start, value.stop, value.step]
