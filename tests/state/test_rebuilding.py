@@ -293,7 +293,10 @@ def test_a_child_that_knows_its_parent() -> None:
 
 def test_classes_of_arrays_and_frozen_sets() -> None:
     class Local(frozenset):  # type: ignore[type-arg]
-        """Another process does not know it."""
+        """Another process does not know it, and cannot make it: it has a body."""
+
+        def total(self) -> int:
+            return sum(self)
 
     module, other = (Module(Node("a"), lambda it, turn: it) for _ in range(2))
     copies = Copies(module)
@@ -476,6 +479,6 @@ def test_what_only_its_pickled_form_shows_is_told_while_training_goes_on() -> No
     copies = Copies(module)
     copies.take()
     module.it.set("turn", "1")
-    for _ in range(16):
+    for _ in range(256):
         copies.take()
     assert copies.inexact.known["module.it"].scope == "fault"

@@ -57,6 +57,24 @@ def test_order_of_numbers(change: Callable[[set[Any]], None], named: bool) -> No
     assert other.members == module.members
 
 
+def grow_and_shrink(members: set[Any]) -> None:
+    members.update(range(200, 400))
+    members.difference_update(range(201, 400))
+
+
+def test_order_in_a_table_that_has_grown() -> None:
+    module, other = Module({13, 21, 24}), Module({13, 21, 24})
+    copies = Copies(module)
+    grow_and_shrink(module.members)
+    taken, before = copies.take(), list(module.members)
+    assert before != list({13, 21, 24, 200})
+    module.members.clear()
+    copies.put(taken)
+    replaced = put_sent(other, copies.private(taken))
+    assert list(module.members) == list(other.members) == before
+    assert not {**copies.inexact.known, **replaced.inexact.known}
+
+
 def test_another_order_is_named() -> None:
     module = Module(set())
     copies = Copies(module)

@@ -67,7 +67,7 @@ _WITH_MORE: Final = (
     *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
 )
 _ALL: Final = 200_000  # objects that are watched
-_PICKLED_EACH: Final = 16  # windows: to pickle an object takes long
+_PICKLED_EACH: Final = 256  # windows: to pickle an object takes long
 _IN_TURN: Final = 256  # of the objects in large containers, in one window
 _DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
 

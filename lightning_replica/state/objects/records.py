@@ -9,7 +9,6 @@ import ctypes
 import functools
 import itertools
 import operator
-import os
 import threading
 import types
 from collections import OrderedDict, deque
@@ -48,13 +47,13 @@ from lightning_replica.state.objects.rebuilding import (
     short,
     with_leaves,
 )
+from lightning_replica.state.objects.sets import length_of_table, refill
 
 Stands: TypeAlias = Callable[[Any], Any]
 """Returns what stands for a value now: the value itself, or what was made in its place."""
 
 MISSING: Final = object()
 """What stands where nothing is."""
-_TRIES: Final = 32  # orders in which a set is filled
 _GRADIENT = "grad"
 REQUIRES_GRAD: Final = "requires_grad"  # of a tensor, as if it were one of its attributes
 _BASES = (list, tuple, deque, set, frozenset, OrderedDict, dict)
@@ -341,12 +340,12 @@ class Entries(Record):
 class Members(Record):
     """The members of a set, and in which order they come."""
 
-    __slots__ = ("members", "next")
+    __slots__ = ("length", "members", "next")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
         self.members = list(set.__iter__(value))
-        self.next = place_of_next(value)
+        self.next, self.length = place_of_next(value), length_of_table(value)
 
     @property
     def pops(self) -> bool:
@@ -371,36 +370,8 @@ class Members(Record):
         members = list(map(stands, self.members))
         if self._holds(members) and place_of_next(self.value) == self.next:
             return
-        if why := refill(self.value, members, self.pops or place_of_next(self.value) != 0):
+        if why := refill(self.value, members, self.length, self.pops or place_of_next(self.value) != 0):
             raise ValueError(why)
-
-
-def refill(made: Any, members: list[Any], pops: bool) -> str:
-    """Make a set hold ``members``. Return what is wrong with their order then; "" if nothing is.
-
-    Where members stand that have the same hash depends on who came first, so some orders are tried.
-
-    The order of objects differs from run to run, and that of texts, too, unless ``PYTHONHASHSEED`` is set. Then no
-    training depends on it.
-    """
-    kept = (bool, int, float, *((str, bytes) if os.environ.get("PYTHONHASHSEED", "random") != "random" else ()))
-    if not _are_all(kept, members):
-        set.clear(made)
-        set.update(made, members)
-        return ""
-    for each in (members, members[::-1], *(members[n:] + members[:n] for n in range(1, min(len(members), _TRIES)))):
-        set.clear(made)
-        set.update(made, each)
-        if all(map(operator.is_, set.__iter__(made), members)):
-            return "its `pop` takes the members in another order from now on" if pops else ""
-    return "its members have another order from now on"
-
-
-def _are_all(classes: tuple[type, ...], members: Iterable[Any]) -> bool:
-    return all(
-        _are_all(classes, each) if isinstance(each, (tuple, frozenset)) else isinstance(each, classes)
-        for each in members
-    )
 
 
 class Bytes(Record):

@@ -91,12 +91,12 @@ from lightning_replica.state.objects.records import (
     is_alike,
     is_registered,
     refer,
-    refill,
     set_attribute,
     set_attributes_of_wrapper,
     set_content,
     slot_of,
 )
+from lightning_replica.state.objects.sets import refill
 from lightning_replica.state.objects.shared_memory import (
     Memories,
     Place,
@@ -241,7 +241,8 @@ class Encoder:
             return ["function", identity, title_of(value), _source_of(value), []]
         if kind is Kind.TUPLE:  # of atoms only
             items = [self._encode(item, name, depth + 1) for item in base_of(value).__iter__(value)]
-            return ["tuple" if isinstance(value, tuple) else "frozenset", identity, _class_of(value), items]
+            kind_of_items = "tuple" if isinstance(value, tuple) else "frozenset"
+            return [kind_of_items, identity, _class_of(value), items, *_made_class_of(value)]
         return self._left_out(value)
 
     def _encode_array(self, value: Any, content: Any, identity: list[Any], name: str, depth: int) -> Any:
@@ -340,7 +341,7 @@ class Encoder:
             return ["dict", identity, _class_of(value), keys, all_of(record.items)]
         if isinstance(record, Fixed):
             kind = "tuple" if isinstance(value, tuple) else "frozenset"
-            return [kind, identity, _class_of(value), all_of(record.items)]
+            return [kind, identity, _class_of(value), all_of(record.items), *_made_class_of(value)]
         if isinstance(record, Items):
             maxlen = value.maxlen if isinstance(value, deque) else None
             return [
@@ -351,7 +352,7 @@ class Encoder:
                 maxlen,
             ]
         if isinstance(record, Members):
-            return ["set", identity, _class_of(value), all_of(record.members), record.pops]
+            return ["set", identity, _class_of(value), all_of(record.members), record.length, record.pops]
         if isinstance(record, Randomness):
             bits = [self._encode(each, name + child, depth + 1) for child, each in record.children()]
             return ["random", identity, _state_to_plain(record.state), *bits]
@@ -419,6 +420,7 @@ class Decoder:
         self._shared: frozenset[int] | None = None
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
+        self._classes: dict[str, type] = {}  # that the script of the other process has made
         self._claimed: set[str] = set()  # names of objects that stand for themselves
         self._lacking = 0  # parts that could not be put in place
 
@@ -506,10 +508,11 @@ class Decoder:
         """Return a class: one that is known by this name, or one that is made of its bases."""
         if isinstance(current, type) and _name_of(current) == title:
             return current
-        found = _class_named(title) or _class_of_parts(title, parts)
+        found = _class_named(title) or self._classes.get(title) or _class_of_parts(title, parts)
         if found is None:
             self._lacks(name, f"the class {title} cannot be sent to a replacement")
             return current
+        self._classes[title] = found
         return found
 
     def _keep(self, number: int, made: Any) -> None:
@@ -774,32 +777,35 @@ class Decoder:
         return made
 
     def _set(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, sent, *pops = content  # an earlier version wrote none
+        cls, sent, *table = content
         made = current if _is_a(current, cls) else _new(cls, set())
         if made is None:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         members = self._all(sent, [], name)
-        if why := refill(made, members, any(pops)):
+        length, pops = table or (0, False)  # an earlier version wrote nothing of it
+        if why := refill(made, members, length, pops):
             self._lacks(name, why)
         return made
 
     def _tuple(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, sent = content
+        cls, sent, *made_class = content
         there = list(tuple.__iter__(current)) if isinstance(current, tuple) else []
         there = there if len(there) == len(sent) else []
         items = self._all(sent, there, name)
         if there and all(a is b for a, b in zip(items, there, strict=True)):
             return current
-        return self._fixed(cls, tuple, items, name)
+        return self._fixed(cls, made_class, tuple, items, name)
 
     def _frozenset(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, sent = content
-        return self._fixed(cls, frozenset, self._all(sent, [], name), name)
+        cls, sent, *made_class = content
+        return self._fixed(cls, made_class, frozenset, self._all(sent, [], name), name)
 
-    def _fixed(self, cls: str, base: type, items: list[Any], name: str) -> Any:
-        made = _class_named(cls)
-        if made is not None and issubclass(made, base):
+    def _fixed(self, cls: str, made_class: list[Any], base: type, items: list[Any], name: str) -> Any:
+        made: Any = _class_named(cls)
+        for sent in made_class:
+            made = self._decode(sent, MISSING, name)
+        if isinstance(made, type) and issubclass(made, base):
             return fixed_of(made, items)
         self._lacks(name, f"a {cls} cannot be made in a replacement, so it is a {base.__name__} there")
         return base(items)
@@ -936,6 +942,11 @@ def _class_of(value: Any) -> str:
 
 def _name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _made_class_of(value: Any) -> list[Any]:
+    """Return what is sent for the class of a value if a script has made it while it ran; nothing for all others."""
+    return [] if _class_named(_class_of(value)) is type(value) else [_encode_atom(type(value))]
 
 
 def _parts_of_class(cls: type) -> Any:
