@@ -137,7 +137,9 @@ class UserCode:
                 continue
             self._classes[base] = None
             for name, value in vars(base).items():
-                if name not in self._without_methods:
+                if issubclass(type(value), type):  # in its body, or an attribute of it
+                    self._ahead.append(partial(self._add_class, value))
+                elif name not in self._without_methods:
                     self._add_functions_of(value)
 
     def _add_functions_of(self, value: Any) -> None:
@@ -190,7 +192,10 @@ class UserCode:
         if base is not None:  # by its own methods: those of a class of the user's may change it
             items = dict.values(value) if base is dict else base.__iter__(value)
             for item in islice(items, _MANY):
-                self._add_functions_of(item)
+                if issubclass(type(item), type):
+                    self._add_class(item)
+                else:
+                    self._add_functions_of(item)
             return
         self._add_class(cls)
         self._add_functions_of(value)

@@ -12,10 +12,11 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from lightning_replica.core.user_code import CACHE, UserCode, is_users_class
+from lightning_replica.core.user_code import CACHE, UserCode
 from lightning_replica.state.objects.capture import Root
 from lightning_replica.state.objects.kinds import is_made_in_python, keeps_something
 from lightning_replica.state.objects.records import is_special
@@ -41,20 +42,16 @@ def variables_of(code: UserCode) -> Iterator[Root]:
         now, written = vars(module), code.written.get(name, ())
         only = tuple(each for each in sorted(names) if (_is_state(now[each]) if each in now else each in written))
         yield Root(module, GLOBALS + name, only=only, most=MOST)
-        for cls in (now[each] for each in sorted(names) if _is_enumeration(now.get(each))):
-            for member in cls.__members__.values():
-                yield Root(member, f"{CLASS}{cls.__module__}.{cls.__qualname__}.{member.name}", _OF_MEMBERS)
-    titles = set[str]()
+    titles = Counter[str]()
     for cls in code.classes:
         title = f"{CLASS}{cls.__module__}.{cls.__qualname__}"
-        if title not in titles:  # of classes that a function makes anew each time, the first
-            titles.add(title)
-            yield Root(cls, title, own=_not_state_of(cls), most=MOST)
-
-
-def _is_enumeration(value: Any) -> bool:
-    cls = type(value)
-    return issubclass(cls, enum.EnumMeta) and is_users_class(value)
+        titles[title] += 1
+        if titles[title] > 1:  # a function makes a class each time
+            title = f"{title} ({titles[title]})"
+        yield Root(cls, title, own=_not_state_of(cls), most=MOST)
+        if issubclass(cls, enum.Enum):
+            for name, member in sorted(cls.__members__.items()):
+                yield Root(member, f"{title}.{name}", _OF_MEMBERS)
 
 
 def _is_of_ranks(name: str) -> bool:
@@ -104,7 +101,14 @@ class Environment:
 
 def _not_state_of(cls: type) -> frozenset[str]:
     """Return the names in the body of a class that are no state; an attribute that comes later counts."""
-    return frozenset(name for name, value in vars(cls).items() if is_special(name) or not _is_state(value))
+    is_enumeration = issubclass(cls, enum.Enum)
+    members: Iterable[str] = getattr(cls, "__members__", ()) if is_enumeration else ()
+    of_class = (
+        name
+        for name, value in vars(cls).items()
+        if is_special(name) or not _is_state(value) or (is_enumeration and name.startswith("_"))
+    )
+    return frozenset((*members, *of_class))
 
 
 def _is_state(value: Any) -> bool:

@@ -11,7 +11,6 @@ reported by name, and a replacement takes a peer's. What has not changed, the sc
 A tensor with a graph is restored without its graph. A graph that leads from one step into the next is not restored.
 """
 
-import enum
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, Scope, warn
 from lightning_replica.core.points import PHASES
-from lightning_replica.core.user_code import UserCode, is_users_class, module_of
+from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.sharding.engine import OF_PARAMETERS, Watch, watch_of
 from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
@@ -60,8 +59,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 GRADIENTS_BYTES: Final = 2**24  # of parameters in no optimizer; those that take more do not go back
 _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
-# Accelerators stand for devices, which no rollback moves. Members of enumerations are roots by themselves.
-_NO_STATE: Final = (enum.Enum, Accelerator)
+_NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
 _FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
@@ -283,24 +281,23 @@ class _Variables:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._classes: set[type] = set()
-        self._learnt: set[type] = set()
+        self._classes: dict[type, None] = {}
+        self._learnt: list[type] = []
         self._roots: list[Root] = []
         self.environment = Environment()
 
     def learn(self, classes: Iterable[type]) -> bool:
         """Follow the code of further classes, too. Return whether there is any of the user's that is not known yet."""
-        self._learnt = set(filter(is_users_class, classes)) - self._classes
+        self._learnt = [cls for cls in filter(is_users_class, classes) if cls not in self._classes]
         return bool(self._learnt)
 
     def of(self, trainer: pl.Trainer, tree: Tree) -> list[Root]:
         """Return where the walk over them begins."""
         objects = _objects_of(trainer)
-        classes = {*map(type, tree.modules), *map(type, objects), *map(type, trainer.optimizers), *self._learnt}
+        owners = (*tree.modules, *objects, *trainer.optimizers)
+        classes = dict.fromkeys((*map(type, owners), *self._learnt))  # in the same order in every process of a job
         if classes != self._classes:
-            code = UserCode(
-                objects, sorted(classes, key=lambda cls: (module_of(cls), cls.__qualname__)), without=_NO_STATE
-            )
+            code = UserCode(objects, classes, without=_NO_STATE)
             self._classes, self._roots = classes, [*variables_of(code), *self.environment.of(code)]
             if code.problem:
                 self._report("variables of your code", f"{code.problem}, so what changes in some does not go back")

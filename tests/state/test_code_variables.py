@@ -373,6 +373,49 @@ class Level(enum.Enum):
     SEEN = [0]
 
 
+class WithClasses(L.LightningModule):
+    """Writes to attributes of classes, and to members of enumerations, that no global name leads to."""
+
+    class Settings:
+        count = 0
+
+        class Mode(enum.Enum):
+            FAST = 1
+            SLOW = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Any = Held
+        self.table: Any = {"first": InTable}
+
+    def advance(self) -> tuple[int, ...]:
+        slow: Any = self.Settings.Mode.SLOW
+        slow.hits = getattr(slow, "hits", 0) + 1
+        self.Settings.count += 1
+        self.held.count += 1
+        self.table["first"].count += 1
+        NAMED["second"].count += 1
+        return slow.hits, self.Settings.count, self.held.count, self.table["first"].count, NAMED["second"].count
+
+
+def test_classes_that_no_global_name_leads_to() -> None:
+    module, other = WithClasses(), WithClasses()
+    copies = Copies(module)
+    beginning = copies.take()
+    module.advance()
+    taken = copies.take()
+    expected = [module.advance() for _ in range(3)]
+    copies.put(taken)
+    assert [module.advance() for _ in range(3)] == expected == [(2,) * 5, (3,) * 5, (4,) * 5]
+    sent = copies.private()
+    copies.put(beginning)
+    assert not hasattr(WithClasses.Settings.Mode.SLOW, "hits")
+    replaced = put_sent(other, sent)
+    assert other.advance() == (5,) * 5
+    assert not {**copies.inexact.known, **replaced.inexact.known}
+    copies.put(beginning)
+
+
 class WithMembers(L.LightningModule):
     """Writes to members of an enumeration, to the environment, and to a handler of logs."""
 
@@ -395,6 +438,17 @@ class Counter(logging.Handler):
 
     def emit(self, record: Any) -> None:
         self.records += 1
+
+
+def holds_count() -> Any:
+    class Made:
+        count = 0
+
+    return Made
+
+
+Held, InTable = holds_count(), holds_count()
+NAMED = {"second": holds_count()}
 
 
 def forget() -> None:

@@ -1032,3 +1032,38 @@ def test_references_to_what_has_a_name() -> None:
     module.layer.note = [1]
     assert copies.take().changed["callback 0 (Refers)"] == frozenset(("task", "references", "gone"))
     assert copies.inexact.known == found.inexact.known == {}
+
+
+class Refused(ValueError):
+    """Its fields lie in C."""
+
+
+class KeepsExceptions(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = ValueError("", 0)
+        self.of_system = OSError(2, "no", "a")
+        self.seen: list[Any] = []
+
+    def advance(self) -> list[Any]:
+        self.last.args = (self.last.args[0] + "x", len(self.seen))
+        self.of_system.errno = len(self.seen)
+        try:
+            raise Refused(len(self.seen)) from self.last
+        except Refused as error:
+            self.seen.append(error)
+        found = [[*each.args, each.__cause__ is self.last, str(each)] for each in self.seen]
+        return [*found, self.last.args, self.of_system.errno, self.of_system.filename]
+
+
+def test_exceptions() -> None:
+    module, other = KeepsExceptions(), KeepsExceptions()
+    copies = Copies(module)
+    module.advance()
+    taken = copies.take()
+    expected = [module.advance() for _ in range(3)]
+    copies.put(taken)
+    assert [module.advance() for _ in range(3)] == expected
+    replaced = put_sent(other, copies.private())
+    assert other.advance() == module.advance() != expected[-1]
+    assert not {**copies.inexact.known, **replaced.inexact.known}

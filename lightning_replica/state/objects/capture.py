@@ -13,7 +13,8 @@ containers hold is compared as a whole in the first windows only, and then in tu
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from types import FunctionType
@@ -179,6 +180,12 @@ class Capture:
             if found.setdefault(name, held.value) is not held.value:
                 shared.add(name)
         return {name: value for name, value in found.items() if name not in shared}
+
+    def children(self) -> Iterator[Any]:
+        """Yield what the objects refer to."""
+        for record in self.records.values():
+            with suppress(Exception):  # keys of the user's run code of their own; `Recorder` has told of it
+                yield from (value for _, value in record.children())
 
     def put_back(self, report: Report) -> None:
         """Restore all of it, in place.

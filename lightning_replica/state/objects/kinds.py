@@ -309,7 +309,7 @@ def is_file(value: Any) -> bool:
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Return the names of the slots that instances of a class written in Python have."""
+    """Return the names of the slots that instances of a class written in Python have, and of fields of exceptions."""
     if cls not in _slots:
         _slots[cls] = _find_slots(cls)
     return _slots[cls]
@@ -319,11 +319,19 @@ def _find_slots(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
+        if issubclass(base, BaseException) and not is_made_in_python(base):
+            found += [name for name, each in vars(base).items() if _is_field(name, each)]
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
             if name not in _NOT_SLOTS:
                 hidden = name.startswith("__") and not name.endswith("__")
                 found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
     return tuple(found)
+
+
+def _is_field(name: str, of_class: Any) -> bool:
+    """Return whether an attribute of a built-in class of exceptions is a field that can be set, as ``args``."""
+    is_field = isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType))
+    return is_field and name not in ("__dict__", "__traceback__")
 
 
 def reduced(iterator: Any) -> tuple[Any, tuple[Any, ...], Any]:

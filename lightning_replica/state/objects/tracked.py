@@ -91,9 +91,12 @@ class Tracked:
         self._last = Taken()
 
     @property
-    def classes(self) -> set[type]:
-        """The classes of all objects that were reachable in the beginning."""
-        return set() if self._first is None else {type(record.value) for record in self._first.records.values()}
+    def classes(self) -> Iterable[type]:
+        """The classes of all objects that were reachable in the beginning, and those that these refer to."""
+        if self._first is None:
+            return ()
+        held = (child for child in self._first.children() if issubclass(type(child), type))
+        return dict.fromkeys((*(type(record.value) for record in self._first.records.values()), *held))
 
     def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""
