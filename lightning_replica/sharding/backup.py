@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.optimizer import ShardedOptimizer
@@ -32,6 +32,7 @@ class GradientCopy:
     def __init__(self, buffers: Sequence[Buffers], fence: AbstractContextManager[None], at_once: bool) -> None:
         self._fence = fence
         self._present = [(each, each.present()) for each in buffers]
+        self._reached = [each.reached for each in buffers]
         self._values: dict[int, Tensor] = {}
         self._is_complete = False
         if at_once:
@@ -48,6 +49,19 @@ class GradientCopy:
                 if any(was and now for was, now in zip(present, buffers.present(), strict=True)):
                     self._values[id(buffers)] = buffers.grads.clone()
         self._is_complete = True
+
+    def gradients(self, reached: bool) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients by parameter.
+
+        Args:
+            reached: Whether to leave out those to which nothing has been added since the update that used them.
+        """
+        self.keep()
+        found: dict[nn.Parameter, Tensor] = {}
+        for (buffers, present), was_reached in zip(self._present, self._reached, strict=True):
+            if id(buffers) in self._values and (was_reached or not reached):
+                found |= buffers.gradients_in(self._values[id(buffers)], present)
+        return found
 
     def is_of(self, buffers: Sequence[Buffers]) -> bool:
         """Return whether these are the buffers of which gradients were copied."""
@@ -66,7 +80,8 @@ class GradientCopy:
 
     def restore(self) -> None:
         """Make gradients what they were."""
-        for buffers, present in self._present:
+        for (buffers, present), reached in zip(self._present, self._reached, strict=True):
+            buffers.reached = reached
             if id(buffers) in self._values:
                 buffers.grads.copy_(self._values[id(buffers)])
             elif self._is_complete:

@@ -31,6 +31,7 @@ class Buffers(Values):
         accumulates: Whether gradients of 16 bits are accumulated in 32, apart from the parameters' ``.grad``. Then a
             parameter's ``main_grad`` is its view into ``grads``, as under megatron-core: what finds it there may add to
             it by itself (``gradient_accumulation_fusion``), and sets ``grad_added_to_main_grad``.
+        reached: Whether a backward pass of manual optimization may have added to the gradients since the last update.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Buffers(Values):
         super().__init__(grid, rank, parameters, order, settings)
         self.grads = self.block.grads
         self.accumulates = self.grads.dtype != self.params.dtype
+        self.reached = False
         self._counted = self._counted_ranges(settings.uncounted)
         self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
         self._grad_views = [
@@ -120,6 +122,11 @@ class Buffers(Values):
         """Give every parameter that ``used`` marks its view as gradient, and the others None."""
         for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
             parameter.grad = like(parameter, view.detach()) if there else None
+
+    def gradients_in(self, flat: Tensor, present: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients that ``present`` marks, as views of ``flat``, which is laid out as ``grads``."""
+        parts = zip(self.parameters, self._forms, self.layout.world, present, strict=True)
+        return {parameter: view_like(form, flat, where) for parameter, form, where, there in parts if there}
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""

@@ -297,6 +297,16 @@ class Engine(Recoverable, Protocol):
 
     # Called by the trainer, checkpoints, or tools, between steps
 
+    def carried_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients, as of the window's begin, that a later step may add to or read; for checkpoints.
+
+        Under manual optimization these are gradients to which a backward pass has added since their optimizer's last
+        step. Under automatic optimization there are some only if `EngineSettings.keeps_gradients`.
+        """
+
+    def set_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give parameters what `carried_gradients` has returned, on the parameters' device."""
+
     @property
     def optimizers(self) -> Sequence[OptimizerShard]:
         """What checkpoints read and write: one entry for each of the user's optimizers, in their order."""

@@ -112,6 +112,8 @@ class Gradients:
         if not reduce or (self._manual and not self._whole):
             self.reset()
             return
+        for buffers in self._differentiable():
+            buffers.reached = self._manual
         for way in self.ways(self._differentiable()):
             way.reducer.begin(way.active)
 

@@ -68,6 +68,7 @@ def import_shard(
             if any(present):
                 receive(buffers.grads)
                 buffers.show(present)
+            buffers.reached = any(present)
 
 
 def _messages(tensors: dict[str, Tensor]) -> list[list[Tensor]]:

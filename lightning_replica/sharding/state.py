@@ -268,6 +268,8 @@ class ShardedState:
             self._update([sharded], commit)
             self._guard.renew(self.step, self.optimizers)
         self._gather([sharded])
+        for buffers in sharded.buffers:
+            buffers.reached = False
         if not self.settings.whole_gradients:
             sharded.drop_gradients()
         self._idle()
@@ -303,6 +305,23 @@ class ShardedState:
     def window_is_open(self) -> bool:
         """Whether unreduced gradients of this rank wait for a later batch; only then a batch ends without a commit."""
         return self.gradients.pending
+
+    def carried_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients, as of the window's begin, that code may read or add to in a later step."""
+        settings = self.settings
+        if not settings.whole_gradients or not (settings.manual or settings.keeps_gradients):
+            return {}
+        held = self._gradients_before or GradientCopy(self.buffers, self._fence, at_once=True)
+        return held.gradients(reached=not settings.keeps_gradients)
+
+    def set_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give parameters what `carried_gradients` has returned."""
+        with self._fence:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            for buffers in self.buffers:
+                buffers.attach_all()
+                buffers.reached = self.settings.manual and any(buffers.present())
 
     # After a fault (recovery.interface.Recoverable)
 

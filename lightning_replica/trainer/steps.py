@@ -40,7 +40,7 @@ from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.reachable import Survey
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.trainer import lengths
+from lightning_replica.trainer import carried_gradients, lengths
 from lightning_replica.trainer.ddp_differences import differences_from_ddp
 from lightning_replica.trainer.hooks import Hooks
 from lightning_replica.trainer.incidents import Incidents
@@ -341,9 +341,7 @@ class Training:
             return self._recover("")
         if loaded is not None:
             self.host.load(loaded)
-            if self.state.settings.keeps_gradients:
-                why = "a checkpoint holds none, so code that looks at them before the next update finds None"
-                self.inexact.report("gradients", why, "resume")
+            carried_gradients.put(self._module, self.state, loaded, self.inexact.report)
             if loaded.replicated.get("agreed"):
                 self._tail_commit = replace(Commit.of(loaded.replicated["agreed"]), stop=0.0, save=0.0)
                 self._after_commit(self._tail_commit)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
 from lightning_replica.core.points import listen
@@ -31,6 +31,7 @@ class Trained(Case):
 
     name: str = "plain"
     options: dict[str, Any] = field(default_factory=dict)
+    saves: bool = False  # after each batch
 
 
 def train(case: Trained, out: Path) -> None:
@@ -46,6 +47,7 @@ def train(case: Trained, out: Path) -> None:
     callbacks = (
         Reaches(case, strategy, out),
         *([DyingGaspCheckpoint(out / "gasp", case.grace_s)] if case.gasp else ()),
+        *([ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)] if case.saves else ()),
     )
     where = accelerator(case.accelerator)
     result = fit(case.name, strategy, case.devices, callbacks, load=case.load or None, accelerator=where)
@@ -223,20 +225,40 @@ def test_a_stop_after_hooks_have_changed_the_dataset(
         assert different(got, expected) == []
 
 
-def test_a_resumed_run_says_that_it_lacks_gradients(tmp_path: Path) -> None:
-    name = "gradients_seen_between_steps"
-    first = Trained((Fault("sigterm", 1, "train_batch_end", 3),), name=name, devices=2, gasp=True)
-    assert world.run(first, tmp_path / "first", target=train).code == 75
-    (saved,) = (tmp_path / "first" / "gasp").glob("step_*")
-    then = world.run(Trained(name=name, devices=2, load=str(saved)), tmp_path / "then", target=train)
-    assert then.code == 0, then.logs
-    told = "Not exact after a resume: gradients: a checkpoint holds none, so code that looks at them before the next"
-    assert told in then.logs
-    plain = world.run(Trained(devices=2, load=str(saved)), tmp_path / "plain", target=train)
-    assert told not in plain.logs
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("name", ["two_paces", "gradients_seen_between_steps_by_hand"])
+def test_a_checkpoint_holds_gradients_that_the_next_step_needs(
+    name: str, form: str, untouched: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    options = {"state_dict_type": form}
+    results(Trained(name=name, devices=2, options=options, saves=True), tmp_path)
+    for step in (1, 4):
+        case = Trained(name=name, devices=2, options=options, load=str(tmp_path / "saved" / f"step={step}.ckpt"))
+        outcome, ranks = results(case, tmp_path / str(step))
+        for got, expected in zip(ranks, untouched[name], strict=True):
+            assert different(got, expected) == []
+        assert "Not exact" not in outcome.logs
 
 
 AT_REST = [point for point in POINTS if point != "update"]
+CARRIES = [name for name in NAMES if name.startswith("gradients_seen") or name in ("two_paces", "manual_accumulation")]
+
+
+@pytest.mark.parametrize("point", ["train_batch_end", "batch 3", "before_commit"])
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_stop_between_an_update_and_code_that_needs_its_gradients(
+    name: str, point: str, untouched: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    first = Trained((Fault("sigterm", 1, point, 3),), name=name, devices=2, gasp=True)
+    stopped = world.run(first, tmp_path / "first", target=train)
+    assert stopped.code == 75, stopped.logs
+    (saved,) = (tmp_path / "first" / "gasp").glob("step_*")
+    outcome, ranks = results(Trained(name=name, devices=2, load=str(saved)), tmp_path / "then")
+    for got, expected in zip(ranks, untouched[name], strict=True):
+        assert different(got, expected) == []
+    assert "Not exact" not in outcome.logs
+
+
 # More than one update in a batch, weights of the user's own, parameters of fewer bits than their shards.
 FLIPPED = {
     "manual",

@@ -437,6 +437,24 @@ def manual_accumulation() -> tuple[Net, dict[str, Any]]:
 
 
 @scenario
+def two_paces() -> tuple[Net, dict[str, Any]]:
+    class TwoPaces(Manual):
+        """One optimizer makes a step each batch, the other every second: gradients wait for it."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            slow, fast = cast("list[Any]", self.optimizers())
+            for optimizer in (slow, fast) if batch_idx % 2 else (fast,):
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.body.parameters(), 1e-2), torch.optim.RMSprop(self.head.parameters(), 1e-2)
+
+    return TwoPaces(), {}
+
+
+@scenario
 def manual_closure() -> tuple[Net, dict[str, Any]]:
     class WithClosure(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -12,8 +12,9 @@ exact place, which the counters also tell (`place_of`). For each place, this is 
 - "tail", after an update, before all that follows it in its batch: only in a dying gasp (`record_last`);
 - None, between epochs: the next epoch.
 
-No checkpoint holds gradients. A checkpoint that is written in the middle of a window therefore goes back to the
-window's start, of which every rank has a snapshot, and the window is done again.
+A checkpoint holds no gradients of an unfinished window. One that is written in the middle of a window therefore goes
+back to the window's start, of which every rank has a snapshot, and the window is done again. Gradients that lie there
+at the window's start, and to which a later step adds or which code reads, are saved (`carried_gradients`).
 
 [Note: other worlds]
 Random numbers, workers and metrics under way belong to ranks. With another number of ranks, with a model that is
@@ -37,6 +38,7 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.messages import say
+from lightning_replica.sharding.engine import Engine
 from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders
@@ -45,6 +47,7 @@ from lightning_replica.state.objects.tracked import LEFT_OUT
 from lightning_replica.state.reachable import SAVED_HOOKS
 from lightning_replica.state.snapshot import Place, Snapshot
 from lightning_replica.state.structure import grow, names_of_modules
+from lightning_replica.trainer import carried_gradients
 from lightning_replica.trainer.session import Session
 from lightning_replica.trainer.steps import Training
 
@@ -100,7 +103,12 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
     if groups.rank != 0:
         return {}
     return {
-        "host": {"place": "batch", **taken.replicated, "modules": names_of_modules(trainer.lightning_module)},
+        "host": {
+            "place": "batch",
+            **taken.replicated,
+            "modules": names_of_modules(trainer.lightning_module),
+            "gradients": carried_gradients.packed(trainer, training.state),
+        },
         "ranks": [plain.load(each) for each in everyone],
         "world_size": len(everyone),
         "division": _division(trainer),
@@ -109,12 +117,18 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
 
 
 def record_last(
-    trainer: pl.Trainer, taken: Snapshot, commit: tuple[float, ...], privates: dict[int, bytes], world_size: int
+    trainer: pl.Trainer,
+    state: Engine,
+    taken: Snapshot,
+    commit: tuple[float, ...],
+    privates: dict[int, bytes],
+    world_size: int,
 ) -> dict[str, Any]:
     """Return what `record` returns, for a dying gasp, from the snapshot that the ranks agreed on. Not collective.
 
     Args:
         trainer: The trainer, restored to the snapshot.
+        state: The sharded state, restored to it.
         taken: The snapshot.
         commit: The commit vector of the step before, if there was one.
         privates: Each rank's private state, as it is mirrored. If one is missing, none is saved, and random numbers are
@@ -130,6 +144,7 @@ def record_last(
             "place": place,
             "agreed": commit if place == "tail" else (),
             "modules": names_of_modules(trainer.lightning_module),
+            "gradients": carried_gradients.packed(trainer, state),
         },
         "ranks": [_private(each) for each in ranks],
         "world_size": len(ranks),
@@ -283,7 +298,9 @@ def _elsewhere(trainer: pl.Trainer, session: Session, loops: dict[str, Any], own
     host = {**now, "loops": copy.deepcopy(loops), "metrics_known": False}
     if own:
         host |= {
-            key: own["host"][key] for key in ("logged", "accumulate", "gradient", "should_stop") if key in own["host"]
+            key: own["host"][key]
+            for key in ("logged", "accumulate", "gradient", "gradients", "should_stop")
+            if key in own["host"]
         }
     place, batch = place_of(loops), host["loops"][_BATCHES]
     in_tail = bool(own) and own["host"]["place"] == "tail"

@@ -65,7 +65,7 @@ def test_a_sample(name: str, tmp_path: Path) -> None:
     assert_exact(case, tmp_path / "run", untouched)
 
 
-# Gradients that a training step keeps from batch to batch are in no checkpoint.
+# The first makes no update in most batches.
 NAMES = [name for name in SCENARIOS if name not in {"manual_accumulation", "found_rate"}]
 
 

@@ -1,0 +1,47 @@
+"""Gradients in checkpoints: those that lie between two steps, and that a later step adds to or code looks at."""
+
+from typing import Any, Final
+
+from lightning_replica._compat.lightning_names import pl
+from lightning_replica.core import plain
+from lightning_replica.core.inexact import Report
+from lightning_replica.sharding.engine import Engine
+from lightning_replica.state.snapshot import Snapshot
+
+_BYTES: Final = 2**26  # checkpoints hold no more than this
+_NAME: Final = "gradients"  # the report's
+
+
+def packed(trainer: pl.Trainer, state: Engine) -> bytes | None:
+    """Return the gradients, packed, by name of the parameter; None if a checkpoint cannot hold them."""
+    carried, strategy = state.carried_gradients(), trainer.strategy
+    grids: Any = strategy.grids  # type: ignore[attr-defined]
+    names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
+    if carried and (len(grids.grids) > 1 or not all(id(each) in names for each in carried)):
+        return None
+    if sum(gradient.nbytes for gradient in carried.values()) > _BYTES:
+        return None
+    return plain.pack({names[id(parameter)]: gradient for parameter, gradient in carried.items()})
+
+
+def put(module: pl.LightningModule, state: Engine, loaded: Snapshot, report: Report) -> None:
+    """Give parameters the gradients that a checkpoint holds. Report those that it lacks, if a later step needs them.
+
+    Args:
+        module: The module.
+        state: The sharded state.
+        loaded: What the checkpoint holds; one of another strategy or of an earlier version says nothing of gradients.
+        report: Gets what is not restored.
+    """
+    held = loaded.replicated.get("gradients", b"")
+    if held:
+        parameters = dict(module.named_parameters())
+        found = {parameters[name]: each for name, each in plain.unpack(held).items() if name in parameters}
+        state.set_gradients({parameter: each.to(parameter.device) for parameter, each in found.items()})
+    elif held is None:
+        why = "a later step adds to them or reads them, and the checkpoint holds none: they take more than 64 MiB"
+        report(_NAME, f"{why}, or the model is divided among ranks", "resume")
+    elif state.settings.keeps_gradients:
+        report(
+            _NAME, "the checkpoint holds none, so code that looks at them before the next update finds None", "resume"
+        )
