@@ -2,5 +2,5 @@
 
 Read the modules bottom-up: layout, values, buffers, collectives, reducer, gradients, piece, optimizer, guard, state.
 `replica_optimizer` is for users, without the engine.
-May import `recovery.interface`, `groups` and below.
+May import `core.recoverable`, `groups` and below.
 """

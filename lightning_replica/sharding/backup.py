@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.optimizer import ShardedOptimizer
-from lightning_replica.sharding.own_attributes import OwnAttributes, attributes_of, set_attributes
+from lightning_replica.sharding.own_attributes import OwnAttributes, attributes_of_shard, set_attributes
 
 
 class GradientCopy:
@@ -127,7 +127,7 @@ class Backup:
             for optimizer in self._optimizers:
                 tensors, scalars = optimizer.state()
                 self._states.append(({name: tensor.clone() for name, tensor in tensors.items()}, dict(scalars)))
-                self._attributes.append(attributes_of(optimizer.optimizer))
+                self._attributes.append(attributes_of_shard(optimizer.optimizer))
         self.whole = True
 
     def restore(self) -> None:

@@ -19,7 +19,7 @@ A step, on every rank:
 
 Under manual optimization `step_one` replaces the calls from reduce to gather, any number of times. `end_batch` follows
 the last of them, and then the commit of the batch. `release` is the last call of all. A fault may come in any call.
-Then the calls of `recovery.interface.Recoverable` follow, and after them `begin_window`, or the tail of the step.
+Then the calls of `core.recoverable.Recoverable` follow, and after them `begin_window`, or the tail of the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.inexact import Report, warn
+from lightning_replica.core.recoverable import Recoverable
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
-from lightning_replica.recovery.interface import Recoverable
 from lightning_replica.sharding.buffers import OF_PARAMETERS
 from lightning_replica.sharding.commit import Commit, Flags, Request
 from lightning_replica.sharding.layout import Partition

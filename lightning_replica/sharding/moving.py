@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_replica.sharding.optimizer import ShardedOptimizer
-from lightning_replica.sharding.own_attributes import attributes_of, set_attributes
+from lightning_replica.sharding.own_attributes import attributes_of_shard, set_attributes
 
 _LARGE_BYTES = 2**20
 
@@ -26,7 +26,7 @@ def export_shard(
         Plain data, and flat tensors: for each optimizer, the values of each buffer, its state, and gradients, if asked.
     """
     manifest: dict[str, Any] = {"layouts": [], "tensors": [], "scalars": [], "gradients": []}
-    manifest["attributes"] = [list(attributes_of(optimizer.optimizer)) for optimizer in optimizers]
+    manifest["attributes"] = [list(attributes_of_shard(optimizer.optimizer)) for optimizer in optimizers]
     flat: list[Tensor] = []
     for optimizer in optimizers:
         tensors, scalars = optimizer.state()

@@ -313,6 +313,10 @@ class ShardedOptimizer(Generic[Store]):
         for piece in self.pieces:
             piece.parameter.grad = None
 
+    def lost_attributes(self) -> list[str]:
+        """Return the names of attributes that updates have written, and that are neither sent nor saved; each once."""
+        return self._watch.lost()
+
     # State, piece by piece
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

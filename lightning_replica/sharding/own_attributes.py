@@ -3,13 +3,15 @@
 A counter that each update raises belongs to the shard: it follows the updates, and all holders of a shard have the
 same. So it is sent with the shard, and goes back with it where a batch makes more than one update.
 
-What code outside of updates writes to an optimizer belongs to the rank, as an attribute of the module does. `Watch`
-finds out which attributes these are.
+What code outside of updates writes to an optimizer belongs to the rank, as an attribute of the module does; also what
+it writes to an object that the optimizer has, as SAM does to an optimizer inside of it. `Watch` finds out which
+attributes these are.
 """
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from torch.optim import SGD, Optimizer
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
 
-_DEEP, _MANY = 4, 10_000  # containers in containers, and items of one, that are looked at for changes
+_DEEP, _MANY = 4, 10_000  # objects in objects, and how many in all, that are looked at for changes
 # Of torch's attributes, those that code may write to at any time: the last four hold hooks.
 _WRITTEN = {
     "defaults",
@@ -30,6 +32,7 @@ _WRITTEN = {
     *(f"_optimizer_state_dict_{when}_hooks" for when in ("pre", "post")),
 }
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_NOT_LOOKED_INTO = (nn.Module, type, types.ModuleType, *_FUNCTIONS)
 
 
 class OwnAttributes(NamedTuple):
@@ -57,6 +60,13 @@ def attributes_of(optimizer: Optimizer) -> OwnAttributes:
         except plain.NotPlainError:
             found.left.append(name)
     return found
+
+
+def attributes_of_shard(optimizer: Optimizer) -> OwnAttributes:
+    """Return what `attributes_of` returns, without the names of those that belong to the rank."""
+    found, watch = attributes_of(optimizer), watch_of(optimizer)
+    of_rank = () if watch is None else watch.of_rank()
+    return found._replace(left=[name for name in found.left if name not in of_rank])
 
 
 def set_attributes(optimizer: Optimizer, packed: Mapping[str, bytes], kept: Collection[str] | None = None) -> None:
@@ -92,6 +102,7 @@ class Watch:
         self._optimizer = optimizer  # and so no other object has its `id`
         self._left = _marks(optimizer)
         self._outside, self._inside = set[str](), set[str]()
+        self._told = set[str]()
         _watches[id(optimizer)] = self
 
     @contextmanager
@@ -118,6 +129,13 @@ class Watch:
         self._outside |= self.new
         return tuple(sorted((self._outside - self._inside) | _WRITTEN))
 
+    def lost(self) -> list[str]:
+        """Return what updates have written and what is no plain data, so that it is neither sent nor saved; once."""
+        if self._inside <= self._told:
+            return []
+        new, self._told = self._inside - self._told, set(self._inside)
+        return [name for name in attributes_of(self._optimizer).left if name in new]
+
     @property
     def of_both(self) -> set[str]:
         """The names of what both updates and other code have written, which counts as the updates'."""
@@ -142,24 +160,54 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: _mark(value, 0) for name, value in vars(optimizer).items() if name not in _of_torch()}
+    groups = optimizer.param_groups
+    looks = _Looks(_MANY, frozenset(map(id, (optimizer, optimizer.state, groups, *groups))))
+    return {name: _mark(value, 0, looks) for name, value in vars(optimizer).items() if name not in _of_torch()}
 
 
-def _mark(value: Any, depth: int) -> Any:
+@dataclass
+class _Looks:
+    """How many objects are still looked at, and the ``id`` of those that are none of an attribute's."""
+
+    left: int
+    others: frozenset[int]
+
+
+def _mark(value: Any, depth: int, looks: _Looks) -> Any:
     """Return something that is another one after the value has changed, and takes no copy of large tensors.
 
-    What it does not see counts as written by updates.
+    What it does not see counts as written by updates. So do values of parameters, which belong to no attribute.
+
+    Args:
+        value: The value.
+        depth: In how many objects it lies.
+        looks: What is looked at.
     """
     cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
+    if issubclass(cls, nn.Parameter):
+        return id(value)
     if issubclass(cls, Tensor):
         return id(value), None if value.is_inference() else write_count(value)
     if issubclass(cls, (bool, int, float, str, bytes)):
         return cls, value
-    if depth < _DEEP and cls in (list, tuple):
-        return len(value), [_mark(each, depth + 1) for each in islice(value, _MANY)]
-    if depth < _DEEP and issubclass(cls, dict):
-        return len(value), [(id(key), _mark(each, depth + 1)) for key, each in islice(dict.items(value), _MANY)]
-    return id(value)
+    looks.left -= 1
+    if depth == _DEEP or looks.left < 0 or id(value) in looks.others:
+        return id(value)
+    if cls in (list, tuple):
+        return len(value), [_mark(each, depth + 1, looks) for each in islice(value, _MANY)]
+    if issubclass(cls, dict):
+        return len(value), [(id(key), _mark(each, depth + 1, looks)) for key, each in islice(dict.items(value), _MANY)]
+    return id(value), [(name, _mark(each, depth + 1, looks)) for name, each in _attributes_in(value)]
+
+
+def _attributes_in(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, without calling code of its class; none of a model's, or of code's."""
+    if issubclass(type(value), _NOT_LOOKED_INTO):
+        return []
+    try:
+        return [*object.__getattribute__(value, "__dict__").items()]
+    except AttributeError:
+        return []
 
 
 @cache

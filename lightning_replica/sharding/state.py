@@ -234,9 +234,17 @@ class ShardedState:
                 self._update(self.optimizers, self.committed)
             self._guard.renew(self.step + 1, self.optimizers)
         self._keep_gradients()
+        self._tell_of_updates()
         self.step, self._is_new = self.step + 1, False
         self._backup = self._before_window = self._before_hooks = self._gradients_before = None
         self._idle()
+
+    def _tell_of_updates(self) -> None:
+        """Tell of what updates have written to optimizers and what can be neither sent nor saved."""
+        for number, optimizer in enumerate(self.optimizers):
+            for name in optimizer.lost_attributes():
+                why = "updates change it, and it is no plain data: neither a replacement nor a checkpoint has it"
+                self._report(f"optimizer {number}.{name}", why, "replacement")
 
     def _keep_gradients(self) -> None:
         """Copy the gradients that the hooks after an update find, if user code may look at them."""
@@ -323,7 +331,7 @@ class ShardedState:
                 buffers.attach_all()
                 buffers.reached = self.settings.manual and any(buffers.present())
 
-    # After a fault (recovery.interface.Recoverable)
+    # After a fault (core.recoverable.Recoverable)
 
     @property
     def entered(self) -> bool:

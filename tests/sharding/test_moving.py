@@ -2,19 +2,20 @@
 
 from collections import deque
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from lightning_replica.core import plain
 from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
-from lightning_replica.sharding.own_attributes import attributes_of, watch_of
+from lightning_replica.sharding.own_attributes import attributes_of, attributes_of_shard, watch_of
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
 from tests.support.sharded import digest, new_state
@@ -264,3 +265,58 @@ def test_which_attributes_are_the_ranks() -> None:
     optimizer.updates[0] += 1
     assert "updates" not in watch.of_rank()
     assert watch.of_both == {"updates"}
+
+
+class Within(SGD):
+    """Has an optimizer of its own, and an object."""
+
+    def __init__(self, parameters: Any, steps: bool) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.steps = steps
+        self.inner = SGD(self.param_groups)
+        self.inner.param_groups = self.param_groups
+        self.helper = SimpleNamespace(turns=[0])
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure) if self.steps else super().step(closure)
+
+
+def with_an_inner_one(steps: bool) -> tuple[ShardedState, Within]:
+    parameters = [nn.Parameter(torch.ones(30))]
+    optimizer = Within(parameters, steps)
+    return new_state(Grid.of(4, 2), 0, parameters, [optimizer], bucket_bytes=2000), optimizer
+
+
+def test_an_optimizer_in_an_optimizer_that_other_code_steps_belongs_to_the_rank() -> None:
+    state, optimizer = with_an_inner_one(steps=False)
+    update(state, 1)
+    assert attributes_of_shard(optimizer).left == ["inner", "helper"]
+    (parameter,) = state.trained
+    optimizer.inner.state[parameter]["momentum_buffer"] = torch.ones(30)
+    optimizer.helper.turns.append(1)
+    watch: Any = watch_of(optimizer)
+    assert {"inner", "helper"} <= {*watch.of_rank()}
+    optimizer.inner.state[parameter]["momentum_buffer"].add_(1)
+    assert attributes_of_shard(optimizer).left == []
+    update(state, 2)
+    assert watch.of_both == set()
+    assert watch.lost() == []
+
+
+def test_an_optimizer_in_an_optimizer_that_updates_step_is_named() -> None:
+    state, optimizer = with_an_inner_one(steps=True)
+    watch: Any = watch_of(optimizer)
+    update(state, 1)
+    assert not {"inner", "helper"} & {*watch.of_rank()}
+    assert watch.lost() == ["inner"]
+    update(state, 2)
+    assert watch.lost() == []
+
+
+def test_an_optimizer_in_an_optimizer_that_has_the_same_state_is_sent_with_that() -> None:
+    state, optimizer = with_an_inner_one(steps=True)
+    optimizer.inner.state = optimizer.state
+    watch: Any = watch_of(optimizer)
+    update(state, 1)
+    assert watch.lost() == []
+    assert len(state.optimizers[0].state()[0]) == 1

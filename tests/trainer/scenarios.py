@@ -454,6 +454,49 @@ def two_paces() -> tuple[Net, dict[str, Any]]:
     return TwoPaces(), {}
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Makes its updates with an optimizer of its own, outside of `step`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.02)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.02, momentum=0.9)
+        self.inner.param_groups = self.param_groups
+
+    def all(self) -> list[nn.Parameter]:
+        return [each for group in self.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        norm = torch.stack([grad_of(each).norm() for each in self.all()]).norm()
+        for each in self.all():
+            self.inner.state[each]["before"] = each.clone()
+            each.add_(grad_of(each), alpha=float(0.05 / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for each in self.all():
+            each.copy_(self.inner.state[each].pop("before"))
+        self.inner.step()
+        self.zero_grad()
+
+
+@scenario
+def an_optimizer_in_an_optimizer() -> tuple[Net, dict[str, Any]]:
+    class Sharp(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            optimizer.climb()
+            self.manual_backward(self.loss(batch))
+            optimizer.descend()
+
+        def configure_optimizers(self) -> Any:
+            return SharpnessAware(self.parameters())
+
+    return Sharp(), {}
+
+
 @scenario
 def manual_closure() -> tuple[Net, dict[str, Any]]:
     class WithClosure(Manual):
