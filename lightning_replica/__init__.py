@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_replica._compat import packages as _packages
 from lightning_replica._compat import started as _started  # noqa: F401
+from lightning_replica._version import __version__
 from lightning_replica.launch.rank import enter as _enter
 
 if TYPE_CHECKING:
     from lightning_replica.public import *  # noqa: F403
 # ruff: noqa: F405
 
-__version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointPublisher",
     "ConfigurationError",

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ FOLDERS = [
     "conf",
     "__main__",
 ]
-GROUND = {"errors", "exit_codes"}  # modules at the root that every folder may import
+GROUND = {"errors", "exit_codes", "_version"}  # modules at the root that every folder may import
 NO_LIGHTNING = ["devices", "core", "stores", "control", "groups", "recovery", "sharding", "checkpoint"]
 # What may be touched of the engine from outside, and by whom.
 ENGINE = "sharding.engine"
@@ -85,6 +86,43 @@ def test_imports_go_down(path: Path) -> None:
     own = module_of(path)
     for target in own_imports(path):
         assert floor(target) <= floor(own), f"{own} imports {target}, which stands above it"
+    assert "lightning_replica" not in imports(path), f"{own} imports the whole package, with all that it imports"
+
+
+def files_imported(path: Path, modules: set[str]) -> set[str]:
+    """The files of the package that a file imports, under TYPE_CHECKING and inside of functions too."""
+    found = set()
+    for name in imports(path):
+        if name.split(".")[0] == "lightning_replica":
+            target = name.removeprefix("lightning_replica").removeprefix(".")
+            while target not in modules:  # a name in a file, or of the package's own
+                target = target.rpartition(".")[0]
+            found.add(target)
+    return found - {module_of(path)}
+
+
+# Two wings, which meet in `recovery` and above: who is alive and who is replaced; whose bits go where.
+PROCESSES, BITS = {"launch", "nodes"}, {"groups", "sharding", "checkpoint"}
+BRIDGE = "launch.ending"  # counts the runs that have failed in the directory of their checkpoints
+
+
+def test_processes_and_bits_know_nothing_of_each_other() -> None:
+    crossings = set()
+    for path in files():
+        own = module_of(path)
+        rooms = {target.split(".")[0] for target in own_imports(path)}
+        above = {"recovery", "state", "trainer"}
+        if own.split(".")[0] in PROCESSES and rooms & (BITS | above):
+            crossings.add(own)
+        if own.split(".")[0] in BITS and rooms & (PROCESSES | above):
+            crossings.add(own)
+    assert crossings == {BRIDGE}
+
+
+def test_no_circle_of_files() -> None:
+    modules = {module_of(path) for path in files()}
+    assert "trainer.fit_loop" in files_imported(PACKAGE / "trainer" / "strategy.py", modules)
+    TopologicalSorter({module_of(path): files_imported(path, modules) for path in files()}).prepare()
 
 
 @pytest.mark.parametrize("path", files(), ids=module_of)

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-import lightning_replica
 from lightning_replica._compat.packages import LIGHTNING, chosen
 from lightning_replica._compat.versions import TESTED, is_newer_than_tested, supports
+from lightning_replica._version import __version__
 from lightning_replica.cli.ascend import ascend
 from lightning_replica.cli.check import Check
 from lightning_replica.core.output import size
@@ -33,7 +33,7 @@ def versions() -> Iterator[Check]:
     """Check Python, the system, and whether the packages have the versions that this package requires."""
     yield Check("system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield _tested("python", platform.python_version())
-    yield Check("lightning_replica", "ok", lightning_replica.__version__)
+    yield Check("lightning_replica", "ok", __version__)
     for wanted in map(_of_this_process, _requirements()):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-import lightning_replica
+from lightning_replica._version import __version__
 from lightning_replica.core import streams
 from lightning_replica.core.output import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
@@ -18,7 +18,7 @@ _DESCRIPTION = "Checks machines and jobs before `Trainer(strategy='replica_zero'
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands and their options."""
     top = argparse.ArgumentParser("lightning-replica", description=_DESCRIPTION)
-    top.add_argument("--version", action="version", version=f"lightning-replica {lightning_replica.__version__}")
+    top.add_argument("--version", action="version", version=f"lightning-replica {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in _COMMANDS:
         try:

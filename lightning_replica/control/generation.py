@@ -187,6 +187,22 @@ class Generations:
         self.give_up(why, asked, code)
         self.begin_next(0, Fault("end", ranks, why))
 
+    def come_to_save(self, rank: int) -> None:
+        """Record that a rank has left its training to write the last checkpoint."""
+        self.store.set(keys.come_to_save(rank), "")
+
+    def has_come_to_save(self, rank: int) -> bool:
+        """Return whether `come_to_save` was called for a rank; until then, the others wait for it."""
+        return self.store.check([keys.come_to_save(rank)])
+
+    def leave_last_checkpoint(self, path: str) -> None:
+        """Record the path of the last checkpoint of a run that was given up."""
+        self.store.set(keys.GASP, path)
+
+    def last_checkpoint(self) -> str | None:
+        """Return the path that `leave_last_checkpoint` has recorded; None if there is none yet."""
+        return self.store.get(keys.GASP).decode() if self.store.check([keys.GASP]) else None
+
     def exit_code(self) -> int:
         """Return the exit code of what ended the run; 0 if it is not known."""
         return int(self.store.get(keys.EXIT_CODE)) if self.store.check([keys.EXIT_CODE]) else 0

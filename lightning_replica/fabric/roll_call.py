@@ -17,9 +17,8 @@ from lightning_replica._compat.groups import default_store
 from lightning_replica._compat.torch import registered_groups
 from lightning_replica.core.machine import has_ended, machine
 from lightning_replica.devices import gloo
-from lightning_replica.devices.exceptions import first_line
+from lightning_replica.devices.exceptions import first_line, is_of_others
 from lightning_replica.errors import CheckpointError, ConfigurationError, RecoveryError
-from lightning_replica.recovery.diagnosis import is_of_others
 
 PATIENCE_S = 3.0
 _HERE, _PROCESS = "replica_zero/here", "replica_zero/process"

@@ -18,7 +18,7 @@ from lightning_replica.control import keys
 from lightning_replica.core import streams
 from lightning_replica.core.messages import with_bars
 from lightning_replica.core.user_code import is_users
-from lightning_replica.recovery.diagnosis import is_of_others
+from lightning_replica.devices.exceptions import is_of_others
 from lightning_replica.stores.interface import Store
 
 

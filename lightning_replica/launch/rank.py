@@ -5,13 +5,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from types import TracebackType
 
 import torch.distributed as dist
 
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import phase_of
+from lightning_replica.core import entry
 from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import crashes, stacks
 from lightning_replica.launch.beacons import VARIABLE, sign_in
@@ -85,14 +85,6 @@ def _ignore_hangup() -> None:
 
 
 _entered: dict[int, SupervisedRank] = {}  # by process, as a fork inherits its parent's memory
-_at_entry: list[Callable[[SupervisedRank], None]] = []
-
-
-def at_entry(call: Callable[[SupervisedRank], None]) -> None:
-    """Register ``call``, which a process that becomes a rank calls as soon as it does; at once if it is one already."""
-    _at_entry.append(call)
-    if os.getpid() in _entered:
-        call(_entered[os.getpid()])
 
 
 def enter() -> SupervisedRank | None:
@@ -103,6 +95,5 @@ def enter() -> SupervisedRank | None:
     if os.getpid() not in _entered:
         die_with(environment.supervisor)
         rank = _entered[os.getpid()] = SupervisedRank(environment)
-        for call in _at_entry:
-            call(rank)
+        entry.enter(rank)
     return _entered[os.getpid()]

@@ -21,6 +21,7 @@ from lightning_replica.control.told import Told
 from lightning_replica.core.messages import leave_room
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.signals import signal_name
+from lightning_replica.devices.exceptions import explain
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN
 from lightning_replica.launch.ending import Ending
 from lightning_replica.launch.last_words import LastWords
@@ -43,8 +44,6 @@ from lightning_replica.launch.policy import (
 )
 from lightning_replica.launch.rank_logs import RankLogs
 from lightning_replica.launch.standby import Standbys
-from lightning_replica.recovery.diagnosis import explain
-from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.stores.interface import Store
 from lightning_replica.stores.tcp import connect, serve
 
@@ -177,7 +176,7 @@ class Supervisor:
         self._node.kill_all()
 
     def _final_code(self) -> int:
-        path = Gasp.written(self._generations) if self._policy.options.gasp else None
+        path = self._generations.last_checkpoint() if self._policy.options.gasp else None
         code = self._policy.final_code(saved=path is not None)
         if not self._node.has_had_ranks:  # a spare: the others judge
             return code
@@ -351,7 +350,7 @@ class Supervisor:
 
     def _end_absent(self) -> None:
         ranks = self._node.children
-        absent = [rank for rank in ranks if not Gasp.has_come(self._generations, rank)]
+        absent = [rank for rank in ranks if not self._generations.has_come_to_save(rank)]
         for rank in absent if len(absent) < len(ranks) else ():
             why = f"Rank {rank} was busy and did not join the save; it was killed, and the others continue."
             self._say(why)

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-import lightning_replica
+from lightning_replica._version import __version__
 from lightning_replica.control import agreement, keys
 from lightning_replica.core import runtime
 from lightning_replica.core.messages import say
@@ -102,7 +102,7 @@ def facts(settings: NodeSettings, command: Sequence[str]) -> dict[str, str]:
         "the script and its arguments": " ".join(command[1:]),
         "the contents of the script": _contents(command),
         **agreement.versions(),
-        "lightning_replica": lightning_replica.__version__,
+        "lightning_replica": __version__,
     }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_replica.control import keys
 from lightning_replica.control.generation import Generations
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.recovery.incident import Incident, Transferred
-from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.phases import Phase
 from lightning_replica.recovery.recovery import Outcome
 

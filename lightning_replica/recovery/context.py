@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lightning_replica.control.faults import Fault
 from lightning_replica.core.points import PhaseName
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.recovery.planner import Move
 
 

@@ -14,7 +14,6 @@
 import torch.distributed as dist
 
 from lightning_replica.devices.exceptions import first_line, with_causes
-from lightning_replica.devices.gloo import is_collective_failure
 from lightning_replica.devices.interface import Device, DeviceFault
 from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
@@ -22,7 +21,6 @@ from lightning_replica.errors import (
     CorruptedShardError,
     DeviceLostError,
     Interrupted,
-    RecoveryError,
     ReplicaError,
     TransferError,
     WorkerDiedError,
@@ -30,22 +28,11 @@ from lightning_replica.errors import (
 
 _AGAIN = (CollectiveError, Interrupted, TransferError, CorruptedShardError)
 _STORE = (dist.DistNetworkError, dist.DistStoreError)  # the store is gone, so no rank can continue
-_OF_OTHERS = (CollectiveError, Interrupted, RecoveryError)
-
-
-def explain(error: BaseException) -> str:
-    """Return the type and the message of an exception."""
-    return f"{type(error).__name__}: {error}"
 
 
 def worker_died(error: BaseException) -> bool:
     """Return whether an exception says that a worker of a DataLoader has died."""
     return any(isinstance(each, WorkerDiedError) for each in with_causes(error))
-
-
-def is_of_others(error: BaseException) -> bool:
-    """Return whether a process that ends with ``error`` ends because of another process."""
-    return isinstance(error, _OF_OTHERS) or is_collective_failure(error)
 
 
 def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:

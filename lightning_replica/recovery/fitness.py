@@ -3,9 +3,9 @@
 import logging
 
 from lightning_replica.control.generation import Generations
+from lightning_replica.core.recoverable import Recoverable
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import DeviceLostError, RecoveryError
-from lightning_replica.recovery.interface import Recoverable
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Table
 from lightning_replica.core.points import reach
+from lightning_replica.core.recoverable import HostState, Recoverable
 from lightning_replica.errors import RecoveryError
 from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.recovery.conclusion import read_reports
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
-from lightning_replica.recovery.interface import HostState, Recoverable
 from lightning_replica.recovery.planner import Decision, Report, can_send, decide
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Gasp:
             DeviceLostError: If this rank cannot use its device any more.
             CheckpointError: If the checkpoint cannot be written.
         """
-        self._generations.store.set(keys.come_to_save(self._rank), "")
+        self._generations.come_to_save(self._rank)
         generation = 0
         while True:
             generation = self._generations.newest(generation)
@@ -169,7 +169,7 @@ class Gasp:
         self._groups.leave()
         clean(device, state, self._generations)
         self._monitor.moved_to(generation)
-        path = self.written(self._generations)
+        path = self._generations.last_checkpoint()
         if path is not None:  # ranks completed it in an earlier attempt; others may be waiting here
             self._generations.begin(generation + 1, Fault("end", (), "the last checkpoint is written"))
             return path
@@ -181,7 +181,7 @@ class Gasp:
             host.restore_groups(plan.kind, plan.step)
             state.roll_back(plan.kind)
             reach("gasp_write")
-            self._generations.store.set(keys.GASP, write(plan))
+            self._generations.leave_last_checkpoint(write(plan))
         meet, left = self._generations.meet, plan.left
         meet(keys.SAVED, self._rank, generation, left, self._timeout_s, given_up=True)
         return self._generations.store.get(keys.GASP).decode()
@@ -194,16 +194,6 @@ class Gasp:
             return make_gasp_plan(reports, self._table).to_plain()
 
         return GaspPlan.from_plain(self._conclude(generation, own.to_plain(), draw))
-
-    @staticmethod
-    def has_come(generations: Generations, rank: int) -> bool:
-        """Return whether a rank has left its training to write; until then, the others wait for it."""
-        return generations.store.check([keys.come_to_save(rank)])
-
-    @staticmethod
-    def written(generations: Generations) -> str | None:
-        """Return the path of the checkpoint of a run that was given up; None if there is none yet."""
-        return generations.store.get(keys.GASP).decode() if generations.store.check([keys.GASP]) else None
 
 
 def _frozen(lists: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:

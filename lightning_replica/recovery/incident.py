@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from lightning_replica.control.faults import Detected, Fault, most_telling
 from lightning_replica.core.points import PHASES
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 
 _NAMED = 5  # of what is not exact, in the line for the user
 SCHEMA = 1  # version of the line that `to_json` returns

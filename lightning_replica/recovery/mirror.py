@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_replica._compat.torch import as_bytes
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.ranges import ranged
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.core.works import Work, track
-from lightning_replica.recovery.interface import Kind
 from lightning_replica.recovery.planner import Mirror
 
 _HEADER = struct.Struct("<qqqqqq")  # step, length of the payload, CRC-32 of payload and digest, digest

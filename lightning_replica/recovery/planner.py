@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_replica.core.grid import Table
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.errors import ProtocolError, RecoveryError
 from lightning_replica.groups.names import Held
-from lightning_replica.recovery.interface import Kind
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Table
 from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.recoverable import HostState, Recoverable
 from lightning_replica.core.works import Work
 from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.groups.world import ProcessGroups
@@ -23,7 +24,6 @@ from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.diagnosis import begins_again
 from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.incident import Transferred
-from lightning_replica.recovery.interface import HostState, Recoverable
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.phases import Phase, Timeline
 from lightning_replica.recovery.planner import Mirror, Move, Plan, Report

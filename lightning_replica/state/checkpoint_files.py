@@ -12,7 +12,7 @@ from typing import Any, Final
 from lightning_replica._compat.lightning import checkpoint_exists
 from lightning_replica._compat.lightning_names import Callback, ModelCheckpoint, pl
 from lightning_replica.core.inexact import Report, warn
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
 

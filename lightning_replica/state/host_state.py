@@ -15,9 +15,9 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.ranges import ranged
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
-from lightning_replica.recovery.interface import Kind
 from lightning_replica.sharding.engine import Engine
 from lightning_replica.state import data_setup, param_groups
 from lightning_replica.state import snapshot as snapshots
@@ -36,7 +36,7 @@ _OUTPUT_BYTES = 2**26  # of what a training step returns
 
 
 class LightningHostState:
-    """The `recovery.interface.HostState` of a Trainer.
+    """The `core.recoverable.HostState` of a Trainer.
 
     Args:
         trainer: The trainer that fits.
@@ -241,7 +241,7 @@ class LightningHostState:
         snapshots.restore(self._trainer, taken, self._copies)
         self._device.set_rng_state(taken.rng)
 
-    # recovery.interface.HostState
+    # core.recoverable.HostState
 
     def held(self, kind: Kind) -> tuple[int, ...]:
         """Return the steps of the snapshots of ``kind`` that this rank holds."""

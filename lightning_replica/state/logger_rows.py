@@ -14,7 +14,7 @@ from typing import Any, Final
 from lightning_replica._compat.lightning_names import Logger
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core.inexact import Report, Scope, warn
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.state.objects.capture import Anchors, Recorder, Root
 from lightning_replica.state.objects.kinds import LIVE, describe, is_harmless, is_live
 from lightning_replica.state.objects.records import Unknown

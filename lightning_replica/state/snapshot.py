@@ -20,9 +20,9 @@ from lightning_replica._compat.lightning_names import pl
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report, warn
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
-from lightning_replica.recovery.interface import Kind
 from lightning_replica.state import data_setup, own_states, param_groups, torch_settings
 from lightning_replica.state.callback_state import (
     CallbackStates,

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 
 from lightning_replica.control import keys
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.stores.interface import Store
 
 

@@ -1,20 +1,32 @@
 """Lightning's loops, which can also begin in the middle.
 
-`ReplicaFitLoop.run` catches the exception of a fault, has the strategy recover, and continues from the snapshot that
-the ranks agreed on: at the start of a batch window, or in the tail of a step. In the same way a fit resumes from a
+`ReplicaFitLoop.run` catches the exception of a fault, has the fit recover, and continues from the snapshot that the
+ranks agreed on: at the start of a batch window, or in the tail of a step. In the same way a fit resumes from a
 checkpoint, at the place where the checkpoint was written (saving/resume.py). The control flow is Lightning's own. Where
 this file follows it line by line (`_epochs`, `_end_epoch`, `ReplicaEpochLoop.run`, `_tail`),
 tests/compat/test_compat.py watches the original.
+
+A rank without inputs shadows the steps of the others (joining.py): of what the loop does with a batch, it does what is
+not about the batch.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 
 from lightning_replica._compat.lightning import walk_loops
 from lightning_replica._compat.lightning_names import (
+    Checkpoint,
+    Closure,
+    ClosureResult,
+    LearningRateMonitor,
+    ProgressBar,
+    Timer,
+    WeightAveraging,
     _AutomaticOptimization,
     _call_callback_hooks,
     _call_lightning_module_hook,
@@ -26,6 +38,7 @@ from lightning_replica._compat.lightning_names import (
     isolate_rng,
     pl,
 )
+from lightning_replica.core.inexact import Report
 from lightning_replica.core.points import begin, reach
 from lightning_replica.errors import ConfigurationError, ProtocolError, RecoveryError
 from lightning_replica.state.data import deaths
@@ -33,20 +46,45 @@ from lightning_replica.state.data.in_loops import exact_loaders, put_in, take_ou
 from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.data_setup import RemembersSetup
 from lightning_replica.state.snapshot import Snapshot
+from lightning_replica.trainer.hooks import named_hooks
+from lightning_replica.trainer.joining import Joining
 from lightning_replica.trainer.lengths import check, lengths_of
-from lightning_replica.trainer.optimization import ReplicaManualOptimization, ReplicaOptimization
-
-if TYPE_CHECKING:
-    from lightning_replica.trainer.joining import Joining
-    from lightning_replica.trainer.steps import Training
-    from lightning_replica.trainer.strategy import ReplicaZeroStrategy
+from lightning_replica.trainer.session import Session
+from lightning_replica.trainer.steps import Training
 
 # These are not faults: Lightning uses the first for control flow, and the others say that the run cannot recover.
-_PASS = (_TunerExitException, RecoveryError, ProtocolError, ConfigurationError)
+_PASS: Final = (_TunerExitException, RecoveryError, ProtocolError, ConfigurationError)
+# Callbacks that act on steps and use no batch. They meet other ranks, or must be the same on all.
+_ACT_ON_STEPS: Final = (Checkpoint, LearningRateMonitor, ProgressBar, Timer, WeightAveraging)
 
 
-def adopt(trainer: pl.Trainer) -> None:
-    """Give the trainer's loops the classes of this module. The loops keep their state.
+class FitStrategy(Protocol):
+    """What the loops use of the strategy."""
+
+    joining: Joining | None
+    _lightning_optimizers: list[Any]
+
+    @property
+    def training(self) -> Training:
+        """The fit under way."""
+
+    @property
+    def session(self) -> Session:
+        """The session of this process."""
+
+    @property
+    def report_inexact(self) -> Report:
+        """Called with what is not restored exactly."""
+
+    def resumption(self, trainer: pl.Trainer) -> Snapshot | None:
+        """Return where the fit resumes; None if no checkpoint has been loaded."""
+
+    def step_is_done(self, tail: Snapshot) -> AbstractContextManager[None]:
+        """Make optimizer steps inside of the block call hooks only: the update has been made."""
+
+
+def adopt(trainer: pl.Trainer, strategy: FitStrategy) -> None:
+    """Give the trainer's loops the classes of this module, and the strategy. The loops keep their state.
 
     Raises:
         ConfigurationError: If the trainer has loops that are not Lightning's.
@@ -66,6 +104,7 @@ def adopt(trainer: pl.Trainer) -> None:
                 f" {type(loop).__name__}. Leave `trainer.fit_loop` as Lightning made it."
             )
         loop.__class__ = ours
+        cast("Any", loop).strategy = strategy
     deaths.hold()
 
 
@@ -75,6 +114,8 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
     Its data can be put back, and its persistent workers continue from one validation to the next.
     """
 
+    strategy: FitStrategy
+
     def setup_data(self) -> None:
         """Set up loaders, and put exact loaders in place of new ones."""
         before = self._combined_loader
@@ -82,13 +123,12 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
         if self._combined_loader is not before:
             former = exact_loaders(before)
             take_out(before)
-            strategy: Any = self.trainer.strategy
-            put_in(self._combined_loader, report=strategy.report_inexact, former=former)
+            put_in(self._combined_loader, report=self.strategy.report_inexact, former=former)
 
     def on_run_start(self) -> None:
         """Begin a validation."""
         if not self.trainer.sanity_checking:
-            cast("ReplicaZeroStrategy", self.trainer.strategy).training.give_buffers()
+            self.strategy.training.give_buffers()
         super().on_run_start()
 
     def set_up(self) -> None:
@@ -111,21 +151,18 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
     """
 
     lengths: Sequence[int] = ()
+    strategy: FitStrategy
 
     @property
-    def _strategy(self) -> "ReplicaZeroStrategy":
-        return cast("ReplicaZeroStrategy", self.trainer.strategy)
-
-    @property
-    def _training(self) -> "Training":
-        return self._strategy.training
+    def _training(self) -> Training:
+        return self.strategy.training
 
     def run(self) -> None:
         """Train to the end, through any number of faults."""
         self._follow_sanity_check()
         self.setup_data()
-        loaded = self._strategy.resumption(self.trainer)
-        if self._strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
+        loaded = self.strategy.resumption(self.trainer)
+        if self.strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
             return
         self.reset()
         self.on_run_start()
@@ -166,9 +203,9 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         former = [] if fetcher is None else exact_loaders(fetcher._combined_loader)
         if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
             take_out(fetcher._combined_loader)
-        joining = self._strategy.joining
+        joining = self.strategy.joining
         inputs = None if joining is None else joining.inputs()
-        put_in(self._combined_loader, True, inputs, self._strategy.report_inexact, former)
+        put_in(self._combined_loader, True, inputs, self.strategy.report_inexact, former)
         if joining is None:
             check(lengths_of(self.trainer))
         else:
@@ -177,8 +214,8 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
     def setup_data(self) -> None:
         """Make loaders, unless there are some and no new ones are due."""
         super().setup_data()
-        if self._strategy.joining is not None:
-            self._strategy.joining.check_fetcher(self._data_fetcher)
+        if self.strategy.joining is not None:
+            self.strategy.joining.check_fetcher(self._data_fetcher)
 
     def _skips(self, loaded: Snapshot | None) -> bool:
         """Return whether there is nothing to train. An epoch that has not reached its end is completed first.
@@ -202,7 +239,7 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         A replacement runs no sanity check. A dataset may draw its contents when it is made, so the order matters. The
         generators that the sanity check draws from are put back after it, and they are put back here too.
         """
-        succession = self._strategy.session.succession
+        succession = self.strategy.session.succession
         if succession.remembered("validation data", lambda: self._validates_already):
             with isolate_rng(), succession.journal.reading_left_out():
                 self._set_up_validation()
@@ -272,19 +309,12 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
 
     resume: Snapshot | None = None
     metrics_known = True
-
-    @property
-    def _strategy(self) -> "ReplicaZeroStrategy":
-        return cast("ReplicaZeroStrategy", self.trainer.strategy)
-
-    @property
-    def _joins(self) -> "Joining":
-        return cast("Joining", self._strategy.joining)
+    strategy: FitStrategy
 
     def run(self, data_fetcher: Any) -> None:
         """Run the loop of `_TrainingEpochLoop.run`, beginning at `resume` where there is one."""
         resume, self.resume = self.resume, None
-        joining = self._strategy.joining
+        joining = self.strategy.joining
         if resume is None:
             self.reset()
             if joining is not None:
@@ -306,7 +336,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
                 self.metrics_known = True
                 self.on_iteration_done()
         if joining is not None:
-            joining.end_epoch(self)
+            self._end_joined_epoch(joining)
 
     def _rest(self, resume: Snapshot) -> Callable[[], None] | None:
         """Return what is left of the batch at which the loop continues, up to `on_advance_end`; None if nothing is."""
@@ -333,7 +363,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
     def _end_loaded_batch(self, resume: Snapshot) -> None:
         """End a batch in which a callback's hook wrote the checkpoint: the module's hook comes after the callbacks'."""
         if isinstance(resume.batch, Shadow):
-            self._joins.end_batch(self)
+            self._end_shadow()
             return
         self._results.batch = resume.batch
         _call_lightning_module_hook(self.trainer, "on_train_batch_end", resume.output, resume.batch, self.batch_idx)
@@ -353,9 +383,9 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         """Run one batch. Take a snapshot first where a window of accumulated batches begins."""
         reach("batch_start")
         first_of_window = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
-        self._strategy.training.begin_batch(first_of_window)
-        if self._strategy.joining is not None:
-            data_fetcher = self._joins.advance(self, data_fetcher, self._strategy.training, first_of_window)
+        self.strategy.training.begin_batch(first_of_window)
+        if self.strategy.joining is not None:
+            data_fetcher = self._batch_or_shadow(self.strategy.joining, data_fetcher, first_of_window)
         if data_fetcher is not None:
             super().advance(data_fetcher)
 
@@ -376,8 +406,9 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         self._results.batch = snapshot.batch
         if isinstance(snapshot.batch, Shadow):
             if trainer.lightning_module.automatic_optimization:
-                self._strategy.training.return_to_commit(snapshot)  # as the others do in their `optimizer_step`
-            self._joins.redo(self)
+                self.strategy.training.return_to_commit(snapshot)  # as the others do in their `optimizer_step`
+            self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+            self._finish_shadow()
             return
         if trainer.lightning_module.automatic_optimization:
             self._tail_of_optimization(snapshot)
@@ -388,8 +419,7 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
         self._end_batch()
 
     def _tail_of_optimization(self, snapshot: Snapshot) -> None:
-        trainer = self.trainer
-        strategy = self._strategy
+        trainer, strategy = self.trainer, self.strategy
         with strategy.step_is_done(snapshot):
             _call_lightning_module_hook(
                 trainer,
@@ -403,3 +433,135 @@ class ReplicaEpochLoop(_TrainingEpochLoop):
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: Lightning's broadcast before every batch would swallow a fault and cost a round trip."""
+
+    # A batch that this rank does not have
+
+    def _batch_or_shadow(self, joining: Joining, fetcher: Any, first_of_window: bool) -> Any:
+        """Fetch a batch; shadow the step if this rank has none.
+
+        Returns:
+            What the loop of Lightning fetches the batch from; None if the step has been shadowed.
+        """
+        item = joining.fetch(fetcher, self.batch_progress.current.ready)
+        ranks = joining.averages_over
+        if first_of_window and ranks is not None:
+            self.strategy.training.state.average_over(ranks)
+        if not isinstance(item[0], Shadow):
+            return _Fetched(item, fetcher.done)
+        if first_of_window:
+            self.trainer.optimizers[0].zero_grad()
+        self._shadow(item[0], fetcher.done)
+        return None
+
+    def _shadow(self, shadow: Shadow, done: bool) -> None:
+        """Do what `advance` does with a batch, as far as it is not about a batch."""
+        progress = self.batch_progress
+        progress.is_last_batch = done
+        progress.increment_ready()
+        self.trainer._logger_connector.on_batch_start(shadow)
+        self._call_callbacks_on_steps("on_train_batch_start", None, self.batch_idx)
+        progress.increment_started()
+        if not self._should_accumulate():
+            self._step_without_batch()
+        self._finish_shadow()
+
+    def _step_without_batch(self) -> None:
+        """Make the step. Hooks that may change a gradient are called: it is the gradient of this rank's shard, too."""
+        trainer, training, optimization = self.trainer, self.strategy.training, self.automatic_optimization
+
+        def prepare() -> None:
+            training.before_backward(accumulating=False)
+            training.after_backward()
+            _call_callback_hooks(trainer, "on_after_backward")
+            _call_lightning_module_hook(trainer, "on_after_backward")
+
+        cast("ReplicaOptimization", optimization).closure = closure = _NoBatch(prepare)
+        steps = optimization.optim_progress.optimizer.step
+        steps.increment_ready()
+        trainer.strategy.optimizer_step(trainer.optimizers[0], closure, trainer.lightning_module)
+        steps.increment_completed()
+
+    def _finish_shadow(self) -> None:
+        """Do what follows a step without a batch."""
+        self.batch_progress.increment_processed()
+        self._step_schedulers()
+        self._call_callbacks_on_steps("on_train_batch_end", {}, None, self.batch_idx)
+        self._call_join_hooks("on_shadow_step")
+        self._end_shadow()
+
+    def _end_shadow(self) -> None:
+        """End a batch that this rank does not have. Nothing was logged in it, so loggers get nothing."""
+        self.trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+
+    def _end_joined_epoch(self, joining: Joining) -> None:
+        """Tell callbacks that all ranks have joined."""
+        if self.batch_progress.is_last_batch:
+            self._call_join_hooks("on_join_end", joining.had_inputs(self.batch_progress.current.ready - 1))
+
+    def _call_callbacks_on_steps(self, hook: str, *args: Any) -> None:
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, _ACT_ON_STEPS):
+                getattr(callback, hook)(self.trainer, self.trainer.lightning_module, *args)
+
+    def _call_join_hooks(self, hook: str, *args: Any) -> None:
+        for _, call in named_hooks(self.trainer, hook):
+            call(self.trainer, self.trainer.lightning_module, *args)
+
+
+class _Fetched:
+    """A fetcher that returns the batch that has been fetched."""
+
+    def __init__(self, item: Any, done: bool) -> None:
+        self._item, self._done = item, done
+
+    @property
+    def done(self) -> bool:
+        """Whether no batch follows."""
+        return self._done
+
+    def __next__(self) -> Any:
+        return self._item
+
+
+class _NoBatch(Closure):
+    """The closure of a step without a batch: there is no loss, and no backward pass."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        super().__init__(ClosureResult(None))  # type: ignore[arg-type]
+        self._prepare = prepare
+        self._result = ClosureResult(None)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Do what precedes a step."""
+        self._prepare()
+
+
+class ReplicaOptimization(_AutomaticOptimization):
+    """`_AutomaticOptimization` that keeps the closure under way, so that its result can be read."""
+
+    closure: Closure | None = None
+    strategy: FitStrategy
+
+    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Any, batch_idx: int) -> Closure:
+        self.closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        return self.closure
+
+    def output(self) -> dict[str, Any]:
+        """Return what the closure has returned."""
+        if self.closure is None or self.closure._result is None:
+            raise ProtocolError("The commit was entered before the closure had run.")
+        return self.closure._result.asdict()
+
+
+class ReplicaManualOptimization(_ManualOptimization):
+    """`_ManualOptimization` that commits once the training step, with all its optimizer steps, is done."""
+
+    strategy: FitStrategy
+
+    def run(self, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """Run one training step and end its batch."""
+        output: dict[str, Any] = super().run(kwargs)
+        self.strategy.training.end_manual_batch(output)
+        return output

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.points import PHASES
+from lightning_replica.devices.exceptions import explain
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import (
     CollectiveError,
@@ -21,7 +22,7 @@ from lightning_replica.errors import (
     TransferError,
 )
 from lightning_replica.recovery.context import RecoveryContext
-from lightning_replica.recovery.diagnosis import explain, fault_behind
+from lightning_replica.recovery.diagnosis import fault_behind
 from lightning_replica.recovery.incident import Incident
 
 log = logging.getLogger(__name__)

@@ -7,35 +7,15 @@ with a gradient of zero, until no rank has inputs. Names and averages are those 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
-from lightning_replica._compat.lightning_names import (
-    Checkpoint,
-    Closure,
-    ClosureResult,
-    LearningRateMonitor,
-    ProgressBar,
-    Timer,
-    WeightAveraging,
-    _call_callback_hooks,
-    _call_lightning_module_hook,
-    _DataLoaderIterDataFetcher,
-    pl,
-)
+from lightning_replica._compat.lightning_names import _DataLoaderIterDataFetcher, pl
 from lightning_replica.core import checks
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.state.data.inputs import Inputs, Shadow
-from lightning_replica.trainer.hooks import named_hooks
 from lightning_replica.trainer.lengths import UNSIZED, gather, lengths_of, named, told
 
-if TYPE_CHECKING:
-    from lightning_replica.trainer.fit_loop import ReplicaEpochLoop, ReplicaFitLoop
-    from lightning_replica.trainer.steps import Training
-
 UnevenInputs: TypeAlias = Literal["join"] | None
-
-# Callbacks that act on steps and use no batch. They meet other ranks, or must be the same on all.
-_ACT_ON_STEPS = (Checkpoint, LearningRateMonitor, ProgressBar, Timer, WeightAveraging)
 
 
 def check_uneven_inputs(
@@ -57,19 +37,6 @@ def check_uneven_inputs(
         raise ConfigurationError(
             f'{divide_by_initial_world_size=} has no effect without `uneven_inputs="join"`. Set both, or none.'
         )
-
-
-class _NoBatch(Closure):
-    """The closure of a step without a batch: there is no loss, and no backward pass."""
-
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        super().__init__(ClosureResult(None))  # type: ignore[arg-type]
-        self._prepare = prepare
-        self._result = ClosureResult(None)
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Do what precedes a step."""
-        self._prepare()
 
 
 class Joining:
@@ -103,7 +70,7 @@ class Joining:
                 f'`uneven_inputs="join"` needs automatic optimization, but {type(module).__name__} steps its optimizers'
                 " itself: a rank without inputs cannot know which. Remove the option."
             )
-        loop: Any = self._loop
+        loop = self._loop
         self._inputs = Inputs(self._rank, lambda: loop.lengths, lambda: loop._data_fetcher.fetched, self._ask)
         return self._inputs
 
@@ -142,73 +109,35 @@ class Joining:
 
     # A batch
 
-    def advance(self, loop: "ReplicaEpochLoop", fetcher: Any, training: "Training", first_of_window: bool) -> Any:
-        """Fetch a batch.
+    def fetch(self, fetcher: Any, number: int) -> Any:
+        """Fetch what the loop of Lightning trains on next, and note which ranks have a batch.
+
+        Args:
+            fetcher: Lightning's.
+            number: The batch's position in the epoch.
 
         Returns:
-            What the loop of Lightning fetches the batch from; None if there was none, and the step has been shadowed.
+            What the fetcher returns, with a `Shadow` in place of the batch if this rank has none.
+
+        Raises:
+            ConfigurationError: If this rank has no batch in the whole epoch.
         """
-        item, number = next(fetcher), loop.batch_progress.current.ready
-        inputs = self._of_epoch
-        self._present = inputs.present(number, len(getattr(fetcher, "batches", ())))
-        if first_of_window and not self._divides_by_all:
-            training.state.average_over(sum(self._present))
-        if not isinstance(item[0], Shadow):
-            return _Fetched(item, fetcher.done)
-        if not number:
+        item = next(fetcher)
+        self._present = self._of_epoch.present(number, len(getattr(fetcher, "batches", ())))
+        if isinstance(item[0], Shadow) and not number:
             raise ConfigurationError(
                 f'`uneven_inputs="join"` needs one batch on each rank in every epoch, but rank {self._rank} has none.'
             )
-        if first_of_window:
-            self._trainer.optimizers[0].zero_grad()
-        self._shadow(loop, item[0], fetcher.done, training)
-        return None
+        return item
 
-    def _shadow(self, loop: "ReplicaEpochLoop", shadow: Shadow, done: bool, training: "Training") -> None:
-        """Do what the loop of Lightning does with a batch, as far as it is not about a batch."""
-        progress = loop.batch_progress
-        progress.is_last_batch = done
-        progress.increment_ready()
-        self._trainer._logger_connector.on_batch_start(shadow)
-        self._of_callbacks("on_train_batch_start", None, loop.batch_idx)
-        progress.increment_started()
-        if not loop._should_accumulate():
-            self._step(loop, training)
-        self.finish(loop)
+    @property
+    def averages_over(self) -> int | None:
+        """Over how many ranks the gradients of the step are averaged; None for all."""
+        return None if self._divides_by_all else sum(self._present)
 
-    def _step(self, loop: "ReplicaEpochLoop", training: "Training") -> None:
-        """Make the step. Hooks that may change a gradient are called: it is the gradient of this rank's shard, too."""
-        trainer, module, optimization = self._trainer, self._trainer.lightning_module, loop.automatic_optimization
-
-        def prepare() -> None:
-            training.before_backward(accumulating=False)
-            training.after_backward()
-            _call_callback_hooks(trainer, "on_after_backward")
-            _call_lightning_module_hook(trainer, "on_after_backward")
-
-        cast("Any", optimization).closure = closure = _NoBatch(prepare)
-        steps = optimization.optim_progress.optimizer.step
-        steps.increment_ready()
-        trainer.strategy.optimizer_step(trainer.optimizers[0], closure, module)
-        steps.increment_completed()
-
-    def finish(self, loop: "ReplicaEpochLoop") -> None:
-        """Do what follows a step without a batch; again, if the step is not made again."""
-        loop.batch_progress.increment_processed()
-        loop._step_schedulers()
-        self._of_callbacks("on_train_batch_end", {}, None, loop.batch_idx)
-        self._of_joins("on_shadow_step")
-        self.end_batch(loop)
-
-    def end_batch(self, loop: "ReplicaEpochLoop") -> None:
-        """End a batch that this rank does not have. Nothing was logged in it, so loggers get nothing."""
-        self._trainer._logger_connector.on_batch_end()
-        loop.batch_progress.increment_completed()
-
-    def redo(self, loop: "ReplicaEpochLoop") -> None:
-        """Do again what follows the step of a shadow, which has been made."""
-        loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
-        self.finish(loop)
+    def had_inputs(self, number: int) -> bool:
+        """Return whether this rank had a batch in a step of the epoch."""
+        return self._of_epoch.present(number, 0)[self._rank]
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """Run the training step of a rank that has a batch."""
@@ -249,42 +178,11 @@ class Joining:
                 return max(rank for rank, here in enumerate(present) if here)
         return 0
 
-    def end_epoch(self, loop: "ReplicaEpochLoop") -> None:
-        """Tell callbacks that all ranks have joined."""
-        if loop.batch_progress.is_last_batch:
-            last = self._of_epoch.present(loop.batch_progress.current.ready - 1, 0)
-            self._of_joins("on_join_end", last[self._rank])
-
-    # Callbacks
-
-    def _of_callbacks(self, hook: str, *args: Any) -> None:
-        for callback in cast("Any", self._trainer).callbacks:
-            if isinstance(callback, _ACT_ON_STEPS):
-                getattr(callback, hook)(self._trainer, self._trainer.lightning_module, *args)
-
-    def _of_joins(self, hook: str, *args: Any) -> None:
-        for _, call in named_hooks(self._trainer, hook):
-            call(self._trainer, self._trainer.lightning_module, *args)
-
     @property
-    def _loop(self) -> "ReplicaFitLoop":
-        return cast("ReplicaFitLoop", self._trainer.fit_loop)
+    def _loop(self) -> Any:
+        """Lightning's fit loop; its ``lengths`` goes back with a step."""
+        return self._trainer.fit_loop
 
     @property
     def _of_epoch(self) -> Inputs:
         return cast("Inputs", self._inputs)
-
-
-class _Fetched:
-    """A fetcher that returns the batch that has been fetched."""
-
-    def __init__(self, item: Any, done: bool) -> None:
-        self._item, self._done = item, done
-
-    @property
-    def done(self) -> bool:
-        """Whether no batch follows."""
-        return self._done
-
-    def __next__(self) -> Any:
-        return self._item

@@ -4,7 +4,7 @@ from functools import partial
 
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core.inexact import Report
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.state.checkpoint_files import CheckpointFiles
 from lightning_replica.state.logger_rows import LoggerRows
 from lightning_replica.state.reachable import anchors_of

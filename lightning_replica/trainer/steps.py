@@ -21,10 +21,11 @@ from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.messages import warn
 from lightning_replica.core.points import at_step, reach
 from lightning_replica.core.works import finish
+from lightning_replica.devices.exceptions import explain
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
-from lightning_replica.recovery.diagnosis import explain, fault_behind, worker_died
+from lightning_replica.recovery.diagnosis import fault_behind, worker_died
 from lightning_replica.recovery.planner import Plan
 from lightning_replica.sharding.engine import (
     Commit,

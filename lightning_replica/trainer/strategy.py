@@ -310,7 +310,7 @@ class ReplicaZeroStrategy(ModelParallel):
         if fitting:
             moved = self.session.compare_runtimes()
             self.session.compare_models(trainer.lightning_module)
-            fit_loop.adopt(trainer)
+            fit_loop.adopt(trainer, self)
             if self._uneven_inputs == "join":
                 self.joining = Joining(trainer, self._divides_by_all)
             if not self.session.newborn:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_replica import RecoveryCallback
 from lightning_replica.core.digests import Digest
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.recovery.mirror import Mirrors
 from tests.support import job, world
 from tests.support.doubles import overriding

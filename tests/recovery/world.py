@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_replica.core.grid import Grid
-from lightning_replica.recovery.interface import Kind
+from lightning_replica.core.recoverable import Kind
 from lightning_replica.recovery.planner import Mirror, Plan, Report
 
 # Recovery. REGROUP is over: all ranks have the plan.

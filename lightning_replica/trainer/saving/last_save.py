@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
+from lightning_replica.core.recoverable import HostState
 from lightning_replica.errors import CheckpointError, DeviceLostError, RecoveryError, ReplicaError
 from lightning_replica.exit_codes import GASP_WRITTEN, NOTHING_SAVED
 from lightning_replica.recovery.gasp import GaspPlan
-from lightning_replica.recovery.interface import HostState
 from lightning_replica.sharding.engine import Engine
 from lightning_replica.trainer.session import Session
 
