@@ -1,4 +1,4 @@
-"""How the control plane grows: messages and seconds from a fault to the plan, and messages at rest, by number of nodes.
+"""How the control plane grows: messages of a recovery and its incident, and at rest, by number of nodes.
 
 python benchmarks/control_plane.py
 
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
+from lightning_replica.recovery.account import merged
 from lightning_replica.recovery.conclusion import Conclusion, conclude
 from lightning_replica.recovery.planner import Mirror, Report
 from lightning_replica.stores.address import StoreAddress
@@ -81,6 +83,22 @@ def report_of(rank: int, grid: Grid) -> Report:
     return Report(rank, 5, True, False, 5, (1.0,), (5,), (5,), mirrors)
 
 
+def account_of(rank: int) -> dict[str, Any]:
+    """Return the account of a rank, as `recovery.account` has it."""
+    phases = dict.fromkeys(("stop", "clean", "regroup", "repair", "rollback", "resume"), 0.123456)
+    own = {"reporter": rank, "time": "2026-01-01T00:00:00.000+00:00", "recovery_s": 1.0, "phases": phases}
+    return {
+        **own,
+        "batches": 1,
+        "seconds": 0.5,
+        "base": 0,
+        "born": [[rank, 0]],
+        "reported": 0,
+        "moves": [],
+        "inexact": {},
+    }
+
+
 class SimulatedNode:
     """A node: its store, its supervisor's log, and its ranks, which one thread plays one after the other."""
 
@@ -107,16 +125,25 @@ class SimulatedNode:
             raise RuntimeError(f"a wrong plan: {plan}")
         return time.monotonic()
 
+    def report(self, generation: int) -> None:
+        """Have all ranks give their accounts of the incident, and read what follows from those of all."""
+        topic, everyone, gathering = keys.account(generation), range(self._grid.size), self._generations.gathering
+        for rank in self._ranks:
+            gathering.give(topic, rank, account_of(rank), everyone, merged)
+        for _ in self._ranks:
+            gathering.result(topic)
+            self._generations.store.check([keys.inexact_count(generation)])
+
     def _conclude(self, parts: list[dict[str, Any]]) -> Any:
         if self._generations.store.check([keys.VERDICT]):
             raise RuntimeError("the run is given up")
         return conclude([Report.from_plain(part) for part in parts], self._grid, 3, "").to_plain()
 
 
-def played(nodes: list[SimulatedNode], generation: int) -> list[float]:
-    """Let all nodes of this process recover; return when each has read the plan."""
-    ends: list[float] = []
-    threads = [threading.Thread(target=lambda node=node: ends.append(node.recover(generation))) for node in nodes]
+def played(nodes: list[SimulatedNode], play: Callable[[SimulatedNode], Any]) -> list[Any]:
+    """Let all nodes of this process play; return what came of it."""
+    ends: list[Any] = []
+    threads = [threading.Thread(target=lambda node=node: ends.append(play(node))) for node in nodes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -133,7 +160,11 @@ def recoveries(pipe: Any, numbers: range, port: int, size: int) -> None:
     while True:
         generation = pipe.recv()
         counts.clear()
-        pipe.send((played(nodes, generation), dict(counts)))
+        ends = played(nodes, lambda node: node.recover(generation))  # noqa: B023
+        recovering = Counter(counts)
+        counts.clear()
+        played(nodes, lambda node: node.report(generation))  # noqa: B023
+        pipe.send((ends, recovering, Counter(counts)))
 
 
 class Nobody:
@@ -243,9 +274,9 @@ class Players:
         return [pipe.recv() for pipe in self.pipes]
 
 
-def measure_recoveries(nodes: int, repeats: int) -> tuple[list[float], Counter[str]]:
-    """Return the seconds from a fault to the plan, and the messages of the last recovery."""
-    taken, counts = [], Counter[str]()
+def measure_recoveries(nodes: int, repeats: int) -> tuple[list[float], Counter[str], Counter[str]]:
+    """Return the seconds from a fault to the plan, and the messages of the last recovery and of its incident."""
+    taken, counts, of_incident = [], Counter[str](), Counter[str]()
     with Players(recoveries, nodes, nodes * RANKS) as players:
         generations = Generations(connect(LOOPBACK, players.port))
         for generation in range(1, repeats + 2):
@@ -254,9 +285,10 @@ def measure_recoveries(nodes: int, repeats: int) -> tuple[list[float], Counter[s
             began = time.monotonic()
             generations.begin(generation, replace(FAULT, text=f"{FAULT.text} ({generation})"))
             heard = players.hear()
-            taken.append(max(end for ends, _ in heard for end in ends) - began)
-            counts = sum((Counter(each) for _, each in heard), Counter[str]())
-    return taken[1:], counts  # the first opens connections
+            taken.append(max(end for ends, _, _ in heard for end in ends) - began)
+            counts = sum((each for _, each, _ in heard), Counter[str]())
+            of_incident = sum((each for _, _, each in heard), Counter[str]())
+    return taken[1:], counts, of_incident  # the first opens connections
 
 
 def measure_rest(nodes: int, seconds: float) -> Counter[str]:
@@ -286,7 +318,7 @@ def main() -> None:
     rows: list[list[str]] = []
     raw: dict[str, Any] = {}
     for nodes in options.nodes:
-        taken, counts = measure_recoveries(nodes, options.repeats)
+        taken, counts, of_incident = measure_recoveries(nodes, options.repeats)
         resting = measure_rest(nodes, options.seconds)
         at_rest = sum(resting.values()) / nodes / options.seconds
         rows.append(
@@ -295,11 +327,12 @@ def main() -> None:
                 str(nodes * RANKS),
                 f"{statistics.median(taken):.2f} ({min(taken):.2f} .. {max(taken):.2f})",
                 f"{sum(counts.values())} ({sum(counts.values()) / nodes:.1f})",
+                f"{sum(of_incident.values())} ({sum(of_incident.values()) / nodes:.1f})",
                 f"{at_rest:.2f}",
             ]
         )
-        raw[str(nodes)] = {"seconds": taken, "messages": counts, "at rest": resting}
-        sys.stdout.write(f"{rows[-1]} {dict(counts)} {dict(resting)}\n")
+        raw[str(nodes)] = {"seconds": taken, "messages": counts, "incident": of_incident, "at rest": resting}
+        sys.stdout.write(f"{rows[-1]} {dict(counts)} {dict(of_incident)} {dict(resting)}\n")
     meetings = []
     for nodes in options.meeting:
         seconds, counts = measure_rendezvous(nodes)
@@ -311,7 +344,8 @@ def main() -> None:
 From the entry in the log that says that a rank has died until every node has the plan: all nodes hear of it, all ranks
 report, one makes the plan, all nodes read it. Median (least .. most) of {options.repeats}. Messages go to the store of
 the run; a message at rest is a sign of life, or a question for others'. All nodes share the cores of this machine,
-which is the slower way: in a cluster, they work at the same time.
+which is the slower way: in a cluster, they work at the same time. An incident: all ranks give their accounts, one puts
+them together, all ranks read that.
 
 Nodes that come at the same time, until all know their place:
 
@@ -324,6 +358,7 @@ Nodes that come at the same time, until all know their place:
         "ranks",
         "seconds from fault to plan",
         "messages (of a node)",
+        "of the incident (of a node)",
         "messages of a node and second at rest",
     ]
     write("control_plane", "The control plane", header, rows, notes, raw)

@@ -88,18 +88,24 @@ class TogetherBeside(Together):
         self.group = None
         self.rank, self.size = rank, size
         self._store, self._topic, self._check = store, topic, check
-        self._given: list[str] = []
+        self._round = 0
+        self._former: list[str] = []  # what this rank has left in the store for the round before
         self.waits = False
 
     def _exchange(self, payload: bytes) -> list[bytes]:
-        keys = [f"{self._topic}/{len(self._given)}/{rank}" for rank in range(self.size)]
+        topic = f"{self._topic}/{self._round}"
+        keys, come, complete = [f"{topic}/{rank}" for rank in range(self.size)], f"{topic}/come", f"{topic}/complete"
         self._store.set(keys[self.rank], payload)  # type: ignore[arg-type]  # bytes, as `get` returns them
+        if self._store.add(come, 1) >= self.size:
+            self._store.set(complete, "")
         self.waits = True
-        while not self._store.check(keys):
-            self._check()
-            time.sleep(_POLL_S)
+        for wanted in ([complete], keys):  # the latter once: a connection that breaks may have counted a rank twice
+            while not self._store.check(wanted):
+                self._check()
+                time.sleep(_POLL_S)
         self.waits = False
-        if self._given:
-            self._store.delete_key(self._given[-1])  # all ranks are in this round, so they have read the previous one
-        self._given.append(keys[self.rank])
-        return [self._store.get(key) for key in keys]
+        for key in self._former:  # all ranks are in this round, so they have read the one before
+            self._store.delete_key(key)
+        self._former = [keys[self.rank], *([come, complete] if self.rank == 0 else ())]
+        self._round += 1
+        return self._store.multi_get(keys)

@@ -195,12 +195,19 @@ def shown(digest: str) -> str:
     return f"shown/{digest}"
 
 
-def account(number: int, rank: int) -> str:
-    """Return the key of a rank's account of the incident that led to a generation (`recovery.account`).
+def account(number: int) -> str:
+    """Return the topic of the ranks' accounts of the incident that led to a generation (`recovery.account`)."""
+    return f"account/{number}"
 
-    Written by that rank, and once more before the next commit if it has found what is not exact.
-    """
-    return f"account/{number}/{rank}"
+
+def inexact_count(number: int) -> str:
+    """Return the key of how many ranks have found something not to be exact after a recovery. A counter."""
+    return f"inexact/{number}"
+
+
+def inexact(number: int, place: int) -> str:
+    """Return the key of what a rank has found not to be exact, as JSON. Written once, by the rank that has counted."""
+    return f"inexact/{number}/{place}"
 
 
 FAILED = "incident/failed"

@@ -303,9 +303,8 @@ class Cluster:
             self._append(fault, lambda placement, lost, alive: placement.replacing(lost, alive).spread(slots, alive))
 
     def _has_recovered(self) -> bool:
-        """Return whether all ranks have what they lack since the newest generation: each then writes an account."""
-        rank = ranks_of(self._placement.of(self._own.number), self._settings.nproc_per_node)[0]
-        return not self._known or self._generations.store.check([keys.account(self._known, rank)])
+        """Return whether all ranks have what they lack since the newest generation: each then gives an account."""
+        return not self._known or self._generations.store.check([keys.result(keys.account(self._known))])
 
     def _later(self, after_s: float, do: Callable[[], None]) -> None:
         """Have the main thread call a function after some time."""

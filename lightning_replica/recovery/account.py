@@ -1,21 +1,26 @@
 """One rank's account of what has happened since the last good step, and the incident that is made from all accounts.
 
-Every rank writes its account to the store when its recovery is complete. It reads the accounts of the other ranks after
-the next good step: by then all ranks have written theirs, so no rank waits for another.
+Every rank gives its account to a gathering when its recovery is complete; the last one concludes for all. The ranks
+read the conclusion after the next good step: by then it is there, so no rank waits for another. What a rank finds
+before that step not to be exact, it adds in the store.
 """
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Final
 
 from lightning_replica.control import keys
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.recoverable import Kind
+from lightning_replica.errors import ReplicaError
 from lightning_replica.recovery.incident import Incident, Transferred
 from lightning_replica.recovery.phases import Phase
 from lightning_replica.recovery.recovery import Outcome
+
+_WAITS_S: Final = 10.0  # for the conclusion, which on several nodes another thread brings
 
 
 @dataclass
@@ -55,7 +60,7 @@ class Account:
     """Keeps this rank's account.
 
     Args:
-        generations: The log of generations; accounts are exchanged through its store.
+        generations: The log of generations; accounts are gathered through it.
         rank: This rank.
         world_size: Number of ranks.
         born: The generation that this process was born into.
@@ -65,7 +70,7 @@ class Account:
         self._generations, self._rank, self._world_size, self._born = generations, rank, world_size, born
         self._work: _Work | None = None
         self._open: _Open | None = None
-        self._told = 0  # number of incidents so far, as far as this process has seen
+        self._reported = 0  # number of incidents so far, as far as this process has seen
 
     def fault(self, base: int, step: int, batches: int, seconds: float) -> None:
         """Note that a fault has stopped this rank.
@@ -104,11 +109,9 @@ class Account:
         if plan.step <= work.step:  # otherwise these batches have led to a step
             account.batches += work.batches
             account.seconds += work.seconds
-        self._give(account)
+        topic, facts, ranks = keys.account(account.generation), self._facts(account), range(self._world_size)
+        self._generations.gathering.give(topic, self._rank, facts, ranks, merged)
         return done
-
-    def _give(self, account: _Open) -> None:
-        self._generations.store.set(keys.account(account.generation, self._rank), json.dumps(self._facts(account)))
 
     def inexact(self, found: dict[str, str]) -> None:
         """Note what this rank has found not to be exact after the recovery. Called before the next commit.
@@ -118,7 +121,9 @@ class Account:
         """
         if self._open is not None and found:
             self._open.inexact.update(found)
-            self._give(self._open)
+            store, generation = self._generations.store, self._open.generation
+            place = store.add(keys.inexact_count(generation), 1)
+            store.set(keys.inexact(generation, place), json.dumps(found))
 
     def good_step(self) -> None:
         """Note that this rank has completed a step."""
@@ -141,76 +146,127 @@ class Account:
         """Close the incident under way as the last one, because the run has failed, and return it."""
         work, account = self._work, self._open
         self._work = self._open = None
-        facts = {} if account is None else self._collect(account.generation)
+        known = [] if account is None else self._gathered(account, waits=False)
         if account is None:
             account = (
                 _Open("", time.monotonic(), generation) if work is None else _Open(work.time, work.since, work.base)
             )
         account.recovery_s += time.monotonic() - (account.since if work is None else work.since)
         account.step, account.epoch, account.generation = step, epoch, self._generations.newest(generation)
-        facts[self._rank] = self._facts(account)
-        teller = int(self._generations.store.compare_set(keys.FAILED, "", str(self._rank)))
-        return self._incident(account, facts, teller, error)
+        reporter = int(self._generations.store.compare_set(keys.FAILED, "", str(self._rank)))
+        return self._incident(
+            account, {**merged([*known, self._facts(account)]), **self._own(account, reporter)}, error
+        )
 
     def _close(self, account: _Open, now: float) -> Incident:
-        facts = self._collect(account.generation)
-        base = min(each["base"] for each in facts.values())
-        there = [rank for rank, each in facts.items() if each["born"] <= base]
+        facts = merged(self._gathered(account, waits=True) or [self._facts(account)])
         if account.good_s is None:
             account.good_s = now - account.since
-        return self._incident(account, facts, min(there or facts), "")
+        return self._incident(account, facts, "")
 
-    def _incident(self, account: _Open, facts: dict[int, dict[str, Any]], teller: int, error: str) -> Incident:
-        told = facts.get(teller, self._facts(account))
-        base = min(each["base"] for each in facts.values())
-        number = self._told = max(each["told"] for each in facts.values()) + 1
-        moves = sorted((Transferred(**move) for each in facts.values() for move in each["moves"]), key=_by_target)
+    def _gathered(self, account: _Open, waits: bool) -> list[dict[str, Any]]:
+        """Return what follows from the accounts of all ranks and what they have added; nothing if there is nothing.
+
+        Args:
+            account: The incident.
+            waits: Whether to wait for it a moment. It is missing for good if a rank was lost before it gave its own.
+        """
+        gathering, topic = self._generations.gathering, keys.account(account.generation)
+
+        def is_there() -> bool:
+            return gathering.has_result(topic)
+
+        try:
+            if waits:
+                what = "the accounts of all ranks"
+                self._generations.wait_for(is_there, account.generation, _WAITS_S, what, given_up=True)
+            elif not is_there():
+                return []
+            found = dict(gathering.result(topic))
+        except ReplicaError:
+            return []
+        return [{**found, "inexact": {**found["inexact"], **self._added(account.generation)}}]
+
+    def _added(self, generation: int) -> dict[str, str]:
+        """Return what ranks have found not to be exact since they gave their accounts."""
+        store, count = self._generations.store, keys.inexact_count(generation)
+        if not store.check([count]):
+            return {}
+        places = [keys.inexact(generation, place) for place in range(1, store.add(count, 0) + 1)]
+        found = [json.loads(store.get(key)) for key in places if store.check([key])]
+        return {name: why for each in found for name, why in sorted(each.items())}
+
+    def _incident(self, account: _Open, facts: dict[str, Any], error: str) -> Incident:
+        self._reported = facts["reported"] + 1
         return Incident(
-            number=number,
-            time=told["time"],
+            number=self._reported,
+            time=facts["time"],
             outcome="failed" if error else "recovered",
             error=error,
-            faults=tuple(self._generations.fault(k) for k in range(base + 1, account.generation + 1)),
+            faults=tuple(self._generations.fault(k) for k in range(facts["base"] + 1, account.generation + 1)),
             generation=account.generation,
             step=account.step,
             epoch=account.epoch,
             kind=account.kind,
-            replaced=tuple(rank for rank, each in sorted(facts.items()) if each["born"] > base),
+            replaced=tuple(facts["replaced"]),
             forward=account.forward,
-            moves=tuple(moves),
-            phases_s=told["phases"],
-            recovery_s=told["recovery_s"],
+            moves=tuple(Transferred(**move) for move in facts["moves"]),
+            phases_s=facts["phases"],
+            recovery_s=facts["recovery_s"],
             first_good_step_s=None if error else account.good_s,
-            redone_batches=told["batches"],
-            redone_s=told["seconds"],
-            teller=teller,
-            inexact={name: why for _, each in sorted(facts.items()) for name, why in each["inexact"].items()},
+            redone_batches=facts["batches"],
+            redone_s=facts["seconds"],
+            teller=facts["reporter"],
+            inexact=facts["inexact"],
         )
 
     def _facts(self, account: _Open) -> dict[str, Any]:
+        """Return this rank's account; `merged` returns one of the same form."""
         return {
-            "time": account.time,
+            **self._own(account, self._rank),
             "base": account.base,
-            "born": self._born,
-            "told": self._told,
-            "recovery_s": account.recovery_s,
-            "phases": account.phases,
+            "born": [[self._rank, self._born]],
+            "reported": self._reported,
             "moves": [asdict(move) for move in account.moves],
-            "batches": account.batches,
-            "seconds": account.seconds,
             "inexact": account.inexact,
         }
 
-    def _collect(self, generation: int) -> dict[int, dict[str, Any]]:
-        accounts = {rank: keys.account(generation, rank) for rank in range(self._world_size)}
-        store = self._generations.store
-        return {rank: json.loads(store.get(key)) for rank, key in accounts.items() if store.check([key])}
+    def _own(self, account: _Open, reporter: int) -> dict[str, Any]:
+        """Return what only the rank that reports says of itself."""
+        return {
+            "reporter": reporter,
+            "time": account.time,
+            "recovery_s": account.recovery_s,
+            "phases": account.phases,
+            "batches": account.batches,
+            "seconds": account.seconds,
+        }
+
+
+def merged(accounts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the account of all ranks together. A pure function.
+
+    The first rank that was there before the faults reports, with its own times; ``replaced`` are those that were not.
+
+    Args:
+        accounts: Those of the ranks, or of several together.
+    """
+    base = min(each["base"] for each in accounts)
+    born = sorted(pair for each in accounts for pair in each["born"])
+    replaced = sorted({rank for rank, generation in born if generation > base})
+    there = [each for each in accounts if each["reporter"] not in replaced] or list(accounts)
+    moves = {(move["target"], move["source"], json.dumps(move)): move for each in accounts for move in each["moves"]}
+    return {
+        **min(there, key=lambda each: int(each["reporter"])),
+        "base": base,
+        "born": born,
+        "replaced": replaced,
+        "reported": max(each["reported"] for each in accounts),
+        "moves": [moves[key] for key in sorted(moves)],
+        "inexact": {name: why for each in accounts for name, why in each["inexact"].items()},
+    }
 
 
 def _add(phases: dict[str, float], seconds: dict[Phase, float]) -> None:
     for phase, value in seconds.items():
         phases[phase.value] = phases.get(phase.value, 0.0) + value
-
-
-def _by_target(move: Transferred) -> tuple[int, int]:
-    return move.target, move.source

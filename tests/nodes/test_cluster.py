@@ -178,7 +178,7 @@ def test_a_node_that_is_left_runs_the_ranks_until_another_comes(make: Callable[.
     for _ in range(3):  # ranks lack something: whoever was killed now might have the only copy
         a._events.get()()
     assert len(a.heard) == 2
-    a.store.set(keys.account(2, 0), "{}")
+    a.store.set(keys.result(keys.account(2)), "{}")
     a.until(lambda: a.cluster._known == 3)
     assert a.heard[2:] == [("release", (2, 3))]
     c.until(lambda: bool(c.heard))
@@ -234,7 +234,7 @@ def test_a_node_that_runs_the_only_holders_of_a_shard_keeps_them(make: Callable[
     b.die()
     a.cluster.pulse.look_at_once()
     a.until(lambda: len(a.heard) == 2)
-    a.store.set(keys.account(2, 0), "{}")
+    a.store.set(keys.result(keys.account(2)), "{}")
     make("c")
     know(a, count=1)
     a.cluster._fill()
