@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import operator
 import pickle
@@ -334,3 +336,21 @@ def rendezvous_config(given: str) -> dict[str, str]:
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     return _parse_rendezvous_config(given)
+
+
+def float32_precision() -> str:
+    """Return the precision of products in float32, by torch's older interface.
+
+    Raises:
+        RuntimeError: If the script has set it by the newer one, in a way that the older one cannot describe.
+    """
+    _hear_of_older_interface()
+    return torch.get_float32_matmul_precision()
+
+
+@functools.cache
+def _hear_of_older_interface() -> None:
+    """Let torch 2.9 warn of its older interface now, unheard: it does so once in a process."""
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+        warnings.simplefilter("ignore", UserWarning)
+        torch.get_float32_matmul_precision()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_replica._compat.torch import float32_precision
 from lightning_replica.core.user_code import is_installed, is_users
 
 NAMED: Final = "file "
@@ -70,7 +71,7 @@ def hardware(kind: str, is_host: bool) -> dict[str, str]:
         name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
         found["device"] = kind if name_of is None else str(name_of())
     with suppress(RuntimeError):  # the script sets it by torch's newer interface, which this one refuses to describe
-        found["precision of float32 products"] = torch.get_float32_matmul_precision()
+        found["precision of float32 products"] = float32_precision()
     return found
 
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch.backends import cuda, cudnn
 
+from lightning_replica._compat.torch import float32_precision
+
 _Pair = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -25,7 +27,7 @@ _SETTINGS: Final[dict[str, _Pair]] = {
         lambda: str(torch.get_default_dtype())[6:],
         lambda name: torch.set_default_dtype(getattr(torch, name)),
     ),
-    _PRECISION: (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _PRECISION: (float32_precision, torch.set_float32_matmul_precision),
     "deterministic algorithms": (
         lambda: [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
