@@ -168,7 +168,7 @@ class UserCode:
 
     def _add_names(self, module: types.ModuleType, names: Collection[str]) -> None:
         known = self._names.setdefault(module.__name__, set())
-        new = [name for name in names if name not in known]
+        new = sorted(set(names) - known)  # in the same order in every process
         known.update(new)
         for name in new:
             now = vars(module)

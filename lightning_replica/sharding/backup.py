@@ -32,7 +32,6 @@ class GradientCopy:
     def __init__(self, buffers: Sequence[Buffers], fence: AbstractContextManager[None], at_once: bool) -> None:
         self._fence = fence
         self._present = [(each, each.present()) for each in buffers]
-        self._reached = [each.reached for each in buffers]
         self._values: dict[int, Tensor] = {}
         self._is_complete = False
         if at_once:
@@ -50,18 +49,13 @@ class GradientCopy:
                     self._values[id(buffers)] = buffers.grads.clone()
         self._is_complete = True
 
-    def gradients(self, reached: bool) -> dict[nn.Parameter, Tensor]:
-        """Return the gradients by parameter.
-
-        Args:
-            reached: Whether to leave out those to which nothing has been added since the update that used them.
-        """
-        self.keep()
-        found: dict[nn.Parameter, Tensor] = {}
-        for (buffers, present), was_reached in zip(self._present, self._reached, strict=True):
-            if id(buffers) in self._values and (was_reached or not reached):
-                found |= buffers.gradients_in(self._values[id(buffers)], present)
-        return found
+    def of(self, buffers: Buffers) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients of some of the buffers by parameter, not as copies. Not all of them may be there yet."""
+        present = next((present for each, present in self._present if each is buffers), [])
+        if not self._is_complete:
+            return present_in(buffers, [was and now for was, now in zip(present, buffers.present(), strict=True)])
+        values = self._values.get(id(buffers))
+        return {} if values is None else buffers.gradients_in(values, present)
 
     def is_of(self, buffers: Sequence[Buffers]) -> bool:
         """Return whether these are the buffers of which gradients were copied."""
@@ -80,13 +74,18 @@ class GradientCopy:
 
     def restore(self) -> None:
         """Make gradients what they were."""
-        for (buffers, present), reached in zip(self._present, self._reached, strict=True):
-            buffers.reached = reached
+        for buffers, present in self._present:
             if id(buffers) in self._values:
                 buffers.grads.copy_(self._values[id(buffers)])
             elif self._is_complete:
                 buffers.grads.zero_()  # the commit also counts elements without gradient, which may hold anything now
             buffers.show(present)
+
+
+def present_in(buffers: Buffers, present: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients that ``present`` marks, as they are now, by parameter."""
+    buffers.attach_all()
+    return buffers.gradients_in(buffers.grads, present)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.dtensor import like, local_gradient
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.sharding.carried import Carried
 from lightning_replica.sharding.layout import Bucket, ParameterPiece, Range
 from lightning_replica.sharding.settings import EngineSettings
 from lightning_replica.sharding.values import MAIN_DTYPES, Values, part_of, view_like
@@ -31,7 +32,7 @@ class Buffers(Values):
         accumulates: Whether gradients of 16 bits are accumulated in 32, apart from the parameters' ``.grad``. Then a
             parameter's ``main_grad`` is its view into ``grads``, as under megatron-core: what finds it there may add to
             it by itself (``gradient_accumulation_fusion``), and sets ``grad_added_to_main_grad``.
-        reached: Whether a backward pass of manual optimization may have added to the gradients since the last update.
+        carried: Finds out whether a step uses gradients of earlier batches.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Buffers(Values):
         super().__init__(grid, rank, parameters, order, settings)
         self.grads = self.block.grads
         self.accumulates = self.grads.dtype != self.params.dtype
-        self.reached = False
+        self.carried = Carried(self.grads.nbytes)
         self._counted = self._counted_ranges(settings.uncounted)
         self._accumulated = [False] * len(self.parameters)  # has a gradient in `grads`; only if `accumulates`
         self._grad_views = [

@@ -297,11 +297,12 @@ class Engine(Recoverable, Protocol):
 
     # Called by the trainer, checkpoints, or tools, between steps
 
-    def carried_gradients(self) -> dict[nn.Parameter, Tensor]:
+    def carried_gradients(self) -> dict[nn.Parameter, Tensor] | None:
         """Return the gradients, as of the window's begin, that a later step may add to or read; for checkpoints.
 
-        Under manual optimization these are gradients to which a backward pass has added since their optimizer's last
-        step. Under automatic optimization there are some only if `EngineSettings.keeps_gradients`.
+        Under manual optimization these are the gradients that are there, unless steps are known to remove them first.
+        Under automatic optimization there are some only if `EngineSettings.keeps_gradients`. They are no copies. None
+        if a fault of a device has hit the memory where they were.
         """
 
     def set_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:

@@ -109,11 +109,12 @@ class Gradients:
         """Prepare for a backward pass; without ``reduce`` its gradients only accumulate."""
         if before is not None:
             before.keep()
+        if self._manual:
+            for buffers in self._all():
+                buffers.carried.before_backward(buffers.present())
         if not reduce or (self._manual and not self._whole):
             self.reset()
             return
-        for buffers in self._differentiable():
-            buffers.reached = self._manual
         for way in self.ways(self._differentiable()):
             way.reducer.begin(way.active)
 

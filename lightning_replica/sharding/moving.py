@@ -68,7 +68,6 @@ def import_shard(
             if any(present):
                 receive(buffers.grads)
                 buffers.show(present)
-            buffers.reached = any(present)
 
 
 def _messages(tensors: dict[str, Tensor]) -> list[list[Tensor]]:

@@ -313,6 +313,10 @@ class ShardedOptimizer(Generic[Store]):
         for piece in self.pieces:
             piece.parameter.grad = None
 
+    def unseen_attributes(self) -> list[str]:
+        """Return the names of attributes of which not all is looked at for changes; each once."""
+        return self._watch.unseen()
+
     def lost_attributes(self) -> list[str]:
         """Return the names of attributes that updates have written, and that are neither sent nor saved; each once."""
         return self._watch.lost()

@@ -8,15 +8,18 @@ it writes to an object that the optimizer has, as SAM does to an optimizer insid
 attributes these are.
 """
 
+import random
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -24,7 +27,9 @@ from torch.optim import SGD, Optimizer
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
 
-_DEEP, _MANY = 4, 10_000  # objects in objects, and how many in all, that are looked at for changes
+_DEEP = 4  # objects in objects that are looked at for changes
+_MANY, _MANY_IN_OBJECTS = 10_000, 500  # items that are looked at, of all attributes; and of what one object leads to
+_BYTES = 2**16  # of an array that is compared
 # Of torch's attributes, those that code may write to at any time: the last four hold hooks.
 _WRITTEN = {
     "defaults",
@@ -32,6 +37,7 @@ _WRITTEN = {
     *(f"_optimizer_state_dict_{when}_hooks" for when in ("pre", "post")),
 }
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_T = TypeVar("_T")
 _NOT_LOOKED_INTO = (nn.Module, type, types.ModuleType, *_FUNCTIONS)
 
 
@@ -49,9 +55,10 @@ class OwnAttributes(NamedTuple):
 
 def attributes_of(optimizer: Optimizer) -> OwnAttributes:
     """Return what an optimizer's own attributes hold; without functions, and lists of the parameters."""
-    found = OwnAttributes({}, [])
+    found, watch = OwnAttributes({}, []), watch_of(optimizer)
+    known = _parameters_of(optimizer) if watch is None else watch.parameters
     for name, value in vars(optimizer).items():
-        if name in _of_torch() or isinstance(value, _FUNCTIONS) or _are_parameters(value):
+        if name in _of_torch() or isinstance(value, _FUNCTIONS) or _are_parameters(value, known):
             continue
         try:
             if _refers_to_parameters(value):
@@ -65,7 +72,7 @@ def attributes_of(optimizer: Optimizer) -> OwnAttributes:
 def attributes_of_shard(optimizer: Optimizer) -> OwnAttributes:
     """Return what `attributes_of` returns, without the names of those that belong to the rank."""
     found, watch = attributes_of(optimizer), watch_of(optimizer)
-    of_rank = () if watch is None else watch.of_rank()
+    of_rank = frozenset[str]() if watch is None else watch.of_rank_by_now
     return found._replace(left=[name for name in found.left if name not in of_rank])
 
 
@@ -96,29 +103,35 @@ class Watch:
 
     Args:
         optimizer: The optimizer, before its first update.
+
+    Attributes:
+        parameters: The ``id`` of its parameters, and of the pieces that it has in updates.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer  # and so no other object has its `id`
-        self._left = _marks(optimizer)
-        self._outside, self._inside = set[str](), set[str]()
-        self._told = set[str]()
+        self.parameters: set[int] = set()
+        self._outside, self._inside, self._told = set[str](), set[str](), set[str]()
+        self._cut = set[str]()
+        self._updates = 0
+        self._left = self._marks()
         _watches[id(optimizer)] = self
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Note what has been written since the last update, and what this one writes, in the block."""
         self._outside |= self.new
-        before = _marks(self._optimizer)
+        before = self._marks()
         try:
             yield
         finally:
             self.settle()
             self._inside |= _differences(before, self._left)
+            self._updates += 1
 
     def settle(self) -> None:
         """Count what the attributes hold now as left by an update."""
-        self._left = _marks(self._optimizer)
+        self._left = self._marks()
 
     def add(self, names: Iterable[str]) -> None:
         """Count attributes as written outside of updates, as in the rank whose place this one takes."""
@@ -127,14 +140,29 @@ class Watch:
     def of_rank(self) -> tuple[str, ...]:
         """Return the names of what code outside of updates has written. Not called in the middle of an update."""
         self._outside |= self.new
-        return tuple(sorted((self._outside - self._inside) | _WRITTEN))
+        return tuple(sorted(self.of_rank_by_now))
+
+    @property
+    def of_rank_by_now(self) -> frozenset[str]:
+        """What `of_rank` would return, which notes it."""
+        return frozenset(((self._outside | self.new) - self._inside) | _WRITTEN)
 
     def lost(self) -> list[str]:
-        """Return what updates have written and what is no plain data, so that it is neither sent nor saved; once."""
-        if self._inside <= self._told:
+        """Return what updates have written and what is no plain data, so that it is neither sent nor saved; each once.
+
+        An attribute that was plain data may hold something else later: it is looked at again, more and more seldom.
+        """
+        if not self._inside or self._updates & (self._updates - 1):
             return []
-        new, self._told = self._inside - self._told, set(self._inside)
-        return [name for name in attributes_of(self._optimizer).left if name in new]
+        found = [name for name in attributes_of(self._optimizer).left if name in self._inside - self._told]
+        self._told.update(found)
+        return found
+
+    def unseen(self) -> list[str]:
+        """Return attributes of which not all was looked at, and which were not seen to change; each once."""
+        found = sorted(self._cut - self._inside - self._outside - self._told)
+        self._told.update(found)
+        return found
 
     @property
     def of_both(self) -> set[str]:
@@ -144,7 +172,21 @@ class Watch:
     @property
     def new(self) -> set[str]:
         """The names of what has been written outside of updates since the last one, and not before."""
-        return _differences(self._left, _marks(self._optimizer)) - self._outside
+        return _differences(self._left, self._marks()) - self._outside
+
+    def _marks(self) -> dict[str, Any]:
+        optimizer = self._optimizer
+        self.parameters |= _parameters_of(optimizer)  # whole ones, and pieces
+        groups = optimizer.param_groups
+        others = {id(each) for each in (optimizer, optimizer.state, groups, *groups)} | self.parameters
+        looks, found = _Looks(_MANY, others), dict[str, Any]()
+        for name, value in vars(optimizer).items():
+            if name not in _of_torch():
+                looks.is_cut = False
+                found[name] = _mark(value, 0, looks)
+                if looks.is_cut:
+                    self._cut.add(name)
+        return found
 
 
 _watches: WeakValueDictionary[int, Watch] = WeakValueDictionary()
@@ -159,24 +201,37 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
-def _marks(optimizer: Optimizer) -> dict[str, Any]:
-    groups = optimizer.param_groups
-    looks = _Looks(_MANY, frozenset(map(id, (optimizer, optimizer.state, groups, *groups))))
-    return {name: _mark(value, 0, looks) for name, value in vars(optimizer).items() if name not in _of_torch()}
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 @dataclass
 class _Looks:
-    """How many objects are still looked at, and the ``id`` of those that are none of an attribute's."""
+    """How far attributes are looked at.
+
+    Attributes:
+        left: How many items are still looked at.
+        others: The ``id`` of those objects that are none of an attribute's.
+        is_cut: Whether there were more items.
+    """
 
     left: int
-    others: frozenset[int]
+    others: Collection[int]
+    is_cut: bool = False
+
+    def up_to(self, items: Iterable[_T]) -> list[_T]:
+        """Return as many items as are still looked at."""
+        found = [*islice(items, max(self.left, 0) + 1)]
+        self.is_cut |= len(found) > self.left
+        found = found[: max(self.left, 0)]
+        self.left -= len(found)
+        return found
 
 
 def _mark(value: Any, depth: int, looks: _Looks) -> Any:
     """Return something that is another one after the value has changed, and takes no copy of large tensors.
 
-    What it does not see counts as written by updates. So do values of parameters, which belong to no attribute.
+    What it does not see counts as written by updates. So do values of the optimizer's parameters.
 
     Args:
         value: The value.
@@ -184,30 +239,53 @@ def _mark(value: Any, depth: int, looks: _Looks) -> Any:
         looks: What is looked at.
     """
     cls = type(value)  # not by `isinstance`, which asks a proxy for what it stands for
-    if issubclass(cls, nn.Parameter):
+    if id(value) in looks.others:
         return id(value)
     if issubclass(cls, Tensor):
         return id(value), None if value.is_inference() else write_count(value)
     if issubclass(cls, (bool, int, float, str, bytes)):
         return cls, value
-    looks.left -= 1
-    if depth == _DEEP or looks.left < 0 or id(value) in looks.others:
+    for classes, of_value in _OF_CLASSES:
+        if issubclass(cls, classes):
+            return id(value), of_value(value)
+    if depth == _DEEP:
         return id(value)
-    if cls in (list, tuple):
-        return len(value), [_mark(each, depth + 1, looks) for each in islice(value, _MANY)]
+    if cls in (list, tuple, deque):
+        return len(value), [_mark(each, depth + 1, looks) for each in looks.up_to(value)]
     if issubclass(cls, dict):
-        return len(value), [(id(key), _mark(each, depth + 1, looks)) for key, each in islice(dict.items(value), _MANY)]
-    return id(value), [(name, _mark(each, depth + 1, looks)) for name, each in _attributes_in(value)]
+        return len(value), [(id(key), _mark(each, depth + 1, looks)) for key, each in looks.up_to(dict.items(value))]
+    inner = _Looks(min(looks.left, _MANY_IN_OBJECTS), looks.others)
+    found = [(name, _mark(each, depth + 1, inner)) for name, each in inner.up_to(_attributes_in(value))]
+    looks.is_cut |= inner.is_cut
+    return id(value), found
 
 
-def _attributes_in(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, without calling code of its class; none of a model's, or of code's."""
-    if issubclass(type(value), _NOT_LOOKED_INTO):
-        return []
-    try:
-        return [*object.__getattribute__(value, "__dict__").items()]
-    except AttributeError:
-        return []
+def _attributes_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield attributes and slots of an object, without calling code of its class; none of a model's, or of code's."""
+    cls = type(value)
+    if issubclass(cls, _NOT_LOOKED_INTO):
+        return
+    with suppress(AttributeError):
+        yield from [*object.__getattribute__(value, "__dict__").items()]
+    for name, slot in ((name, each) for base in cls.__mro__ for name, each in vars(base).items()):
+        if isinstance(slot, types.MemberDescriptorType):
+            with suppress(AttributeError):
+                yield name, slot.__get__(value)
+
+
+def _bits_of(array: Any) -> Any:
+    return array.tobytes() if array.nbytes <= _BYTES and array.dtype != object else None
+
+
+_OF_CLASSES: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
+    (np.ndarray, _bits_of),
+    (bytearray, bytes),
+    ((set, frozenset), lambda value: frozenset(map(id, value)) if len(value) <= _MANY_IN_OBJECTS else len(value)),
+    (torch.Generator, lambda value: bytes(value.get_state().numpy())),
+    (random.Random, lambda value: value.getstate()),
+    (np.random.Generator, lambda value: repr(value.bit_generator.state)),
+    (np.random.RandomState, lambda value: repr(value.get_state())),
+)
 
 
 @cache
@@ -218,11 +296,11 @@ def _of_torch() -> frozenset[str]:
     return frozenset((*vars(optimizer), "zero_grad"))
 
 
-def _are_parameters(value: Any) -> bool:
-    """Return whether a value is a parameter, or a list of parameters, which the script has given to the optimizer."""
+def _are_parameters(value: Any, known: Collection[int]) -> bool:
+    """Return whether a value is one of the parameters ``known`` by their ``id``, or a list of such."""
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(_are_parameters, value))
-    return isinstance(value, nn.Parameter)
+        return bool(value) and all(_are_parameters(each, known) for each in value)
+    return id(value) in known
 
 
 def _refers_to_parameters(value: Any) -> bool:

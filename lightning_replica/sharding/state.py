@@ -23,7 +23,7 @@ from lightning_replica.core.works import Check, finish
 from lightning_replica.errors import ProtocolError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives, moving
-from lightning_replica.sharding.backup import Backup, GradientCopy
+from lightning_replica.sharding.backup import Backup, GradientCopy, present_in
 from lightning_replica.sharding.buffers import Buffers
 from lightning_replica.sharding.commit import Commit, Flags, Request, StepPhase, clip_coefficient
 from lightning_replica.sharding.gathering import gather_parameters
@@ -89,6 +89,7 @@ class ShardedState:
         self.results_lost = False
         self._is_new = True  # has made no update, as a replacement
         self._attempt: tuple[int, list[int]] | None = None  # a step whose commit failed, and digests of its gradient
+        self._gradients_lost = False
         self._memory_lost = False  # a fault hit memory of the device, which may hold anything now
 
     @property
@@ -128,6 +129,8 @@ class ShardedState:
             Backup(self.optimizers, self._fence) if self.settings.manual and self.settings.recoverable else None
         )
         self._gradients_before = self._gradients_now()
+        for buffers in self.buffers if self.settings.manual else ():
+            buffers.carried.begin_window(buffers.present())
 
     def _gradients_now(self) -> GradientCopy | None:
         """Return a copy of the gradients that the window begins with, if they may be needed again."""
@@ -245,6 +248,9 @@ class ShardedState:
             for name in optimizer.lost_attributes():
                 why = "updates change it, and it is no plain data: neither a replacement nor a checkpoint has it"
                 self._report(f"optimizer {number}.{name}", why, "replacement")
+            for name in optimizer.unseen_attributes():
+                why = "it has so many items that what code outside of updates changes may not be seen, and not go back"
+                self._report(f"optimizer {number}.{name}", why, "unknown")
 
     def _keep_gradients(self) -> None:
         """Copy the gradients that the hooks after an update find, if user code may look at them."""
@@ -260,6 +266,8 @@ class ShardedState:
         """
         sharded = self._sharded(optimizer)
         self._request = request
+        for buffers in sharded.buffers:
+            buffers.carried.step(buffers.present())
         self.gradients.reduce([sharded], self._gradients_before)
         vector = self._vector([sharded])
         # Whole gradients are the same on all ranks, but each rank looks for infinities in its own pieces only
@@ -276,8 +284,6 @@ class ShardedState:
             self._update([sharded], commit)
             self._guard.renew(self.step, self.optimizers)
         self._gather([sharded])
-        for buffers in sharded.buffers:
-            buffers.reached = False
         if not self.settings.whole_gradients:
             sharded.drop_gradients()
         self._idle()
@@ -314,13 +320,21 @@ class ShardedState:
         """Whether unreduced gradients of this rank wait for a later batch; only then a batch ends without a commit."""
         return self.gradients.pending
 
-    def carried_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return the gradients, as of the window's begin, that code may read or add to in a later step."""
-        settings = self.settings
+    def carried_gradients(self) -> dict[nn.Parameter, Tensor] | None:
+        """Return the gradients, as of the window's begin, that code may read or add to in a later step; not copies.
+
+        None if a fault of a device has hit the memory where they were.
+        """
+        settings, before = self.settings, self._gradients_before
         if not settings.whole_gradients or not (settings.manual or settings.keeps_gradients):
             return {}
-        held = self._gradients_before or GradientCopy(self.buffers, self._fence, at_once=True)
-        return held.gradients(reached=not settings.keeps_gradients)
+        if self._gradients_lost:
+            return None
+        found: dict[nn.Parameter, Tensor] = {}
+        for buffers in self.buffers:
+            if settings.keeps_gradients or buffers.carried.may_be_needed:
+                found |= present_in(buffers, buffers.present()) if before is None else before.of(buffers)
+        return found
 
     def set_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Give parameters what `carried_gradients` has returned."""
@@ -329,7 +343,7 @@ class ShardedState:
                 parameter.grad = gradient
             for buffers in self.buffers:
                 buffers.attach_all()
-                buffers.reached = self.settings.manual and any(buffers.present())
+                buffers.carried.is_used |= any(buffers.present())
 
     # After a fault (core.recoverable.Recoverable)
 
@@ -367,6 +381,7 @@ class ShardedState:
         """Mark the shard as lost: memory in `held` was hit. A peer sends it again, a gather rebuilds parameters."""
         self.phase, self._backup, self._memory_lost = StepPhase.UPDATING, None, True
         self._gradients_before = self._gradients_after = None
+        self._gradients_lost = True
 
     def lose_results(self) -> None:
         """Mark what the step under way has computed as lost, so that no attempt that follows is compared with it."""
@@ -437,6 +452,7 @@ class ShardedState:
         for optimizer, layout in zip(self.optimizers, manifest["layouts"], strict=True):
             self.gradients.watch(*optimizer.follow_layout(layout))
         moving.import_shard(self.optimizers, manifest, receive)
+        self._gradients_lost = False
         if self._is_new:
             self._tell_of_attributes(manifest)
         self._is_new = False

@@ -106,7 +106,7 @@ def _not_state_of(cls: type) -> frozenset[str]:
     of_class = (
         name
         for name, value in vars(cls).items()
-        if is_special(name) or not _is_state(value) or (is_enumeration and name.startswith("_"))
+        if is_special(name) or not _is_state(value) or (is_enumeration and name.startswith("_") and name.endswith("_"))
     )
     return frozenset((*members, *of_class))
 

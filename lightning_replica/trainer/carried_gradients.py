@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+from torch import Tensor, nn
+
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
@@ -17,7 +19,7 @@ def packed(trainer: pl.Trainer, state: Engine) -> bytes | None:
     carried, strategy = state.carried_gradients(), trainer.strategy
     grids: Any = strategy.grids  # type: ignore[attr-defined]
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-    if carried and (len(grids.grids) > 1 or not all(id(each) in names for each in carried)):
+    if carried is None or (carried and (len(grids.grids) > 1 or not all(id(each) in names for each in carried))):
         return None
     if sum(gradient.nbytes for gradient in carried.values()) > _BYTES:
         return None
@@ -35,12 +37,17 @@ def put(module: pl.LightningModule, state: Engine, loaded: Snapshot, report: Rep
     """
     held = loaded.replicated.get("gradients", b"")
     if held:
-        parameters = dict(module.named_parameters())
-        found = {parameters[name]: each for name, each in plain.unpack(held).items() if name in parameters}
-        state.set_gradients({parameter: each.to(parameter.device) for parameter, each in found.items()})
+        parameters, found = dict(module.named_parameters()), dict[nn.Parameter, Tensor]()
+        for name, gradient in plain.unpack(held).items():
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != gradient.shape:
+                report(f"the gradient of {name}", "the module has no such parameter, or one of another shape", "resume")
+            else:
+                found[parameter] = gradient.to(parameter)  # the precision may be another one
+        state.set_gradients(found)
     elif held is None:
-        why = "a later step adds to them or reads them, and the checkpoint holds none: they take more than 64 MiB"
-        report(_NAME, f"{why}, or the model is divided among ranks", "resume")
+        why = "a later step adds to them or reads them, and the checkpoint holds none: they take more than 64 MiB,"
+        report(_NAME, f"{why} or the model is divided among ranks, or a device has lost them", "resume")
     elif state.settings.keeps_gradients:
         report(
             _NAME, "the checkpoint holds none, so code that looks at them before the next update finds None", "resume"

@@ -1,10 +1,13 @@
 """What an optimizer holds, moved to a peer or taken back: nothing may be missing for any optimizer of torch."""
 
+import random
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ from lightning_replica.core.grid import Grid
 from lightning_replica.sharding import moving
 from lightning_replica.sharding.backup import Backup
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
-from lightning_replica.sharding.own_attributes import attributes_of, attributes_of_shard, watch_of
+from lightning_replica.sharding.own_attributes import Watch, attributes_of, attributes_of_shard, watch_of
 from lightning_replica.sharding.state import ShardedState
 from tests.sharding.test_optimizers import IMPOSSIBLE, REFUSED, build, make_parameters, torch_list
 from tests.support.sharded import digest, new_state
@@ -320,3 +323,85 @@ def test_an_optimizer_in_an_optimizer_that_has_the_same_state_is_sent_with_that(
     update(state, 1)
     assert watch.lost() == []
     assert len(state.optimizers[0].state()[0]) == 1
+
+
+class Drawn:
+    __slots__ = ("turns",)
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+
+def draw_slots(value: Drawn) -> None:
+    value.turns += 1
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "deque": (lambda: deque([0]), lambda value: value.append(1)),
+    "set": (lambda: {0}, lambda value: value.add(1)),
+    "array": (lambda: np.zeros(2), lambda value: value.__iadd__(1)),
+    "bytearray": (lambda: bytearray(2), lambda value: value.append(1)),
+    "generator": (torch.Generator, lambda value: torch.rand(1, generator=value)),
+    "random": (lambda: random.Random(1), lambda value: value.random()),
+    "generator of NumPy": (lambda: np.random.default_rng(1), lambda value: value.random()),
+    "older generator of NumPy": (lambda: np.random.RandomState(1), lambda value: value.rand()),
+    "slots": (Drawn, draw_slots),
+    "copies of parameters": (lambda: [nn.Parameter(torch.ones(3))], lambda value: value[0].data.copy_(torch.zeros(3))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_attributes_that_are_seen_to_change(kind: str) -> None:
+    make, change = KINDS[kind]
+    state, optimizer = with_an_inner_one(steps=False)
+    held: Any = optimizer
+    held.it = make()
+    watch: Any = watch_of(optimizer)
+    update(state, 1)
+    assert "it" in watch.of_rank()  # it was not there when the optimizer was sharded
+    outer = Watch(optimizer)
+    assert "it" not in outer.of_rank()
+    if kind == "copies of parameters":
+        with torch.no_grad():
+            held.it[0].mul_(2)
+    else:
+        change(held.it)
+    assert "it" in outer.of_rank_by_now
+    assert outer.new == {"it"}  # to ask does not note it
+    assert "it" in outer.of_rank()
+    assert outer.new == set()
+
+
+def test_a_rank_that_sends_its_shard_still_knows_what_was_written_for_the_first_time() -> None:
+    state, optimizer = with_an_inner_one(steps=False)
+    watch: Any = watch_of(optimizer)
+    update(state, 1)
+    optimizer.helper.turns.append(1)
+    state.export_shard()
+    assert watch.new == {"helper"}
+
+
+def test_what_was_plain_data_and_is_no_longer_is_named() -> None:
+    state, optimizer = with_counts(0)
+    watch: Any = watch_of(optimizer)
+    optimizer.mean = torch.zeros(2)
+    told = []
+    for turn in range(1, 9):
+        if turn == 3:
+            optimizer.seen.append(object())  # type: ignore[arg-type]
+        update(state, turn)
+        told += watch.lost()
+    assert told == ["seen"]
+
+
+def test_attributes_with_many_items_are_named_unless_they_are_seen_to_change() -> None:
+    state, optimizer = with_an_inner_one(steps=False)
+    optimizer.helper.turns.extend([0] * 2000)
+    watch: Any = watch_of(optimizer)
+    watch.settle()
+    assert watch.unseen() == ["helper"]
+    assert watch.unseen() == []
+    optimizer.helper.turns.extend([0])
+    watch.of_rank()
+    assert watch.unseen() == []
+    update(state, 1)

@@ -1038,11 +1038,16 @@ class Refused(ValueError):
     """Its fields lie in C."""
 
 
+def suppressing(error: BaseException) -> list[bool]:
+    return [error.__suppress_context__, error.__cause__ is None, error.__context__ is None]
+
+
 class KeepsExceptions(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.last: Any = ValueError("", 0)
         self.of_system = OSError(2, "no", "a")
+        self.made: Any = None
         self.seen: list[Any] = []
 
     def advance(self) -> list[Any]:
@@ -1052,8 +1057,11 @@ class KeepsExceptions(LightningModule):
             raise Refused(len(self.seen)) from self.last
         except Refused as error:
             self.seen.append(error)
-        found = [[*each.args, each.__cause__ is self.last, str(each)] for each in self.seen]
-        return [*found, self.last.args, self.of_system.errno, self.of_system.filename]
+        found = [[*each.args, each.__cause__ is self.last, str(each), *suppressing(each)] for each in self.seen]
+        made = TimeoutError("slow"), FileNotFoundError(2, "no", "a"), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")
+        texts = [(str(each), *suppressing(each)) for each in self.made or ()]
+        self.made = made
+        return [*found, self.last.args, self.of_system.errno, self.of_system.filename, *texts]
 
 
 def test_exceptions() -> None:

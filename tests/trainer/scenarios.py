@@ -454,6 +454,21 @@ def two_paces() -> tuple[Net, dict[str, Any]]:
     return TwoPaces(), {}
 
 
+@scenario
+def gradients_removed_now_and_then() -> tuple[Net, dict[str, Any]]:
+    class Seldom(Manual):
+        """Each step uses the sum of the gradients of some batches."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = optimizer_of(self)
+            if batch_idx % 4 == 0:
+                optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    return Seldom(), {}
+
+
 class SharpnessAware(torch.optim.SGD):
     """Makes its updates with an optimizer of its own, outside of `step`."""
 

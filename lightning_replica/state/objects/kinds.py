@@ -320,7 +320,7 @@ def _find_slots(cls: type) -> tuple[str, ...]:
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
         if issubclass(base, BaseException) and not is_made_in_python(base):
-            found += [name for name, each in vars(base).items() if _is_field(name, each)]
+            found += sorted((name for name, each in vars(base).items() if _is_field(name, each)), key=_last_of_fields)
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
             if name not in _NOT_SLOTS:
                 hidden = name.startswith("__") and not name.endswith("__")
@@ -332,6 +332,11 @@ def _is_field(name: str, of_class: Any) -> bool:
     """Return whether an attribute of a built-in class of exceptions is a field that can be set, as ``args``."""
     is_field = isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType))
     return is_field and name not in ("__dict__", "__traceback__")
+
+
+def _last_of_fields(name: str) -> bool:
+    """Put the field last that `__cause__` sets as well."""
+    return name == "__suppress_context__"
 
 
 def reduced(iterator: Any) -> tuple[Any, tuple[Any, ...], Any]:

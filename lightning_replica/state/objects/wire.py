@@ -871,7 +871,8 @@ class Decoder:
                 continue
             slot = slot_of(made, attribute)
             if hasattr(type(slot), "__set__") and attribute not in attributes:
-                slot.__set__(made, value)
+                if value is not now:  # to set a field of an exception says that it was given
+                    slot.__set__(made, value)
             else:
                 attributes[attribute] = value
 
