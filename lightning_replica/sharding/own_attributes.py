@@ -28,7 +28,7 @@ from lightning_replica._compat.torch import write_count
 from lightning_replica.core import plain
 
 _DEEP = 4  # objects in objects that are looked at for changes
-_MANY, _MANY_IN_OBJECTS = 10_000, 500  # items that are looked at, of all attributes; and of what one object leads to
+_MANY, _MANY_IN_OBJECTS = 10_000, 200  # items that are looked at, of all attributes; and of what one object leads to
 _BYTES = 2**16  # of an array that is compared
 # Of torch's attributes, those that code may write to at any time: the last four hold hooks.
 _WRITTEN = {
@@ -140,7 +140,7 @@ class Watch:
     def of_rank(self) -> tuple[str, ...]:
         """Return the names of what code outside of updates has written. Not called in the middle of an update."""
         self._outside |= self.new
-        return tuple(sorted(self.of_rank_by_now))
+        return tuple(sorted((self._outside - self._inside) | _WRITTEN))
 
     @property
     def of_rank_by_now(self) -> frozenset[str]:
