@@ -1058,6 +1058,10 @@ class KeepsExceptions(LightningModule):
         except Refused as error:
             self.seen.append(error)
         found = [[*each.args, each.__cause__ is self.last, str(each), *suppressing(each)] for each in self.seen]
+        try:
+            _ = threading.Thread().missing  # type: ignore[attr-defined]
+        except AttributeError as error:
+            self.lacks = error
         made = TimeoutError("slow"), FileNotFoundError(2, "no", "a"), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")
         texts = [(str(each), *suppressing(each)) for each in self.made or ()]
         self.made = made

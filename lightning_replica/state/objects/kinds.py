@@ -134,6 +134,7 @@ _HARMLESS_NAMES: Final = frozenset(
 _FOR_PICKLE: Final = ("__reduce__", "__reduce_ex__", "__getstate__")
 _ATTRIBUTES_SUFFICE: Final = (BaseException, threading.local)
 _NOT_SLOTS: Final = ("__dict__", "__weakref__")
+_NO_FIELDS: Final = ("__dict__", "__traceback__", "obj")  # the last refers to whatever lacked an attribute
 _POINTER_BYTES: Final = ctypes.sizeof(ctypes.c_void_p)
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _slots: dict[type, tuple[str, ...]] = {}
@@ -331,7 +332,7 @@ def _find_slots(cls: type) -> tuple[str, ...]:
 def _is_field(name: str, of_class: Any) -> bool:
     """Return whether an attribute of a built-in class of exceptions is a field that can be set, as ``args``."""
     is_field = isinstance(of_class, (types.MemberDescriptorType, types.GetSetDescriptorType))
-    return is_field and name not in ("__dict__", "__traceback__")
+    return is_field and name not in _NO_FIELDS
 
 
 def _last_of_fields(name: str) -> bool:
