@@ -35,7 +35,7 @@ from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, surroundings
-from lightning_replica.sharding.engine import REDUCE_DTYPES, Engine, Partition, ReduceDtype
+from lightning_replica.sharding.engine import Engine, Partition, ReduceDtype
 from lightning_replica.state import logger_runs
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import fit_loop
@@ -47,7 +47,7 @@ from lightning_replica.trainer.precision import ShardedStep, fit_to_device, shar
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
 from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
 from lightning_replica.trainer.session import Session, join
-from lightning_replica.trainer.steps import Training
+from lightning_replica.trainer.steps import ShardingOptions, Training
 from lightning_replica.trainer.tensor_parallel import TensorParallel
 
 
@@ -149,7 +149,6 @@ class ReplicaZeroStrategy(ModelParallel):
         cluster_environment = cluster_environment or environment_of_rank()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         checks.whole(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
-        checks.whole(1, **{} if bucket_bytes is None else {"bucket_bytes": bucket_bytes})
         checks.seconds(timeout_s=timeout_s)
         self._given_options = RecoveryOptions(
             recovery=recovery,
@@ -162,20 +161,20 @@ class ReplicaZeroStrategy(ModelParallel):
             hang_max_s=hang_max_s,
             rendezvous_timeout_s=rendezvous_timeout_s,
         )
-        checks.choice("partition", partition, ("element", "parameter"))
         checks.choice("state_dict_type", state_dict_type, ("auto", "full", "sharded"))
         checks.choice("resume", resume, (None, "auto"))
-        checks.choice("shared_memory", shared_memory, (True, False))
-        checks.choice("reduce_dtype", reduce_dtype, (None, *REDUCE_DTYPES))
         check_uneven_inputs(uneven_inputs, divide_by_initial_world_size, tensor_parallel_size)
-        checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
-        self._replicas, self._bucket_bytes, self._timeout_s = replicas, bucket_bytes, timeout_s
-        self._partition, self._whole_gradients, self._shared_memory = partition, whole_gradients, shared_memory
-        self._reduce_dtype, self._resume, self._num_nodes = reduce_dtype, resume, 1
-        self._uneven_inputs, self._divides_by_all = uneven_inputs, divide_by_initial_world_size
+        self._sharding = ShardingOptions(bucket_bytes, partition, whole_gradients, shared_memory, reduce_dtype)
+        self._replicas = replicas
+        self._timeout_s = timeout_s
+        self._resume = resume
+        self._num_nodes = 1
+        self._uneven_inputs = uneven_inputs
+        self._divides_by_all = divide_by_initial_world_size
         self._session: Session | None = None
         self._training: Training | None = None
-        self._tensor, self._mesh = TensorParallel(tensor_parallel_size), None
+        self._tensor = TensorParallel(tensor_parallel_size)
+        self._mesh = None
         self._checkpoints = Checkpoints(self._tensor.form_of_checkpoints(state_dict_type, partition))
         self._accumulating = False
         self._step_done: Snapshot | None = None  # the tail that is done again
@@ -322,11 +321,7 @@ class ReplicaZeroStrategy(ModelParallel):
                 self.session,
                 self.precision_plugin,
                 self.optimizers,
-                self._bucket_bytes,
-                self._partition,
-                self._whole_gradients,
-                self._shared_memory,
-                self._reduce_dtype,
+                self._sharding,
                 self.part(),
                 self.joining,
             )
