@@ -1079,3 +1079,33 @@ def test_exceptions() -> None:
     replaced = put_sent(other, copies.private())
     assert other.advance() == module.advance() != expected[-1]
     assert not {**copies.inexact.known, **replaced.inexact.known}
+
+
+class Delegates:
+    """Asks another object for all that it lacks, as files of `tempfile` do."""
+
+    def __init__(self, turn: int) -> None:
+        self.inner, self.turn = [turn], turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+class KeepsDelegates(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Any = None
+
+    def advance(self) -> Any:
+        self.made = Delegates(1 if self.made is None else self.made.turn + 1)
+        return self.made.turn, self.made.count(self.made.turn)
+
+
+def test_an_object_that_asks_another_one_for_all_that_it_lacks() -> None:
+    module, other = KeepsDelegates(), KeepsDelegates()
+    copies = Copies(module)
+    copies.take()
+    module.advance()
+    replaced = put_sent(other, copies.private())
+    assert other.advance() == module.advance() == (2, 1)
+    assert not {**copies.inexact.known, **replaced.inexact.known}

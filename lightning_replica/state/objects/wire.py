@@ -865,7 +865,7 @@ class Decoder:
         for attribute in [each for each in attributes if each not in wanted]:
             del attributes[attribute]
         for attribute, each in pairs:
-            now = attributes[attribute] if attribute in attributes else getattr(made, attribute, MISSING)
+            now = attributes[attribute] if attribute in attributes else _attribute_of(made, attribute)
             value = self._decode(each, now, f"{name}.{attribute}")
             if value is MISSING:
                 continue
@@ -875,6 +875,14 @@ class Decoder:
                     slot.__set__(made, value)
             else:
                 attributes[attribute] = value
+
+
+def _attribute_of(value: Any, name: str) -> Any:
+    """Return an attribute; MISSING if there is none, or if the class asks for others that are not there yet."""
+    try:
+        return getattr(value, name, MISSING)
+    except Exception:
+        return MISSING
 
 
 def _encode_atom(value: Any) -> Any:
