@@ -182,6 +182,11 @@ def signature(copies: Copies) -> dict[str, str]:
     return signature_of(taken.capture, taken.anchors, contents=True)
 
 
+def surprising(copies: Copies) -> set[str]:
+    """What is told, without sets of numbers that had to be filled again: their order may be another one."""
+    return {name for name, each in copies.inexact.known.items() if "another order" not in each.why}
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), min_size=1, max_size=3), st.integers(0, 10**6))
 def test_put_back_and_sent(seed: int, before: list[int], after: int) -> None:
@@ -201,4 +206,4 @@ def test_put_back_and_sent(seed: int, before: list[int], after: int) -> None:
     found = put_sent(fresh, sent)
     leads_to_itself = any("leads to itself" in each.why for each in found.inexact.known.values())
     assert differences(was, signature(found)) == [] or leads_to_itself
-    assert copies.inexact.known == found.inexact.known == {}
+    assert surprising(copies) == surprising(found) == set()
