@@ -137,10 +137,15 @@ class UserCode:
                 continue
             self._classes[base] = None
             for name, value in vars(base).items():
-                if issubclass(type(value), type):  # in its body, or an attribute of it
-                    self._ahead.append(partial(self._add_class, value))
-                elif name not in self._without_methods:
-                    self._add_functions_of(value)
+                if name not in self._without_methods:
+                    self._add_item(value)
+
+    def _add_item(self, value: Any) -> None:
+        """Add what a class or a container holds: another class, or functions."""
+        if issubclass(type(value), type):
+            self._ahead.append(partial(self._add_class, value))
+        else:
+            self._add_functions_of(value)
 
     def _add_functions_of(self, value: Any) -> None:
         self._ahead += [partial(self._add_function, function) for function in _functions_in(value)]
@@ -192,17 +197,14 @@ class UserCode:
         if base is not None:  # by its own methods: those of a class of the user's may change it
             items = dict.values(value) if base is dict else base.__iter__(value)
             for item in islice(items, _MANY):
-                if issubclass(type(item), type):
-                    self._add_class(item)
-                else:
-                    self._add_functions_of(item)
+                self._add_item(item)
             return
         self._add_class(cls)
         self._add_functions_of(value)
         if cls in self._classes:
             with suppress(AttributeError):
                 for item in islice(object.__getattribute__(value, "__dict__").values(), _MANY):
-                    self._add_functions_of(item)
+                    self._add_item(item)
 
 
 def is_users_class(cls: type) -> bool:

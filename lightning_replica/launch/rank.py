@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from types import TracebackType
+from typing import cast
 
 import torch.distributed as dist
 
@@ -84,16 +85,12 @@ def _ignore_hangup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-_entered: dict[int, SupervisedRank] = {}  # by process, as a fork inherits its parent's memory
-
-
 def enter() -> SupervisedRank | None:
     """Make this process the rank that its environment names. Return None if it is no rank, or a child of one."""
     environment = RankEnvironment.current()
     if environment is None or os.getppid() != environment.supervisor:
         return None
-    if os.getpid() not in _entered:
+    if entry.entered() is None:
         die_with(environment.supervisor)
-        rank = _entered[os.getpid()] = SupervisedRank(environment)
-        entry.enter(rank)
-    return _entered[os.getpid()]
+        entry.enter(SupervisedRank(environment))
+    return cast("SupervisedRank", entry.entered())

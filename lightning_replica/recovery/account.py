@@ -225,7 +225,7 @@ class Account:
         return {
             **self._own(account, self._rank),
             "base": account.base,
-            "born": [[self._rank, self._born]],
+            "born": [[self._rank, self._born]] if self._born else [],  # of replacements only: ranks are many
             "reported": self._reported,
             "moves": [asdict(move) for move in account.moves],
             "inexact": account.inexact,

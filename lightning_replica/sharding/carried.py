@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
-_SURE: Final = 8  # steps that have removed such gradients first, until they count as never needed
-_LARGE_BYTES: Final = 2**26  # of gradients that cost too much to be carried without need
+CARRIED_BYTES: Final = 2**26  # gradients that take more are in no checkpoint
+_SURE: Final = 8  # batches that have removed such gradients first, until they count as never needed
 
 
 class Carried:
@@ -18,9 +18,9 @@ class Carried:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._sure = _SURE if nbytes <= _LARGE_BYTES else 1
-        self._old: list[bool] = []
-        self._had_old = self.is_used = False
+        self._sure = _SURE if nbytes <= CARRIED_BYTES else 1
+        self._old: list[bool] = []  # by parameter: whether a gradient of an earlier batch lies there
+        self.is_used = False
         self._removed_first = 0
 
     @property
@@ -31,17 +31,13 @@ class Carried:
     def begin_window(self, present: Sequence[bool]) -> None:
         """Note which parameters have a gradient when a batch begins."""
         self._old = [*present]
-        self._had_old = any(present)
 
     def before_backward(self, present: Sequence[bool]) -> None:
         """Note which parameters still have a gradient: one that was removed is new after the pass."""
         if any(self._old):
             self._old = [was and now for was, now in zip(self._old, present, strict=True)]
+            self._removed_first += not any(self._old)
 
     def step(self, present: Sequence[bool]) -> None:
         """Note that an update has used the gradients."""
-        if any(was and now for was, now in zip(self._old, present, strict=False)):
-            self.is_used = True
-        elif self._had_old:
-            self._removed_first += 1
-        self._old, self._had_old = [], False
+        self.is_used |= any(was and now for was, now in zip(self._old, present, strict=False))

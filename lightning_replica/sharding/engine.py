@@ -36,6 +36,7 @@ from lightning_replica.core.recoverable import Recoverable
 from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.buffers import OF_PARAMETERS
+from lightning_replica.sharding.carried import CARRIED_BYTES
 from lightning_replica.sharding.commit import Commit, Flags, Request
 from lightning_replica.sharding.layout import Partition
 from lightning_replica.sharding.optimizer import ELEMENT_WISE
@@ -45,6 +46,7 @@ from lightning_replica.sharding.state import ShardedState
 from lightning_replica.sharding.whole import WholeOptimizer
 
 __all__ = [
+    "CARRIED_BYTES",
     "ELEMENT_WISE",
     "OF_PARAMETERS",
     "REDUCE_DTYPES",

@@ -38,7 +38,7 @@ _WRITTEN = {
 }
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _T = TypeVar("_T")
-_NOT_LOOKED_INTO = (nn.Module, type, types.ModuleType, *_FUNCTIONS)
+_NOT_LOOKED_INTO = (type, types.ModuleType, *_FUNCTIONS)
 
 
 class OwnAttributes(NamedTuple):
@@ -72,7 +72,7 @@ def attributes_of(optimizer: Optimizer) -> OwnAttributes:
 def attributes_of_shard(optimizer: Optimizer) -> OwnAttributes:
     """Return what `attributes_of` returns, without the names of those that belong to the rank."""
     found, watch = attributes_of(optimizer), watch_of(optimizer)
-    of_rank = frozenset[str]() if watch is None else watch.of_rank_by_now
+    of_rank = set[str]() if watch is None else watch.of_rank_by_now
     return found._replace(left=[name for name in found.left if name not in of_rank])
 
 
@@ -113,7 +113,7 @@ class Watch:
         self.parameters: set[int] = set()
         self._outside, self._inside, self._told = set[str](), set[str](), set[str]()
         self._cut = set[str]()
-        self._updates = 0
+        self._updates = self._looked_at = 0
         self._left = self._marks()
         _watches[id(optimizer)] = self
 
@@ -140,20 +140,26 @@ class Watch:
     def of_rank(self) -> tuple[str, ...]:
         """Return the names of what code outside of updates has written. Not called in the middle of an update."""
         self._outside |= self.new
-        return tuple(sorted((self._outside - self._inside) | _WRITTEN))
+        return tuple(sorted(self._without_updates(self._outside)))
 
     @property
-    def of_rank_by_now(self) -> frozenset[str]:
-        """What `of_rank` would return, which notes it."""
-        return frozenset(((self._outside | self.new) - self._inside) | _WRITTEN)
+    def of_rank_by_now(self) -> set[str]:
+        """What `of_rank` would return; but to ask for this notes nothing."""
+        return self._without_updates(self._outside | self.new)
+
+    def _without_updates(self, outside: set[str]) -> set[str]:
+        return (outside - self._inside) | _WRITTEN
 
     def lost(self) -> list[str]:
         """Return what updates have written and what is no plain data, so that it is neither sent nor saved; each once.
 
-        An attribute that was plain data may hold something else later: it is looked at again, more and more seldom.
+        Called after each update. An attribute that was plain data may hold something else later: so all are looked at
+        again, more and more seldom.
         """
-        if not self._inside or self._updates & (self._updates - 1):
+        is_due = len(self._inside) > self._looked_at or (self._inside and self._updates & (self._updates - 1) == 0)
+        if not is_due:
             return []
+        self._looked_at = len(self._inside)
         found = [name for name in attributes_of(self._optimizer).left if name in self._inside - self._told]
         self._told.update(found)
         return found
@@ -255,13 +261,14 @@ def _mark(value: Any, depth: int, looks: _Looks) -> Any:
     if issubclass(cls, dict):
         return len(value), [(id(key), _mark(each, depth + 1, looks)) for key, each in looks.up_to(dict.items(value))]
     inner = _Looks(min(looks.left, _MANY_IN_OBJECTS), looks.others)
-    found = [(name, _mark(each, depth + 1, inner)) for name, each in inner.up_to(_attributes_in(value))]
+    within = _tensors_in(value, looks.others) if issubclass(cls, nn.Module) else _attributes_in(value)
+    found = [(name, _mark(each, depth + 1, inner)) for name, each in inner.up_to(within)]
     looks.is_cut |= inner.is_cut
     return id(value), found
 
 
 def _attributes_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield attributes and slots of an object, without calling code of its class; none of a model's, or of code's."""
+    """Yield attributes and slots of an object, without calling code of its class; none of code's."""
     cls = type(value)
     if issubclass(cls, _NOT_LOOKED_INTO):
         return
@@ -271,6 +278,14 @@ def _attributes_in(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(slot, types.MemberDescriptorType):
             with suppress(AttributeError):
                 yield name, slot.__get__(value)
+
+
+def _tensors_in(module: nn.Module, others: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """Yield parameters and buffers of a module; none of the model that the optimizer trains."""
+    first = next(nn.Module.parameters(module), None)
+    if first is None or id(first) not in others:
+        yield from nn.Module.named_parameters(module)
+        yield from nn.Module.named_buffers(module)
 
 
 def _bits_of(array: Any) -> Any:

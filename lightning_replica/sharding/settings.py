@@ -56,6 +56,7 @@ class EngineSettings:
         if self.bucket_bytes is not None:
             checks.whole(1, bucket_bytes=self.bucket_bytes)
         checks.choice("partition", self.partition, ("element", "parameter"))
+        checks.choice("shared_memory", self.shared_memory, (True, False))
         checks.choice("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
         checks.choice("guard", self.guard, ("sampled", "full", "off"))
 

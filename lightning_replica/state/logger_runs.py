@@ -16,7 +16,7 @@ from typing import Any
 from lightning_replica._compat.lightning import continue_csv, when_made
 from lightning_replica._compat.lightning_names import CSVLogger, Logger
 from lightning_replica.control import keys
-from lightning_replica.core.entry import Entrant, at_entry
+from lightning_replica.core.entry import RankProcess, at_entry
 from lightning_replica.errors import RecoveryError
 from lightning_replica.stores.interface import Store
 
@@ -83,7 +83,7 @@ def leave(store: Store, rank: int) -> None:
     store.set(keys.runs(rank), json.dumps(record(loggers)))
 
 
-def _follow(rank: Entrant) -> None:
+def _follow(rank: RankProcess) -> None:
     """Let loggers that are made from now on continue the runs of the process before this one."""
     store = rank.connect()
     key = next((key for key in (keys.runs(rank.rank), keys.FIRST_RUNS) if store.check([key])), None)

@@ -242,19 +242,15 @@ class Survey:
 
     def functions(self) -> Iterator[Any]:
         """Yield the functions that objects hold."""
-        return (child for _, child in self._held() if issubclass(type(child), _FUNCTIONS))
+        return (child for _, child in self.capture.children() if issubclass(type(child), _FUNCTIONS))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors that have no other name, with their names."""
         met: set[int] = set()
-        for name, child in self._held():
+        for name, child in self.capture.children():
             if isinstance(child, Tensor) and id(child) not in self.anchors.names and id(child) not in met:
                 met.add(id(child))
                 yield name, child
-
-    def _held(self) -> Iterator[tuple[str, Any]]:
-        for record in self.capture.records.values():
-            yield from ((record.name + name, child) for name, child in record.children())
 
 
 def _say_nothing(name: str, why: str, scope: Scope = "fault") -> None:

@@ -1,17 +1,14 @@
 """Gradients in checkpoints: those that lie between two steps, and that a later step adds to or code looks at."""
 
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
-from lightning_replica.sharding.engine import Engine
+from lightning_replica.sharding.engine import CARRIED_BYTES, Engine
 from lightning_replica.state.snapshot import Snapshot
-
-_BYTES: Final = 2**26  # checkpoints hold no more than this
-_NAME: Final = "gradients"  # the report's
 
 
 def packed(trainer: pl.Trainer, state: Engine) -> bytes | None:
@@ -21,7 +18,7 @@ def packed(trainer: pl.Trainer, state: Engine) -> bytes | None:
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     if carried is None or (carried and (len(grids.grids) > 1 or not all(id(each) in names for each in carried))):
         return None
-    if sum(gradient.nbytes for gradient in carried.values()) > _BYTES:
+    if sum(gradient.nbytes for gradient in carried.values()) > CARRIED_BYTES:
         return None
     return plain.pack({names[id(parameter)]: gradient for parameter, gradient in carried.items()})
 
@@ -47,8 +44,7 @@ def put(module: pl.LightningModule, state: Engine, loaded: Snapshot, report: Rep
         state.set_gradients(found)
     elif held is None:
         why = "a later step adds to them or reads them, and the checkpoint holds none: they take more than 64 MiB,"
-        report(_NAME, f"{why} or the model is divided among ranks, or a device has lost them", "resume")
+        report("gradients", f"{why} or the model is divided among ranks, or a device has lost them", "resume")
     elif state.settings.keeps_gradients:
-        report(
-            _NAME, "the checkpoint holds none, so code that looks at them before the next update finds None", "resume"
-        )
+        why = "the checkpoint holds none, so code that looks at them before the next update finds None"
+        report("gradients", why, "resume")

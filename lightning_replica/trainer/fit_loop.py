@@ -104,17 +104,22 @@ def adopt(trainer: pl.Trainer, strategy: FitStrategy) -> None:
                 f" {type(loop).__name__}. Leave `trainer.fit_loop` as Lightning made it."
             )
         loop.__class__ = ours
-        cast("Any", loop).strategy = strategy
+        if isinstance(loop, _HasStrategy):
+            loop.strategy = strategy
     deaths.hold()
 
 
-class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
+class _HasStrategy:
+    """A loop to which `adopt` has given the strategy."""
+
+    strategy: FitStrategy
+
+
+class ReplicaValidationLoop(_HasStrategy, RemembersSetup, _EvaluationLoop):
     """The `_EvaluationLoop` inside of a fit.
 
     Its data can be put back, and its persistent workers continue from one validation to the next.
     """
-
-    strategy: FitStrategy
 
     def setup_data(self) -> None:
         """Set up loaders, and put exact loaders in place of new ones."""
@@ -143,7 +148,7 @@ class ReplicaValidationLoop(RemembersSetup, _EvaluationLoop):
         super().teardown()
 
 
-class ReplicaFitLoop(RemembersSetup, _FitLoop):
+class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
     """`_FitLoop` that recovers from faults.
 
     Attributes:
@@ -151,7 +156,6 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
     """
 
     lengths: Sequence[int] = ()
-    strategy: FitStrategy
 
     @property
     def _training(self) -> Training:
@@ -304,12 +308,11 @@ class ReplicaFitLoop(RemembersSetup, _FitLoop):
         self.epoch_progress.increment_completed()
 
 
-class ReplicaEpochLoop(_TrainingEpochLoop):
+class ReplicaEpochLoop(_HasStrategy, _TrainingEpochLoop):
     """`_TrainingEpochLoop` that takes the snapshots and can begin in the middle of an epoch."""
 
     resume: Snapshot | None = None
     metrics_known = True
-    strategy: FitStrategy
 
     def run(self, data_fetcher: Any) -> None:
         """Run the loop of `_TrainingEpochLoop.run`, beginning at `resume` where there is one."""
@@ -542,7 +545,6 @@ class ReplicaOptimization(_AutomaticOptimization):
     """`_AutomaticOptimization` that keeps the closure under way, so that its result can be read."""
 
     closure: Closure | None = None
-    strategy: FitStrategy
 
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Any, batch_idx: int) -> Closure:
         self.closure = super()._make_closure(kwargs, optimizer, batch_idx)
@@ -555,10 +557,8 @@ class ReplicaOptimization(_AutomaticOptimization):
         return self.closure._result.asdict()
 
 
-class ReplicaManualOptimization(_ManualOptimization):
+class ReplicaManualOptimization(_HasStrategy, _ManualOptimization):
     """`_ManualOptimization` that commits once the training step, with all its optimizer steps, is done."""
-
-    strategy: FitStrategy
 
     def run(self, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run one training step and end its batch."""

@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from lightning_replica._compat.lightning import Sigterm, user_optimizer
 from lightning_replica._compat.lightning_names import pl
 from lightning_replica.control.faults import Detected
 from lightning_replica.control.planned_save import PlannedSave
-from lightning_replica.core import checks
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.inexact import Inexact
@@ -29,12 +28,9 @@ from lightning_replica.groups.membership import Groups
 from lightning_replica.recovery.diagnosis import fault_behind, worker_died
 from lightning_replica.recovery.planner import Plan
 from lightning_replica.sharding.engine import (
-    REDUCE_DTYPES,
     Commit,
     EngineSettings,
     Flags,
-    Partition,
-    ReduceDtype,
     Request,
     make_engine,
 )
@@ -66,36 +62,6 @@ log = logging.getLogger(__name__)
 _ENDS = (signal.SIGINT, signal.SIGUSR1)
 
 
-@dataclass(frozen=True)
-class ShardingOptions:
-    """How the state of a fit is sharded. `ReplicaZeroStrategy` says what the values mean.
-
-    Attributes:
-        bucket_bytes: See the strategy, as the others.
-        partition: How buckets are cut.
-        whole_gradients: Whether every gradient is whole after backward.
-        shared_memory: Whether ranks of one machine read each other's memory.
-        reduce_dtype: The dtype in which gradients leave a node.
-
-    Raises:
-        ConfigurationError: If a value makes no sense.
-    """
-
-    bucket_bytes: int | None
-    partition: Partition
-    whole_gradients: bool | Literal["auto"]
-    shared_memory: bool
-    reduce_dtype: ReduceDtype | None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        checks.whole(1, **{} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes})
-        checks.choice("partition", self.partition, ("element", "parameter"))
-        checks.choice("whole_gradients", self.whole_gradients, (True, False, "auto"))
-        checks.choice("shared_memory", self.shared_memory, (True, False))
-        checks.choice("reduce_dtype", self.reduce_dtype, (None, *REDUCE_DTYPES))
-
-
 class Training:
     """Makes the steps of one fit, and recovers between them. See docs/life_of_a_step.md.
 
@@ -104,7 +70,8 @@ class Training:
         session: The session of this process.
         precision: The precision plugin.
         optimizers: The user's optimizers.
-        options: How the state is sharded.
+        settings: How the state is sharded, as far as the user chooses.
+        whole_gradients: Whether every gradient is whole after backward; "auto" decides by the user's hooks.
         part: Which part of the model this rank has.
         joins: Joins ranks with different numbers of batches, if that is wanted.
 
@@ -121,7 +88,8 @@ class Training:
         session: Session,
         precision: ShardedStep,
         optimizers: Sequence[Optimizer],
-        options: ShardingOptions,
+        settings: EngineSettings,
+        whole_gradients: bool | Literal["auto"],
         part: ModelPart,
         joins: Joining | None,
     ) -> None:
@@ -131,16 +99,14 @@ class Training:
         self.part, self._joins = part, joins
         self.manual = not module.automatic_optimization
         survey = Survey.of(trainer)
-        gradients = gradient_use(trainer, survey, options.whole_gradients)
+        gradients = gradient_use(trainer, survey, whole_gradients)
         self.whole_gradients = gradients.whole
-        settings = EngineSettings(
-            bucket_bytes=options.bucket_bytes,
-            partition=options.partition,
+        settings = replace(
+            settings,
             whole_gradients=self.whole_gradients,
             keeps_gradients=gradients.kept,
             manual=self.manual,
-            shared_memory=options.shared_memory and self.device.is_host,
-            reduce_dtype=options.reduce_dtype,
+            shared_memory=settings.shared_memory and self.device.is_host,
             uncounted=part.uncounted,
             experts=part.experts,
             counts_zeros=part.counts_zeros,
@@ -149,7 +115,7 @@ class Training:
         )
         if trainer.is_global_zero and not session.newborn:
             users = [user_optimizer(each) for each in optimizers]
-            for difference in differences_from_ddp(module, users, options.partition):
+            for difference in differences_from_ddp(module, users, settings.partition):
                 warn(difference)
         parameters = list(module.parameters())
         grids = session.world.grids.grids_of(session.rank)

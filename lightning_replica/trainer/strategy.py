@@ -35,7 +35,7 @@ from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
 from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, surroundings
-from lightning_replica.sharding.engine import Engine, Partition, ReduceDtype
+from lightning_replica.sharding.engine import Engine, EngineSettings, Partition, ReduceDtype
 from lightning_replica.state import logger_runs
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer import fit_loop
@@ -47,7 +47,7 @@ from lightning_replica.trainer.precision import ShardedStep, fit_to_device, shar
 from lightning_replica.trainer.saving.checkpoints import Checkpoints, StateDictType
 from lightning_replica.trainer.saving.which_checkpoint import Resume, WhichCheckpoint
 from lightning_replica.trainer.session import Session, join
-from lightning_replica.trainer.steps import ShardingOptions, Training
+from lightning_replica.trainer.steps import Training
 from lightning_replica.trainer.tensor_parallel import TensorParallel
 
 
@@ -164,7 +164,11 @@ class ReplicaZeroStrategy(ModelParallel):
         checks.choice("state_dict_type", state_dict_type, ("auto", "full", "sharded"))
         checks.choice("resume", resume, (None, "auto"))
         check_uneven_inputs(uneven_inputs, divide_by_initial_world_size, tensor_parallel_size)
-        self._sharding = ShardingOptions(bucket_bytes, partition, whole_gradients, shared_memory, reduce_dtype)
+        checks.choice("whole_gradients", whole_gradients, (True, False, "auto"))
+        self._sharding = EngineSettings(
+            bucket_bytes=bucket_bytes, partition=partition, shared_memory=shared_memory, reduce_dtype=reduce_dtype
+        )
+        self._whole_gradients = whole_gradients
         self._replicas = replicas
         self._timeout_s = timeout_s
         self._resume = resume
@@ -322,6 +326,7 @@ class ReplicaZeroStrategy(ModelParallel):
                 self.precision_plugin,
                 self.optimizers,
                 self._sharding,
+                self._whole_gradients,
                 self.part(),
                 self.joining,
             )

@@ -157,6 +157,14 @@ class Counts(AdamW):
         return super().step(closure)
 
 
+class CountsTurns(Counts):
+    """Begins to change an attribute that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.turns: Any = [object()]
+        return super().step(closure)
+
+
 def with_counts(rank: int, **settings: Any) -> tuple[ShardedState, Counts]:
     parameters = [nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(7, 3))]
     optimizer = Counts(parameters)
@@ -346,7 +354,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "generator of NumPy": (lambda: np.random.default_rng(1), lambda value: value.random()),
     "older generator of NumPy": (lambda: np.random.RandomState(1), lambda value: value.rand()),
     "slots": (Drawn, draw_slots),
-    "copies of parameters": (lambda: [nn.Parameter(torch.ones(3))], lambda value: value[0].data.copy_(torch.zeros(3))),
+    "layer": (lambda: nn.Linear(2, 2), lambda value: value.weight.mul_(2)),
+    "statistics of a layer": (lambda: nn.BatchNorm1d(2), lambda value: value.running_mean.add_(1)),
+    "copies of parameters": (lambda: [nn.Parameter(torch.ones(3))], lambda value: value[0].mul_(2)),
 }
 
 
@@ -361,10 +371,7 @@ def test_kinds_of_attributes_that_are_seen_to_change(kind: str) -> None:
     assert "it" in watch.of_rank()  # it was not there when the optimizer was sharded
     outer = Watch(optimizer)
     assert "it" not in outer.of_rank()
-    if kind == "copies of parameters":
-        with torch.no_grad():
-            held.it[0].mul_(2)
-    else:
+    with torch.no_grad():
         change(held.it)
     assert "it" in outer.of_rank_by_now
     assert outer.new == {"it"}  # to ask does not note it
@@ -405,3 +412,28 @@ def test_attributes_with_many_items_are_named_unless_they_are_seen_to_change() -
     watch.of_rank()
     assert watch.unseen() == []
     update(state, 1)
+
+
+def test_the_model_that_an_optimizer_trains_is_none_of_its_attributes() -> None:
+    layers = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(150)))
+    optimizer: Any = SGD(layers.parameters(), lr=0.1)
+    optimizer.model = layers
+    watch = Watch(optimizer)
+    with torch.no_grad():
+        layers[0].running_mean.add_(1)  # type: ignore[operator]
+        layers[0].weight.add_(1)  # type: ignore[operator]
+    assert watch.new == set()
+    assert watch.unseen() == []
+
+
+def test_what_later_updates_begin_to_change_is_named_at_once() -> None:
+    state, optimizer = with_counts(0)
+    watch: Any = watch_of(optimizer)
+    told = []
+    for turn in range(1, 7):
+        if turn == 5:
+            optimizer.seen.append(object())  # type: ignore[arg-type]
+            optimizer.__class__ = CountsTurns
+        update(state, turn)
+        told.append(watch.lost())
+    assert told == [[], [], [], [], ["seen", "turns"], []]

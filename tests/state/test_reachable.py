@@ -118,6 +118,17 @@ def put_sent(module: LightningModule, sent: list[Any]) -> Copies:
     return copies
 
 
+def done_again(module: Any) -> tuple[Copies, list[Any]]:
+    """Has a module advance three times, go back and advance again; returns what came of it each time, the same."""
+    copies = Copies(module)
+    module.advance()
+    taken = copies.take()
+    expected = [module.advance() for _ in range(3)]
+    copies.put(taken)
+    assert [module.advance() for _ in range(3)] == expected
+    return copies, expected
+
+
 def train(module: Module) -> None:
     """Changes everything, in place where that is possible."""
     module.count, module.rate, module.begun = 7, 0.1, True
@@ -1070,12 +1081,7 @@ class KeepsExceptions(LightningModule):
 
 def test_exceptions() -> None:
     module, other = KeepsExceptions(), KeepsExceptions()
-    copies = Copies(module)
-    module.advance()
-    taken = copies.take()
-    expected = [module.advance() for _ in range(3)]
-    copies.put(taken)
-    assert [module.advance() for _ in range(3)] == expected
+    copies, expected = done_again(module)
     replaced = put_sent(other, copies.private())
     assert other.advance() == module.advance() != expected[-1]
     assert not {**copies.inexact.known, **replaced.inexact.known}

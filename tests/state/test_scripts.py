@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.state.test_reachable import Copies, put_sent
+from tests.state.test_reachable import Copies, done_again, put_sent
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script does not support Python 3.14"),
@@ -57,12 +57,7 @@ class Module(L.LightningModule):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_batch_that_is_done_again(hidden: bool) -> None:
     module = Module(hidden)
-    copies = Copies(module)
-    module.advance()
-    taken = copies.take()
-    expected = [module.advance() for _ in range(3)]
-    copies.put(taken)
-    assert [module.advance() for _ in range(3)] == expected
+    copies, _ = done_again(module)
     assert module.held[0].calls == 4
     assert module.held[0].seen == [0, 1, 2, 3, 4]
     # Other code restores a buffer that torch knows of.

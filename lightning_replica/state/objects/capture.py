@@ -181,11 +181,11 @@ class Capture:
                 shared.add(name)
         return {name: value for name, value in found.items() if name not in shared}
 
-    def children(self) -> Iterator[Any]:
-        """Yield what the objects refer to."""
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """Yield what the objects refer to, with names."""
         for record in self.records.values():
             with suppress(Exception):  # keys of the user's run code of their own; `Recorder` has told of it
-                yield from (value for _, value in record.children())
+                yield from [(record.name + name, value) for name, value in record.children()]
 
     def put_back(self, report: Report) -> None:
         """Restore all of it, in place.

@@ -95,7 +95,7 @@ class Tracked:
         """The classes of all objects that were reachable in the beginning, and those that these refer to."""
         if self._first is None:
             return ()
-        held = (child for child in self._first.children() if issubclass(type(child), type))
+        held = (child for _, child in self._first.children() if issubclass(type(child), type))
         return dict.fromkeys((*(type(record.value) for record in self._first.records.values()), *held))
 
     def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
