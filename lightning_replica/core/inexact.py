@@ -54,6 +54,10 @@ def warn(name: str, why: str, scope: Scope = "fault") -> None:
     log.warning("%s: %s: %s.", _SAID[scope], name, why)
 
 
+def say_nothing(name: str, why: str, scope: Scope = "fault") -> None:
+    """Leave a finding to others, who look at the same objects."""
+
+
 class Inexact:
     """Says what is not restored exactly after a fault, each finding once, and keeps it.
 

@@ -25,14 +25,14 @@ from lightning_replica._compat.lightning import OF_TRAINER
 from lightning_replica._compat.lightning_names import Accelerator, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.tree import Tree
-from lightning_replica.core.inexact import Report, Scope, warn
+from lightning_replica.core.inexact import Report, say_nothing, warn
 from lightning_replica.core.points import PHASES
 from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.sharding.engine import OF_PARAMETERS, Watch, watch_of
 from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
-from lightning_replica.state.data.sources import sources_of
+from lightning_replica.state.data.sources import Surroundings, sources_of
 from lightning_replica.state.hooks import names_of
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, leads_of
 from lightning_replica.state.objects.contents import COPIED_BYTES
@@ -233,7 +233,7 @@ class Survey:
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "Survey":
         """Look at the objects of the user's of a trainer."""
-        return cls(*_all_of(trainer, copied_bytes=0, report=_say_nothing))
+        return cls(*_all_of(trainer, copied_bytes=0, report=say_nothing))
 
     @property
     def classes(self) -> set[type]:
@@ -251,10 +251,6 @@ class Survey:
             if isinstance(child, Tensor) and id(child) not in self.anchors.names and id(child) not in met:
                 met.add(id(child))
                 yield name, child
-
-
-def _say_nothing(name: str, why: str, scope: Scope = "fault") -> None:
-    """Leave it to `Reachable`, which looks at the same objects."""
 
 
 def signature_of_all(trainer: pl.Trainer) -> Signature:
@@ -377,12 +373,28 @@ def is_users(item: Any) -> bool:
     return not foreign and not sees
 
 
+def surroundings(trainer: pl.Trainer) -> Surroundings:
+    """Return what a training consists of beside its data."""
+    roots = _roots(trainer, Tree.of(trainer.lightning_module))
+    of_data = (nn.Module, pl.LightningDataModule, pl.Callback)
+    return Surroundings(
+        list(_anchored_beside_data(trainer)), [each for each in roots if isinstance(each.value, of_data)]
+    )
+
+
 def anchors_of(trainer: pl.Trainer) -> Anchors:
     """Return what has a name in every process, and whose content is restored by other code or is a root."""
     return Anchors.of(_anchored(trainer))
 
 
 def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
+    yield from _anchored_beside_data(trainer)
+    # What loaders draw from is restored with their positions.
+    sources = (each for exact in _loaders(trainer) for each in sources_of(exact.loader))
+    yield from ((f"data {place}", each) for place, each in enumerate(sources))
+
+
+def _anchored_beside_data(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     module = trainer.lightning_module
     yield from ((f"parameter {name}", each) for name, each in module.named_parameters())
     yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
@@ -398,9 +410,6 @@ def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     yield from ((f"logger {place}", each) for place, each in enumerate(trainer.loggers))
     yield from ((f"callback {place}", each) for place, each in enumerate(trainer.callbacks))  # type: ignore[attr-defined]
     yield "datamodule", trainer.datamodule  # type: ignore[attr-defined]
-    # What loaders draw from is restored with their positions.
-    sources = (each for exact in _loaders(trainer) for each in sources_of(exact.loader))
-    yield from ((f"data {place}", each) for place, each in enumerate(sources))
 
 
 def _loaders(trainer: pl.Trainer) -> list[ExactLoader]:

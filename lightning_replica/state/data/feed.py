@@ -11,10 +11,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_replica._compat.loading import end_workers, forget_workers
+from lightning_replica.core import plain
+from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.data.deaths import loading
 from lightning_replica.state.data.indices import Indices
 from lightning_replica.state.data.loader_state import LoaderState
-from lightning_replica.state.data.workers import WorkerRandom
+from lightning_replica.state.data.sources import Copied, copied_by_workers
+from lightning_replica.state.data.workers import WorkerStates
 
 END = object()
 _open: "weakref.WeakSet[Feed]" = weakref.WeakSet()
@@ -30,18 +33,28 @@ class Feed:
         loader: What the user's dataloader hook returned, with all that Lightning has done to it.
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
+        copied: What its workers copy; None to find it.
+        report: Called with what is not restored exactly.
 
     Attributes:
         seeded: State of the generator from which the seed of workers that outlive an iteration was drawn; None if there
             are no such workers.
     """
 
-    def __init__(self, loader: Any, rng_state: Callable[[], bytes], set_rng_state: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        rng_state: Callable[[], bytes],
+        set_rng_state: Callable[[bytes], None],
+        copied: Copied | None = None,
+        report: Report = warn,
+    ) -> None:
         self._loader, self._rng_state, self._set_rng_state = loader, rng_state, set_rng_state
+        self._copied, self._report = Copied(copied_by_workers(loader), report) if copied is None else copied, report
         self._equips = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._equipped: Any = None
         self._indices = Indices(())
-        self._random: WorkerRandom | None = None
+        self._states: WorkerStates | None = None
         self._live: Iterator[Any] | None = None
         self.seeded: bytes | None = None
 
@@ -79,7 +92,7 @@ class Feed:
         """Begin the next iteration as the loader itself would.
 
         Returns:
-            The random states of the workers, and whether the workers are those of the previous iteration.
+            The states of the workers, and whether the workers are those of the previous iteration.
         """
         if self.lasts and self._live is not None:
             states = self.finish()
@@ -116,31 +129,36 @@ class Feed:
             self.next()
 
     def next(self) -> Any:
-        """Return the next batch, and the random state of its worker if that has changed; `END` if there is none."""
+        """Return the next batch, and the state of its worker if that has changed; `END` if there is none."""
         if self._live is None:
             raise RuntimeError("No iteration has begun.")
         with self._broken_if_it_raises(), loading():
             item: Any = next(self._live, END)
         if item is END:
             return END
-        return tuple(item) if self._random is not None else (item, None)
+        if self._states is None:
+            return item, None
+        batch, changed, told = item
+        for name, why, scope in () if told is None else plain.unpack(told):
+            self._report(name, why, scope)
+        return batch, changed
 
     def finish(self) -> tuple[bytes | None, ...]:
         """End an iteration whose workers outlive it: batches that were already requested are loaded and dropped.
 
         Returns:
-            The random states of the workers.
+            The states of the workers.
         """
-        if self._random is None:
+        if self._states is None:
             raise RuntimeError("There are no workers.")
         self._indices.stop()
         while self.next() is not END:
             pass
-        return self._random.states()
+        return self._states.all()
 
     def close(self) -> None:
         """Shut down the workers; the garbage collector would take seconds, or for ever if a worker was stopped."""
-        live, self._live, self._equipped, self._random = self._live, None, None, None
+        live, self._live, self._equipped, self._states = self._live, None, None, None
         end_workers(live)
         if not self._equips and isinstance(self._loader, DataLoader):
             forget_workers(self._loader)
@@ -152,7 +170,7 @@ class Feed:
         """Begin an iteration, with new workers.
 
         Args:
-            workers: The random states of the workers. If this is empty, or a worker's is None, the seed decides.
+            workers: The states of the workers. If this is empty, or a worker's is None, the seed decides.
             seeded: State of the generator from which their seed was drawn before; None to draw a new seed.
             leave_out: How many indices to skip, and how many blanks after those.
         """
@@ -169,8 +187,9 @@ class Feed:
         # DataLoader.__setattr__ forbids this, because its own sampler would no longer agree. `Indices` does agree.
         object.__setattr__(equipped, name, self._indices)
         if equipped.num_workers:
-            self._random = WorkerRandom(equipped, workers, self._rng_state, self._set_rng_state)
-            equipped.worker_init_fn, equipped.collate_fn = self._random.init, self._random
+            copied = self._copied if self.skips or self.lasts else None  # other data is drawn again from its beginning
+            self._states = states = WorkerStates(equipped, workers, self._rng_state, self._set_rng_state, copied)
+            equipped.worker_init_fn, equipped.collate_fn = states.init, states
         if self.lasts and seeded is None:
             self._indices.before_seed = self._note_seed
         with self._seed_from(seeded):

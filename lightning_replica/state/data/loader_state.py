@@ -11,8 +11,8 @@ class LoaderState(NamedTuple):
         batches: Number of batches taken in this iteration; the next one is number ``batches``.
         begun: Random state in which the iteration began; None if it has not begun.
         generator: State of the loader's own generator at that time; None if it has none.
-        workers: Random state of each worker: after its last batch or, if no index can be left out, when the iteration
-            began. None for a worker that has drawn nothing since it was seeded.
+        workers: State of each worker: after its last batch or, if no index can be left out, when the iteration
+            began. None for a worker that has drawn and changed nothing since it was seeded.
         reused: Whether the iteration continues with the workers of the previous one, and draws no seed for them.
         turn: How many iterations have begun so far, including this one.
         epoch: The epoch that the sampler used; None if it has none, or has not been used yet.

@@ -11,12 +11,13 @@ that has already begun another iteration or whose loader has raised, starts the 
 which it was started (a DataLoader draws the seed of its workers from it), and skips:
 
 - data with a length, in a DataLoader: indices are drawn and dropped, and no skipped sample is loaded. Workers continue
-  with their generators as they were (workers.py), and every batch is loaded by the worker that would have loaded it;
+  with their generators and their copies of the dataset as they were (workers.py), and every batch is loaded by the
+  worker that would have loaded it;
 - iterable data, and loaders that are no DataLoader or iterate in their own way: batches are loaded and dropped. Workers
   load them, too, and so draw the right random numbers by themselves.
 
 The workers of ``persistent_workers=True`` draw their seed once, and continue from iteration to iteration. Workers that
-replace them draw no seed: they are given the seed, and the random states in which the iteration began.
+replace them draw no seed: they are given the seed, and the states in which the iteration began.
 
 [Note: as without us]
 An iteration begins where Lightning calls ``iter``. Under every strategy, the first iteration of a fit begins before
@@ -30,10 +31,9 @@ iteration for good, because torch has taken the item off its queue. The rank rec
 and the loader starts again at the batch that was to come. A validation is repeated from its beginning.
 
 [Note: what is not exact]
-A dataset may keep state of its own that changes while loading (a generator, a counter, a cache of random choices). With
-workers, this state is in their copies of the dataset and starts anew, except for iterable data, which is drawn again
-from its beginning. Iterable data without workers that fills a shuffle buffer with the global generators draws other
-numbers while it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up the order in any case.
+Of what a dataset changes while loading (a generator, a counter, a cache), what is large starts anew, and is reported
+by name. Iterable data without workers that fills a shuffle buffer with the global generators draws other numbers while
+it skips; give it a generator of its own, or a worker. ``in_order=False`` gives up the order in any case.
 """
 
 import logging
@@ -45,7 +45,7 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
-from lightning_replica.state.data.sources import Sources, copied_by_workers
+from lightning_replica.state.data.sources import BARE, Copied, Sources, Surroundings, copied_by_workers, sources_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Kept(NamedTuple):
         batch: The batch.
         before: The state of the loader before the batch.
         random: Random state of this process before the batch, if it was the first of its iteration and no worker loads.
-        reported: Random state that the worker has reported with the batch; None if it has reported none.
+        reported: The state that the worker has reported with the batch; None if it has reported none.
         after: Random state of this process after the batch was loaded.
         left: What the sources kept then, if skipped batches are not loaded.
     """
@@ -84,6 +84,7 @@ class ExactLoader:
         report: Called with what is not restored exactly.
         former: The loaders of the epoch before, which may have the same dataset: what it kept when the fit began is
             what a replacement finds in it.
+        surroundings: What the training consists of beside its data.
 
     Attributes:
         loader: The same dataloader.
@@ -96,20 +97,22 @@ class ExactLoader:
         set_rng_state: Callable[[bytes], None],
         report: Report = warn,
         former: "Sequence[ExactLoader]" = (),
+        surroundings: Surroundings = BARE,
     ) -> None:
         self.loader = loader
         self._rng_state, self._set_rng_state, self._report = rng_state, set_rng_state, report
-        self._feed = Feed(loader, rng_state, set_rng_state)
-        self._sources = Sources(loader, report)
-        known = [each._copied for each in former if each._copied.is_of(loader)]
-        self._copied: Sources = known[0] if known else Sources(loader, report, copied_by_workers)
+        self._sources = Sources(sources_of(loader), report, surroundings)
+        copied = copied_by_workers(loader)
+        known = [each._copied for each in former if each._copied.are(copied)]
+        self._copied: Copied = known[0] if known else Copied(copied, report, surroundings)
+        self._feed = Feed(loader, rng_state, set_rng_state, self._copied, report)
         self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded
         self._kept: list[_Kept] = []  # batches since the mark: the last `len(_kept)` of `_drawn`
         self._ended = self._rewound = False
         self._inherited: LoaderState | None = None  # the state of an iteration whose workers have to be started again
-        self._final: tuple[bytes | None, ...] | None = None  # random states of workers that have finished their work
+        self._final: tuple[bytes | None, ...] | None = None  # states of workers that have finished their work
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("state_dict", "load_state_dict", "loader"):
@@ -175,7 +178,7 @@ class ExactLoader:
         return self._sources if self._feed.skips else None
 
     def _final_workers(self) -> tuple[bytes | None, ...] | None:
-        """Return the random states of workers that have finished their work; None while they have not."""
+        """Return the states of workers that have finished their work; None while they have not."""
         if self._feed.skips:
             return self._state.workers if self._is_at_the_end() else None
         if self._final is None and self._feed.is_live and self._is_at_the_end():
@@ -276,10 +279,12 @@ class ExactLoader:
         if not before.batches and not self._feed.workers:
             before = before._replace(epoch=self._sampler_epoch())
         random = b"" if before.batches or self._feed.workers else self._rng_state()
-        item = self._next()
+        with self._sources.loading():
+            item = self._next()
         if item is END:
             self._ended = True
             raise StopIteration
+        self._tell_of_surroundings()
         left = self._sources.state(begins=False) if self._feed.skips else None
         kept = _Kept(item[0], before, random, item[1], self._rng_state(), left)
         self._kept.append(kept)
@@ -356,6 +361,9 @@ class ExactLoader:
             self._put_generator(state.generator)
             self._sources.put(state.sources)
             self._compare_length(state)
+            if state.batches and self._copied.has_weights:
+                why = "if it is made with the model's weights, workers that started again have used those of now"
+                self._report("the data of the loader", why, "once")
         self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)
@@ -363,6 +371,15 @@ class ExactLoader:
         with self._copied.holding(state.copied):
             self._feed.replay(state)
         self._sources.put(state.left)
+
+    def _tell_of_surroundings(self) -> None:
+        """Report what changes with each batch that is loaded and does not go with the position of iterable data."""
+        if self._changing() is not self._sources:
+            for owner, names in self._sources.changed_near.items():
+                for name in sorted(names):
+                    self._report(
+                        f"{owner}.{name}", "loading data changes it, and a batch that comes again is not loaded again"
+                    )
 
     def _compare_length(self, state: LoaderState) -> None:
         """Report that this process draws from other data than the one that was in the middle of them."""

@@ -9,20 +9,33 @@ state is part of a loader's position, just as the random state of its process is
 Workers get a copy of the dataset and its functions when they start. What hooks change in them later (``dataset.level``
 in ``on_train_epoch_start``) reaches the workers that start in the next epoch. So workers that start again in the middle
 of an epoch have to copy what was there when its iteration began.
+
+Loading changes the copies: an augmentation has a generator of its own, a dataset counts what it was asked for. Of what
+a worker has changed, it sends with the batch what takes little (workers.py), and reports the rest by name.
+
+[Note: surroundings]
+A dataset or a collate function may refer to the module or the data module, and these lead to the trainer. The walk over
+what a loader draws from stops there: the rank restores these objects itself. But workers have copies of them, whose
+attributes count like those of the dataset. The weights in these copies are of the time when the workers started.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, Final, NamedTuple
 
+from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core import plain
-from lightning_replica.core.inexact import Report, warn
+from lightning_replica.core.inexact import Report, Scope, say_nothing, warn
+from lightning_replica.core.user_code import UserCode, is_users_class
+from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
-from lightning_replica.state.objects.tracked import MIRRORED, Tracked
+from lightning_replica.state.objects.tracked import MIRRORED, Limits, Tracked, changed_between
 
 _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
@@ -31,23 +44,47 @@ _LIMITS: Final = MIRRORED._replace(
 # Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
 _OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))
 _COPIED_BYTES: Final = 2**24  # of data; the rest is watched without copies
+SENT_BYTES: Final = 2**18  # of all that a worker has changed; it goes with the batch, and into each snapshot
+_SENT: Final = Limits(
+    2**16,
+    1000,
+    "a worker of the loader has changed it, and it is too large to be kept with each batch: where the worker starts"
+    " again, it is as in the beginning",
+    "fault",
+)
+
+
+class Surroundings(NamedTuple):
+    """What a training consists of beside its data. See [Note: surroundings].
+
+    Attributes:
+        anchored: What has a name in every process of the job, with the names.
+        owners: Objects of the user's among them, with the attributes that count.
+    """
+
+    anchored: Sequence[tuple[str, Any]] = ()
+    owners: Sequence[Root] = ()
+
+
+BARE: Final = Surroundings()
+"""Those of a loader outside of a training."""
 
 
 class Sources:
     """What a loader draws from, as far as the user's code may change it: samplers, and objects of the user's classes.
 
     Args:
-        loader: The loader that Lightning iterates.
+        objects: What `sources_of` or `copied_by_workers` has found.
         report: Called with what is not restored exactly.
-        found_in: Returns the objects: `sources_of` those that it draws from in this process, `copied_by_workers`
-            those that workers copy.
+        surroundings: What the walk stops at.
+
+    Attributes:
+        changed_near: Attributes of the surroundings that loading changes, by name of their owner.
     """
 
-    def __init__(
-        self, loader: Any, report: Report = warn, found_in: "Callable[[Any], Iterator[Any]] | None" = None
-    ) -> None:
-        self._found_in = found_in or sources_of
-        self._found = found = list(self._found_in(loader))
+    def __init__(self, objects: Iterable[Any], report: Report = warn, surroundings: Surroundings = BARE) -> None:
+        self.changed_near: dict[str, frozenset[str]] = {}
+        self._found = found = list(objects)
         self._roots = [
             Root(each, f"{type(each).__name__} of the loader", own=_OF_OTHERS if _is_known(each) else frozenset())
             for each in found
@@ -55,13 +92,43 @@ class Sources:
         ]
         if len({root.name for root in self._roots}) < len(self._roots):
             self._roots = [replace(root, name=f"{root.name}, {place}") for place, root in enumerate(self._roots)]
-        self._anchored = [(root.name, root.value) for root in self._roots]
-        self._anchored += [(f"source {place}", each) for place, each in enumerate(found)]
+        self._functions = {f"_{place}": each for place, each in enumerate(found) if is_function(each)}
+        if self._functions:  # what they enclose counts
+            self._roots.append(Root(SimpleNamespace(**self._functions), "functions of the loader"))
+        self._anchored = [*surroundings.anchored, *((root.name, root.value) for root in self._roots)]
+        self._anchored += [(f"source {place}", each) for place, each in enumerate(found) if not is_function(each)]
         self._anchors = Anchors.of(self._anchored)
         self._tracked = Tracked(report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
+        self._near = list(self._owners_near(surroundings.owners))
+        self._near_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
+        self._roots = [*self._roots, *(replace(root, only=()) for root in self._near)]
+
+    def _owners_near(self, owners: Sequence[Root]) -> Iterator[Root]:
+        """Yield the owners that the sources refer to. Who has a module may have found others through it."""
+        near = {root.name for root in owners if self._tracked.leads_to(root.value)}
+        has_module = any(root.name in near and isinstance(root.value, nn.Module) for root in owners)
+        yield from (root for root in owners if root.name in near or (has_module and isinstance(root.value, nn.Module)))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Find out, in the block, which attributes of the surroundings loading changes: they count from now on."""
+        if not self._near:
+            yield
+            return
+        before = self._near_tracked.take(self._near, self._anchors)
+        yield
+        found = changed_between(before, self._near_tracked.take(self._near, self._anchors))
+        known = self.changed_near
+        if any(not names <= known.get(owner, frozenset()) for owner, names in found.items()):
+            self.changed_near = {
+                owner: known.get(owner, frozenset()) | found.get(owner, frozenset()) for owner in {*known, *found}
+            }
+            rest = self._roots[: len(self._roots) - len(self._near)]
+            now = (replace(root, only=tuple(sorted(self.changed_near.get(root.name, ())))) for root in self._near)
+            self._roots = [*rest, *now]
 
     def state(self, begins: bool = True) -> bytes | None:
         """Return what has changed since the loader was made; None if there is nothing of the user's.
@@ -82,10 +149,6 @@ class Sources:
             self._tracked.return_to_beginning()
             self._tracked.put_sent(self._roots, self._anchored, plain.unpack(state, placed=True))
 
-    def is_of(self, loader: Any) -> bool:
-        """Return whether another loader, which was made later, draws from the same objects."""
-        return [id(each) for each in self._found_in(loader)] == [id(each) for each in self._found]
-
     @contextmanager
     def holding(self, state: bytes | None) -> Iterator[None]:
         """Restore what `state` returned, and at the end of the block what the objects held at its beginning."""
@@ -99,12 +162,101 @@ class Sources:
         finally:
             self._tracked.put_back(now)
 
+    def are(self, objects: Iterable[Any]) -> bool:
+        """Return whether other objects, which were found later, are the same ones."""
+        return [*map(id, objects)] == [*map(id, self._found)]
 
-def copied_by_workers(loader: Any) -> Iterator[Any]:
-    """Yield what workers copy when they start: the dataset and the functions that they call."""
-    if isinstance(loader, DataLoader) and loader.num_workers:
-        found = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
-        yield from {id(each): each for each in found if each is not None}.values()
+
+class Copied(Sources):
+    """What workers copy when they start: the dataset, and the functions that they call.
+
+    In a worker, also the variables that their code uses: what changes in those of the rank's process goes back with
+    the rank's other objects.
+
+    Args:
+        objects: What `copied_by_workers` has found.
+        report: Called with what is not restored exactly.
+        surroundings: What the walk stops at, unless workers have copies of it.
+
+    Attributes:
+        has_weights: Whether workers have copies of the model.
+    """
+
+    def __init__(self, objects: Iterable[Any], report: Report = warn, surroundings: Surroundings = BARE) -> None:
+        self._report = _Report(report)
+        super().__init__(objects, self._report, surroundings)
+        self.has_weights = any(isinstance(root.value, nn.Module) for root in self._near)
+        if self._near:
+            self._roots = [*self._roots[: len(self._roots) - len(self._near)], *self._near]
+            self._tracked.begin(self._roots, self._anchors)
+        self._variables = Tracked(self._report, copied_bytes=_COPIED_BYTES)
+        classes = filter(is_users_class, self._tracked.classes)
+        code = UserCode([root.value for root in self._roots], classes, self._functions.values())
+        self._variable_roots = list(variables_of(code)) if self._found else []
+        if self._variable_roots:
+            self._variables.begin(self._variable_roots, self._anchors)
+        self._sent: tuple[Any, bytes | None] = (), None
+
+    def begin_in_worker(self) -> None:
+        """Keep what is to be reported for `reports`."""
+        self._report.kept = []
+
+    def state_in_worker(self) -> bytes | None:
+        """Return, in a worker, what has changed since the fit began and takes little; None if nothing has."""
+        taken = [each.take(roots, self._anchors) for each, roots in self._in_worker()]
+        if [*map(id, taken)] != [*map(id, self._sent[0])]:
+            sent = [each.encoded(now, _SENT) for now, (each, _) in zip(taken, self._in_worker(), strict=True)]
+            self._sent = taken, plain.pack(sent) if any(sent) else None
+            if len(self._sent[1] or b"") > SENT_BYTES:
+                self._report("what workers of the loader change", _SENT.why, _SENT.scope)
+                self._sent = taken, None
+        return self._sent[1]
+
+    def put_in_worker(self, state: bytes | None) -> None:
+        """Restore what `state_in_worker` returned."""
+        if state is not None:
+            for sent, (tracked, roots) in zip(plain.unpack(state), self._in_worker(), strict=True):
+                tracked.return_to_beginning()
+                tracked.put_sent(roots, self._anchored, sent)
+
+    def _in_worker(self) -> list[tuple[Tracked, list[Root]]]:
+        both = ((self._tracked, self._roots), (self._variables, self._variable_roots))
+        return [each for each in both if each[1]]
+
+    def reports(self) -> list[tuple[str, str, Scope]]:
+        """Return what was to be reported in this worker since the last call."""
+        found, self._report.kept = self._report.kept or [], []
+        return found
+
+
+class _Report:
+    """A report that can be kept: a worker has no way to the rank's."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.kept: list[tuple[str, str, Scope]] | None = None
+        self._known = set[tuple[str, str, Scope]]()
+
+    def __call__(self, name: str, why: str, scope: Scope = "fault") -> None:
+        found = name, why, scope
+        if self.kept is None:
+            self._report(*found)
+        elif found not in self._known:
+            self._known.add(found)
+            self.kept.append(found)
+
+
+def copied_by_workers(loader: Any) -> list[Any]:
+    """Return what workers copy when they start: the dataset and the functions that they call."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return []
+    found = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    return list({id(each): each for each in found if each is not None}.values())
+
+
+def is_function(value: Any) -> bool:
+    """Return whether a value is a function of Python, or a method or a partial of one."""
+    return isinstance(value, (FunctionType, MethodType, partial))
 
 
 def sources_of(loader: Any) -> Iterator[Any]:

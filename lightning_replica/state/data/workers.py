@@ -2,8 +2,9 @@
 
 [Note: workers]
 A worker's generators are seeded when it starts, and then used for all batches that it loads: augmentations draw from
-them. A loader that begins in the middle of an epoch without loading the earlier batches must set these generators. So
-every worker reports their state with its batches: nothing if a batch drew nothing, some kilobytes if it did. Workers
+them. Its copy of the dataset may change with each batch: an augmentation has a generator of its own. A loader that
+begins in the middle of an epoch without loading the earlier batches must restore both. So every worker reports their
+state with its batches: nothing if a batch drew and changed nothing, some kilobytes if it did. Workers
 that outlive an epoch (``persistent_workers=True``) continue until they have loaded what was requested, and may draw
 when iterable data ends. No batch would report that. So they write their state into a book in shared memory, which the
 rank reads before the next epoch begins.
@@ -13,23 +14,29 @@ with its rank, even if the worker is busy or stopped.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.utils.data import get_worker_info
 
 from lightning_replica._compat.loading import take_part_in_fetching
+from lightning_replica.core import plain
 from lightning_replica.core.orphans import end_with_parent
 from lightning_replica.state.data.indices import Blank
+from lightning_replica.state.data.sources import SENT_BYTES, Copied
+
+_HEAD_BYTES: Final = 8  # of a row in the book: the size of the state
 
 
-class WorkerRandom:
-    """Sets and reports random states in workers; replaces ``collate_fn``, and with ``init`` the ``worker_init_fn``.
+class WorkerStates:
+    """Sets and reports states in workers; replaces ``collate_fn``, and with ``init`` the ``worker_init_fn``.
 
     Args:
         loader: The user's loader.
-        start: The random state that each worker begins with; None leaves a worker as it is seeded.
+        start: The state that each worker begins with; None leaves a worker as it is seeded.
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
+        copied: What workers copy; None if it need not be followed.
     """
 
     def __init__(
@@ -38,56 +45,91 @@ class WorkerRandom:
         start: tuple[bytes | None, ...],
         rng_state: Callable[[], bytes],
         set_rng_state: Callable[[bytes], None],
+        copied: Copied | None,
     ) -> None:
         self._init, self._collate = loader.worker_init_fn, loader.collate_fn
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
+        self._follows, self._copied = copied is not None, copied
         self._start = start or (None,) * loader.num_workers
         self._book: torch.Tensor | None = None
         if loader.persistent_workers:
-            self._book = torch.zeros(loader.num_workers, 1 + len(rng_state()), dtype=torch.uint8).share_memory_()
+            most = _HEAD_BYTES + 2 * len(plain.pack((rng_state(), None))) + SENT_BYTES
+            self._book = torch.zeros(loader.num_workers, most, dtype=torch.uint8).share_memory_()
         self._worker, self._known = 0, b""
 
-    def states(self) -> tuple[bytes | None, ...]:
-        """Return the random states of workers that outlive an epoch; called in the rank, while the workers are idle."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker is sent that is not forked; it finds itself what it has copied."""
+        return {**vars(self), "_copied": None}
+
+    def all(self) -> tuple[bytes | None, ...]:
+        """Return the states of workers that outlive an epoch; called in the rank, while the workers are idle."""
         if self._book is None:
-            raise RuntimeError("Workers that end with the epoch do not record random states.")
+            raise RuntimeError("Workers that end with the epoch do not record their states.")
         written = [row.numpy().tobytes() for row in self._book]
-        return tuple(row[1:] if row[0] else start for row, start in zip(written, self._start, strict=True))
+        sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in written]
+        return tuple(
+            row[_HEAD_BYTES:][:size] if size else start
+            for row, size, start in zip(written, sizes, self._start, strict=True)
+        )
 
     def init(self, worker: int) -> None:
         """Prepare a worker; called in the worker, before its first batch."""
         end_with_parent()
         if self._init is not None:
             self._init(worker)
+        if self._follows:
+            self._follow()
         state = self._start[worker]
         if state is not None:
-            self._set_rng_state(state)
-        self._worker, self._known = worker, self._rng_state()
+            random, changed = plain.unpack(state)
+            if self._copied is not None:
+                self._copied.put_in_worker(changed)
+            self._set_rng_state(random)
+        self._worker, self._known = (
+            worker,
+            self._state() if state is not None else plain.pack((self._rng_state(), None)),
+        )
         take_part_in_fetching(self, self._collate, lambda fetcher: _Reporting(fetcher, self))
 
+    def _follow(self) -> None:
+        info = get_worker_info()
+        own = [info.dataset, self._collate, self._init]  # type: ignore[union-attr]
+        if self._copied is None:
+            self._copied = Copied({id(each): each for each in own if each is not None}.values())
+        self._copied.begin_in_worker()
+
+    def _state(self) -> bytes:
+        return plain.pack((self._rng_state(), None if self._copied is None else self._copied.state_in_worker()))
+
     def changed(self) -> bytes | None:
-        """Return the state of the generators if it has changed, None if it has not; called in a worker."""
-        state = self._rng_state()
+        """Return the state if it has changed, None if it has not; called in a worker."""
+        state = self._state()
         if state == self._known:
             return None
         self._known = state
         if self._book is not None:
-            self._book[self._worker, 1:] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            self._book[self._worker, 0] = 1
+            row = self._book[self._worker].numpy()
+            row[_HEAD_BYTES : _HEAD_BYTES + len(state)] = bytearray(state)
+            row[:_HEAD_BYTES] = bytearray(len(state).to_bytes(_HEAD_BYTES, "little"))
         return state
+
+    def told(self) -> bytes | None:
+        """Return, packed, what was found since the last call not to be restored exactly; None if nothing was."""
+        found = [] if self._copied is None else self._copied.reports()
+        return plain.pack(found) if found else None
 
 
 class _Reporting:
-    """One of torch's fetchers, with what `WorkerRandom.changed` returns after each batch added to the batch."""
+    """One of torch's fetchers, with what `WorkerStates` returns after each batch added to the batch."""
 
-    def __init__(self, fetcher: Any, random: WorkerRandom) -> None:
-        self._fetcher, self._random = fetcher, random
+    def __init__(self, fetcher: Any, states: WorkerStates) -> None:
+        self._fetcher, self._states = fetcher, states
 
-    def fetch(self, index: Any) -> tuple[Any, bytes | None]:
+    def fetch(self, index: Any) -> tuple[Any, bytes | None, bytes | None]:
         if isinstance(index, Blank):
-            return None, None
+            return None, None, None
         try:
             batch = self._fetcher.fetch(index)
         finally:
-            changed = self._random.changed()
-        return batch, changed
+            changed = self._states.changed()
+        return batch, changed, self._states.told()

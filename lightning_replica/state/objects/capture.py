@@ -69,7 +69,8 @@ _WITH_MORE: Final = (
 )
 _ALL: Final = 200_000  # objects that are watched
 _PICKLED_EACH: Final = 256  # windows: to pickle an object takes long
-_IN_TURN: Final = 256  # of the objects in large containers, in one window
+_IN_TURN: Final = 256  # of the objects in large containers, in one window; a container counts for its size
+_ITEMS_PER_OBJECT: Final = 16  # which take as long to compare as an object
 _DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
 
 
@@ -295,7 +296,7 @@ class Recorder:
         self._compared: list[Record] | None = None
         self._modules = _Modules([])
         self._most = _ALL
-        self._windows = self._turn = self._dropped = self._dropped_bytes = 0
+        self._windows = self._turn = self._owed = self._dropped = self._dropped_bytes = 0
         self._last = Capture()
         self._stale = True
 
@@ -522,14 +523,10 @@ class Recorder:
         containers = {*self._in_turn.values()} if self._containers is None else self._containers
         self._containers = containers
         sized = [key for key in containers if _has_other_size(self._records[key])]
-        keys: list[int] = []
-        if window or whole:
-            start = 0 if whole else self._turn % len(self._in_turn)
-            keys = [*islice(self._in_turn, start, None if whole else start + _IN_TURN)]
-            self._turn += _IN_TURN
+        keys = [*self._in_turn] if whole else self._next_in_turn() if window else []
         found = [key for key in keys if not self._records[key].is_same()]
         if not whole and found and not sized:
-            passed = 1 + len(self._in_turn) // _IN_TURN
+            passed = 1 + sum(_cost_of(self._records[key]) for key in self._in_turn) // _IN_TURN
             self._report(self._records[self._in_turn[found[0]]].name, late(passed), "once")
         found = [*dict.fromkeys([*sized, *found])]
         changed = {self._in_turn[key] for key in found}
@@ -537,6 +534,18 @@ class Recorder:
             self._followed |= {key: self._records[key].value for key in changed}
             self._in_turn = {key: inside for key, inside in self._in_turn.items() if inside not in changed}
             self._containers = self._compared = None
+        return found
+
+    def _next_in_turn(self) -> list[int]:
+        """Return the keys of what is compared in this window; none after a container that takes several windows."""
+        start, left, found = self._turn % len(self._in_turn), _IN_TURN - self._owed, list[int]()
+        for key in chain(islice(self._in_turn, start, None), islice(self._in_turn, start)):
+            if left <= 0:
+                break
+            left -= _cost_of(self._records[key])
+            found.append(key)
+        self._owed = max(0, -left)
+        self._turn = start + len(found)
         return found
 
     def _tell_of_unknown(self, record: Record) -> None:
@@ -597,6 +606,10 @@ def _whole(name: str) -> str:
 def _size_of(record: Record) -> int:
     items = getattr(record, "items", ())
     return len(items)
+
+
+def _cost_of(record: Record) -> int:
+    return 1 + _size_of(record) // _ITEMS_PER_OBJECT
 
 
 def _has_other_size(record: Record) -> bool:

@@ -98,6 +98,10 @@ class Tracked:
         held = (child for _, child in self._first.children() if issubclass(type(child), type))
         return dict.fromkeys((*(type(record.value) for record in self._first.records.values()), *held))
 
+    def leads_to(self, value: Any) -> bool:
+        """Return whether an object was referred to in the beginning."""
+        return self._first is not None and any(child is value for _, child in self._first.children())
+
     def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""
         capture = self._recorder.take(roots, anchors, window, whole)
@@ -175,6 +179,13 @@ class Tracked:
                 sent.append([root.name, encoder.attributes(record, names)])
         encoder.finish()
         return [*sent, [LEFT_OUT, left]] if left else sent
+
+
+def changed_between(before: Taken, after: Taken) -> dict[str, frozenset[str]]:
+    """Return, by name of a root, the attributes that are not as they were."""
+    if before is after:
+        return {}
+    return dict(_changed(after.capture, before.capture, False, _known(after.capture, after.anchors)))
 
 
 def _nbytes(value: Any) -> int:

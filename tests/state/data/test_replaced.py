@@ -22,6 +22,8 @@ PLANS = {
     "stream workers": Plan("stream workers", accumulate=2, every=2),
     "two loaders": Plan("two loaders", every=4),
     "own order": Plan("own order", every=4),
+    "near": Plan("near", every=4),
+    "near workers": Plan("near workers", accumulate=2, every=2),
     "fresh": Plan("fresh", reload=1, every=4),
 }
 
@@ -99,6 +101,17 @@ FAULTS = {
         Fault("kill", 1, "epoch_end", 6),
         Fault("kill", 0, "before_commit", 9),
     ),
+    "near": (
+        Fault("exception", 0, "train_batch_end", 2),
+        Fault("kill", 0, "batch_start", 4),
+        Fault("exception", 1, "before_commit", 9),
+        Fault("kill", 1, "before_commit", 10),
+    ),
+    "near workers": (
+        Fault("kill", 0, "train_batch_end", 2),
+        Fault("exception", 1, "before_commit", 4),
+        Fault("kill", 1, "before_commit", 5),
+    ),
     "fresh": (
         Fault("kill", 1, "before_commit", 2),
         Fault("kill", 1, "epoch_end", 6),
@@ -117,7 +130,9 @@ def test_a_replaced_rank_reads_the_same_data(name: str, untouched: Path, tmp_pat
     check_same(name, tmp_path, untouched)
 
 
-@pytest.mark.parametrize(("name", "step"), [("map workers", 2), ("stream", 4), ("stream workers", 4)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("map workers", 2), ("near", 4), ("near workers", 4), ("stream", 4), ("stream workers", 4)]
+)
 def test_a_rank_is_replaced_in_a_resumed_run(name: str, step: int, untouched: Path, tmp_path: Path) -> None:
     """Before the first step that it makes: it goes on where the checkpoint says."""
     fault = Fault("kill", 1, "batch_start", step)

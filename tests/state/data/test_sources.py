@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_replica.state.data.sources import Sources
+from lightning_replica.state.data.sources import Sources, sources_of
 
 
 class Order(Sampler[int]):
@@ -81,7 +81,7 @@ def new(**options: Any) -> Any:
 @pytest.mark.parametrize("name", MADE)
 def test_a_sampler_goes_on_from_epoch_to_epoch(name: str) -> None:
     loader, fresh = (new(**MADE[name]()) for _ in range(2))
-    sources, others = Sources(loader), Sources(fresh)
+    sources, others = Sources(sources_of(loader)), Sources(sources_of(fresh))
     for _ in range(2):
         first = [batch.tolist() for batch in loader]
     state = sources.state()

@@ -1,8 +1,11 @@
 """The same batches, to the last random number drawn in a worker, wherever a new process begins in the epoch."""
 
+import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +39,57 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(index), float(torch.rand(()))])
 
 
+class Augmented(Noisy):
+    """Keeps what it draws from, as augmentation libraries do, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.dice, self.asked, self.seen = np.random.default_rng(4), 0, dict[int, list[int]]()
+        self.inner = SimpleNamespace(level=np.zeros(2))
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.asked += 1
+        self.inner.level[index % 2] += 0.5
+        self.seen.setdefault(index % 3, []).append(self.asked)
+        drawn = [self.dice.normal(), float(self.inner.level.sum()), len(self.seen[index % 3])]
+        return torch.cat([super().__getitem__(index), torch.tensor(drawn)])
+
+
+class Counting(Noisy):
+    """Counts in the class and in a global variable, and sees what hooks set there."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        Counting.count += 1
+        TOLD["asked"] = TOLD.get("asked", 0) + index
+        return torch.cat([super().__getitem__(index), torch.tensor([float(Counting.count), float(TOLD["asked"])])])
+
+
+class Pages(Stream):
+    """Begins where its last epoch ended."""
+
+    def __init__(self) -> None:
+        self.page = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for item in super().__iter__():
+            self.page += 1
+            yield torch.cat([item, torch.tensor([float(self.page)])])
+
+
+class Mixing:
+    """Mixes with weights of its own."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(3)
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + self.dice.random()
+
+
+TOLD: dict[str, int] = {}
+
+
 def init(worker: int) -> None:
     torch.manual_seed(torch.initial_seed() + 3 * worker)
 
@@ -54,6 +108,14 @@ KINDS: dict[str, Any] = {
     "generator": lambda: with_generator(),
     "generator and workers": lambda: with_generator(num_workers=2),
     "no batches": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "augmented": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2),
+    "augmented, persistent": lambda: DataLoader(Augmented(), batch_size=2, num_workers=2, persistent_workers=True),
+    "augmented, started anew": lambda: DataLoader(
+        Augmented(), batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context="spawn"
+    ),
+    "counting": lambda: DataLoader(Counting(), batch_size=2, num_workers=3),
+    "mixing": lambda: DataLoader(Noisy(), batch_size=2, num_workers=2, collate_fn=Mixing(), persistent_workers=True),
+    "pages": lambda: DataLoader(Pages(), batch_size=2, num_workers=2, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), batch_size=2),
     "stream in workers": lambda: DataLoader(Stream(), batch_size=2, num_workers=2),
 }
@@ -80,14 +142,14 @@ def test_a_new_process_begins_in_the_middle(kind: str, position: int) -> None:
     rest(iter(exact))
     batches = iter(exact)
     take(batches, position)
-    place, random = exact.state(), rng_state()
+    place, drawn = exact.state(), rng_state()
     expected = rest(batches)
     expected_later = rest(iter(exact))
 
     torch.manual_seed(1234)
     fresh = loader(kind)
     fresh.rewind(place)
-    set_rng_state(random)
+    set_rng_state(drawn)
     assert rest(iter(fresh)) == expected
     assert rest(iter(fresh)) == expected_later
 
@@ -97,13 +159,13 @@ def test_a_new_process_begins_between_epochs(kind: str) -> None:
     torch.manual_seed(5)
     exact = loader(kind)
     rest(iter(exact))
-    place, random = exact.state_between(), rng_state()
+    place, drawn = exact.state_between(), rng_state()
     expected = rest(iter(exact))
 
     torch.manual_seed(1234)
     fresh = loader(kind)
     fresh.inherit(place)
-    set_rng_state(random)
+    set_rng_state(drawn)
     assert rest(iter(fresh)) == expected
 
 

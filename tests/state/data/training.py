@@ -37,6 +37,18 @@ class Noisy(Dataset[Tensor]):
         return self.x[index] + 0.1 * torch.randn(INPUTS)
 
 
+class Near(Noisy):
+    """Refers to the module, whose attributes change with each batch, and counts what it was asked for."""
+
+    def __init__(self, samples: int, net: "Net") -> None:
+        super().__init__(samples)
+        self.net, self.asked = net, 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.asked += 1
+        return super().__getitem__(index) * (1 + 0.01 * self.net.level) + 0.001 * self.asked
+
+
 class Stream(IterableDataset[Tensor]):
     """This rank's samples, split among workers, with noise."""
 
@@ -97,7 +109,7 @@ class Net(L.LightningModule):
 
     def __init__(self, data: str, estimates: bool) -> None:
         super().__init__()
-        self.data, self.estimates = data, estimates
+        self.data, self.estimates, self.level, self.collated = data, estimates, 0, 0
         self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
         self.error = MeanSquaredError()
         self.register_buffer("average", torch.zeros(()))
@@ -115,6 +127,7 @@ class Net(L.LightningModule):
         first = batch["a"] if isinstance(batch, dict) else batch
         everyones = tensor_of(self.all_gather(outputs["loss"].detach() + first.sum()))
         self.average.mul_(0.5).add_(everyones.mean())
+        self.level += 1
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.net(batch[0]).square().mean() + torch.rand(()), sync_dist=True)
@@ -134,7 +147,15 @@ class Net(L.LightningModule):
             {"scheduler": plateau, "monitor": "own_sum", "interval": "epoch"},
         ]
 
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        self.collated += 1
+        return torch.stack(samples) + 0.01 * self.collated
+
     def train_dataloader(self) -> Any:
+        if self.data.startswith("near"):
+            workers = 2 if self.data == "near workers" else 0
+            data = Near(samples(), self)
+            return DataLoader(data, BATCH, shuffle=True, num_workers=workers, collate_fn=self.collate)
         return fresh() if self.data == "fresh" else DATA[self.data]()
 
     def val_dataloader(self) -> Any:
