@@ -58,6 +58,7 @@ from lightning_replica.state.objects.records import (
     Unknown,
     Variable,
     Wrapper,
+    mapping_of,
     wake_waiting,
 )
 from lightning_replica.state.objects.shared_memory import address_of
@@ -425,7 +426,7 @@ class Recorder:
                 yield ~id(value), Slots(value, name)
         else:
             mixed = kind is Kind.ARRAY and value.dtype != object  # records with objects in them
-            if kind is Kind.DICT and _is_of_a_module(value):
+            if (kind is Kind.DICT and _is_of_a_module(value)) or (kind is Kind.VIEW and _is_of_a_class(value)):
                 return
             if type(value) is FunctionType and not keeps_something(value):
                 return
@@ -580,6 +581,12 @@ class _Modules:
             return []
         self._note()
         return self._ids
+
+
+def _is_of_a_class(view: Any) -> bool:
+    """Return whether a view shows the body of a class, as ``vars`` returns it. Classes are no objects of the walk."""
+    mapping = mapping_of(view)
+    return isinstance(mapping, dict) and "__module__" in mapping
 
 
 def _is_of_a_module(value: dict[Any, Any]) -> bool:

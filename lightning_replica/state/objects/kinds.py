@@ -37,7 +37,7 @@ import types
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -62,6 +62,7 @@ class Kind(enum.Enum):
     LIST = "list or deque"
     DICT = "dict"
     SET = "set"
+    VIEW = "view of a mapping"
     TENSOR = "tensor"
     ARRAY = "array of NumPy"
     BYTES = "bytearray or array.array"
@@ -120,9 +121,15 @@ _ITERATORS: Final[tuple[type, ...]] = (
 ITERTOOLS: Final = tuple(each for each in vars(itertools).values() if isinstance(each, type))
 _ITERTOOLS_THAT_REDUCE: Final = tuple(each for each in ITERTOOLS if "__reduce__" in vars(each))
 
+VIEWS: Final[Mapping[type, Callable[[Any], Any]]] = {
+    types.MappingProxyType: types.MappingProxyType,
+    **{type(make({})): make for make in (dict.keys, dict.values, dict.items)},
+}
+"""How views of a mapping are made, by their class."""
+
 # They hold no state of the training, or none that a result depends on.
 HARMLESS: Final = (
-    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
     *(types.TracebackType, types.FrameType, types.GetSetDescriptorType),
     *(type(ctypes.pythonapi.Py_IncRef).__mro__[1], torch.Event),
 )
@@ -247,6 +254,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.LIST, (list, collections.deque)),
     (Kind.DICT, (dict,)),
     (Kind.SET, (set,)),
+    (Kind.VIEW, tuple(VIEWS)),
     (Kind.ARRAY, (np.ndarray,)),
     (Kind.BYTES, (bytearray, array.array)),
     (Kind.MEMORY, _CTYPES),

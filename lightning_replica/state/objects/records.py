@@ -7,6 +7,7 @@ refers to what is the same after a restoration, whatever it is.
 import copy
 import ctypes
 import functools
+import gc
 import itertools
 import operator
 import threading
@@ -24,6 +25,7 @@ from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import OF_WRAPPERS, Cache, Call, entries_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
+    VIEWS,
     Kind,
     closure_of,
     derives_attributes,
@@ -304,6 +306,31 @@ class Fixed(Remade, Items):
         if all(map(operator.is_, items, self.items)):
             return self.value
         return fixed_of(type(self.value), items)
+
+
+class View(Remade):
+    """The mapping that a view shows, which only has to be another one if the mapping is made again."""
+
+    __slots__ = ("mapping",)
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(value, name)
+        self.mapping = mapping_of(value)
+
+    def children(self) -> Iterable[tuple[str, Any]]:
+        return ((".mapping", self.mapping),)
+
+    def is_same(self) -> bool:
+        return True
+
+    def made_again(self, stands: Stands) -> Any:
+        mapping = stands(self.mapping)
+        return self.value if mapping is self.mapping else VIEWS[type(self.value)](mapping)
+
+
+def mapping_of(view: Any) -> Any:
+    """Return the mapping that a view shows; only the garbage collector knows the one of a ``MappingProxyType``."""
+    return next(iter(gc.get_referents(view)), None)
 
 
 class Entries(Record):
@@ -806,6 +833,7 @@ OF_KIND: dict[Kind, type[Record]] = {
     Kind.LIST: Items,
     Kind.DICT: Entries,
     Kind.SET: Members,
+    Kind.VIEW: View,
     Kind.ARRAY: ObjectItems,
     Kind.BYTES: Bytes,
     Kind.MEMORY: Memory,

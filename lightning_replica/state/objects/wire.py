@@ -47,6 +47,7 @@ from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import fill, is_content, plain_of
 from lightning_replica.state.objects.kinds import (
     ITERTOOLS,
+    VIEWS,
     Kind,
     closure_of,
     derives_attributes,
@@ -82,6 +83,7 @@ from lightning_replica.state.objects.records import (
     Slots,
     Stream,
     Variable,
+    View,
     base_of,
     content_of,
     delete_attribute,
@@ -90,6 +92,7 @@ from lightning_replica.state.objects.records import (
     fixed_of,
     is_alike,
     is_registered,
+    mapping_of,
     refer,
     set_attribute,
     set_attributes_of_wrapper,
@@ -382,6 +385,8 @@ class Encoder:
             alone = is_of_pandas(type(value))  # its tables copy on write, and know who shares a memory
             parts = [self._encode_part(part, name, depth, alone) for part in record.parts[1:]]
             return ["rebuilt", identity, _class_of(value), _name_of_maker(record.parts.function), *parts]
+        if isinstance(record, View):
+            return ["mapping view", identity, type(value).__name__, self._encode(record.mapping, name, depth + 1)]
         if isinstance(record, Variable):
             return ["cell", identity, *all_of([value for _, value in record.children()])]
         return self._left_out(value)
@@ -739,6 +744,13 @@ class Decoder:
         if current is not MISSING and content:
             set_content(current, self._decode(content[0], content_of(current), name))
         return current
+
+    def _mapping_view(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, sent = content
+        is_there = type(current) in VIEWS and type(current).__name__ == cls
+        there = mapping_of(current) if is_there else MISSING
+        mapping = self._decode(sent, there, f"{name}.mapping")
+        return current if is_there and mapping is there else _VIEWS[cls](mapping)
 
     def _list(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent, maxlen = content
@@ -1118,6 +1130,7 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "function": Decoder._function,
     "iterator": Decoder._iterator,
     "list": Decoder._list,
+    "mapping view": Decoder._mapping_view,
     "memory": Decoder._memory,
     "object": Decoder._object,
     "random": Decoder._random,
@@ -1138,6 +1151,7 @@ _MAKERS: Final = re.compile(
 _OF_DEQUES: Final[tuple[Any, ...]] = (type(iter(deque())), type(reversed(deque())))
 _BUILT_IN: Final[tuple[Any, ...]] = (iter, enumerate, zip, map, filter, reversed, *_OF_DEQUES, *ITERTOOLS)
 _ITERATORS: Final[Mapping[str, Callable[..., Any]]] = {each.__name__: each for each in _BUILT_IN}
+_VIEWS: Final = {cls.__name__: make for cls, make in VIEWS.items()}
 _PATHS: Final[Mapping[str, Any]] = {
     each.__name__: each for each in (PosixPath, PurePosixPath, WindowsPath, PureWindowsPath)
 }
