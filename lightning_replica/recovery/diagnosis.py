@@ -11,9 +11,12 @@
 | anything else in a recovery | a bug in this package, or a final error |
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch.distributed as dist
 
-from lightning_replica.devices.exceptions import first_line, with_causes
+from lightning_replica.devices.exceptions import explain, first_line, with_causes
 from lightning_replica.devices.interface import Device, DeviceFault
 from lightning_replica.devices.registered import fault_of
 from lightning_replica.errors import (
@@ -28,6 +31,27 @@ from lightning_replica.errors import (
 
 _AGAIN = (CollectiveError, Interrupted, TransferError, CorruptedShardError)
 _STORE = (dist.DistNetworkError, dist.DistStoreError)  # the store is gone, so no rank can continue
+
+
+@dataclass(frozen=True)
+class OwnFault:
+    """What has stopped this rank by itself, and not because of another rank.
+
+    Attributes:
+        detected: How it is recorded: an exception of user code, an error of the device, the death of a DataLoader's
+            worker.
+        text: One line for the user.
+        loses_device: Whether this process cannot use its device any more.
+    """
+
+    detected: Literal["exception", "device error", "worker death"]
+    text: str
+    loses_device: bool = False
+
+    @property
+    def is_exception(self) -> bool:
+        """Whether it is an exception of user code, which may come again on every rank."""
+        return self.detected == "exception"
 
 
 def worker_died(error: BaseException) -> bool:
@@ -45,11 +69,21 @@ def fault_behind(error: BaseException, device: Device) -> DeviceFault | None:
     return fault
 
 
-def begins_again(error: Exception, device: Device) -> str:
+def own_fault(error: BaseException, device: Device) -> OwnFault | None:
+    """Return what has stopped this rank in training by ``error``; None if another rank has caused it."""
+    fault = fault_behind(error, device)
+    if fault is None:
+        return OwnFault("exception", explain(error))
+    if fault.level == "outside":
+        return None
+    return OwnFault("worker death" if worker_died(error) else "device error", fault.text, fault.level == "lost")
+
+
+def begins_again(error: Exception, device: Device) -> OwnFault | None:
     """Decide whether a recovery that ``error`` cuts short restarts, as after a fault of another rank.
 
     Returns:
-        The error of this rank's own device; empty if the fault is another rank's.
+        The error of this rank's own device; None if the fault is another rank's.
 
     Raises:
         DeviceLostError: If this process cannot use its device any more.
@@ -62,4 +96,4 @@ def begins_again(error: Exception, device: Device) -> str:
         raise DeviceLostError(fault.text) from error
     if fault is None and not again:
         raise error
-    return "" if fault is None or fault.level == "outside" else fault.text
+    return None if fault is None or fault.level == "outside" else OwnFault("device error", fault.text)

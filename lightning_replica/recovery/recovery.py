@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.control.faults import Detected, Fault
+from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Table
@@ -21,7 +21,7 @@ from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.recovery.conclusion import Conclusion, conclude, read_reports
 from lightning_replica.recovery.context import RecoveryContext
-from lightning_replica.recovery.diagnosis import begins_again
+from lightning_replica.recovery.diagnosis import OwnFault, begins_again
 from lightning_replica.recovery.fitness import clean
 from lightning_replica.recovery.incident import Transferred
 from lightning_replica.recovery.mirror import Mirrors
@@ -93,8 +93,7 @@ class Recovery:
         self._tries = (0, 0)  # the step, and the number of recoveries at it
         self._links: tuple[bool, ...] = ()  # for every group, whether the device has connections that could resume
         self._resumed = -1  # the step at which they last resumed
-        self._raised = self._device_said = ""  # this rank's own errors, until a plan accounts for them
-        self._because: Detected = "device error"
+        self._own: OwnFault | None = None  # this rank's own, until a plan accounts for it
         self._damaged_from: list[int] = []  # the source of each damaged transfer in this recovery
         self._job = generations.job()
         # Of the recovery under way:
@@ -117,9 +116,7 @@ class Recovery:
         state: Recoverable,
         host: HostState,
         newborn: bool,
-        raised: str,
-        device_said: str = "",
-        because: Detected = "device error",
+        own: OwnFault | None = None,
     ) -> Outcome:
         """Bring this rank, together with all others, to one step.
 
@@ -127,10 +124,7 @@ class Recovery:
             state: The sharded state. On a replacement its contents do not matter.
             host: The rest of the state.
             newborn: Whether this rank is a replacement.
-            raised: The rank's own exception that stopped it; empty if other ranks stopped it.
-            device_said: The error of its device, or the death of a DataLoader's worker, that stopped it; empty if there
-                was none. Neither counts as an exception of user code.
-            because: How ``device_said`` is recorded as a fault: "device error" or "worker death".
+            own: The rank's own fault that stopped it; None if other ranks stopped it.
 
         Raises:
             RecoveryError: If the run cannot continue.
@@ -138,9 +132,9 @@ class Recovery:
         """
         timeline, self._left = Timeline(), self.generation - newborn
         self._is_empty = self._newborn = newborn
-        self._raised, self._device_said, self._because, self._damaged_from = raised, device_said, because, []
+        self._own, self._damaged_from = own, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
-        fault = None if newborn else self._fault(state, raised)
+        fault = None if newborn else self._fault(state, own)
         while True:
             try:
                 plan = self._attempt(state, host, fault, timeline)
@@ -149,16 +143,15 @@ class Recovery:
             except HookError as error:
                 # In every phase, the other ranks must return to the start too.
                 self._hook_failures, self._hook_said, fault = self._hook_failures + 1, str(error), None
-                self._generations.begin_next(self.generation, self._fault(state, str(error)))
+                self._generations.begin_next(self.generation, self._fault(state, OwnFault("exception", str(error))))
             except RecoveryError as final:
                 raise RecoveryError(f"{final}{self._standing(state)}") from None
             except Exception as error:
                 # An error in the middle of a recovery: the next generation begins, unless it is a bug or final.
-                device_says = begins_again(error, self._groups.device)
-                if device_says:
-                    self._device_said, self._because = device_says, "device error"
+                self._own = begins_again(error, self._groups.device) or self._own
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
-                fault = self._fault(state, "", str(error))
+                is_told = self._own is None or self._own.is_exception  # the log has it since the recovery began
+                fault = self._fault(state, None if is_told else self._own, str(error))
                 if timeline.elapsed_s > self._options.rendezvous_timeout_s:
                     raise RecoveryError(
                         f"Recovery has not completed within {timeline.elapsed_s:.0f} s: {error}"
@@ -185,13 +178,11 @@ class Recovery:
             for rank in ranks
         )
 
-    def _fault(self, state: Recoverable, raised: str, seen: str = "a peer is gone") -> Fault:
+    def _fault(self, state: Recoverable, own: OwnFault | None, seen: str = "a peer is gone") -> Fault:
         if state.corrupted:
             return Fault("corrupted shard", (self._rank,), state.corrupted)
-        if self._device_said:
-            return Fault(self._because, (self._rank,), f"rank {self._rank}: {self._device_said}")
-        if raised:
-            return Fault("exception", (self._rank,), f"rank {self._rank}: {raised}")
+        if own is not None:
+            return Fault(own.detected, (self._rank,), f"rank {self._rank}: {own.text}")
         return Fault("peer gone", (), f"rank {self._rank}: {seen}")
 
     def _attempt(self, state: Recoverable, host: HostState, fault: Fault | None, timeline: Timeline) -> Plan:
@@ -214,9 +205,8 @@ class Recovery:
         concluded = self._conclude(self.report(state, host), host.settings_advice)
         plan, replaced = concluded.plan, concluded.replaced
         self.planned_step = plan.step
-        # The plan accounts for these errors. If another rank raises from here on, that does not count as "every rank
-        # raised".
-        self._raised = self._device_said = ""
+        # The plan accounts for it. If another rank raises from here on, that does not count as "every rank raised".
+        self._own = None
         if plan.resume:
             self._resumed = plan.step
         self._groups.open(self.generation, self._connect, plan.resume, concluded.held)
@@ -272,6 +262,7 @@ class Recovery:
         if state.commit_vector is not None and state.step + 1 > committed:
             committed, vector = state.step + 1, state.commit_vector
         step, tries = self._tries
+        own = self._own
         tails = host.held("tail")
         newest = max(tails) if tails else -1
         return Report(
@@ -285,13 +276,13 @@ class Recovery:
             tail=host.held("tail"),
             mirrors=self._mirrors.held(),
             tries=tries if step == state.step else 0,
-            raised=self._raised,
+            raised=own.text if own is not None and own.is_exception else "",
             damaged_from=tuple(self._damaged_from),
             newborn=self._newborn,
             hook=self._hook_said,
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,
-            device=self._device_said,
+            device="" if own is None or own.is_exception else own.text,
             left=self._left,
             links=self._links,
             resumed=self._resumed,

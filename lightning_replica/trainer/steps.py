@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import Sigterm, user_optimizer
 from lightning_replica._compat.lightning_names import pl
-from lightning_replica.control.faults import Detected
 from lightning_replica.control.planned_save import PlannedSave
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.exchange import all_gather_bytes
@@ -21,11 +20,10 @@ from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.messages import warn
 from lightning_replica.core.points import at_step, reach
 from lightning_replica.core.works import finish
-from lightning_replica.devices.exceptions import explain
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
-from lightning_replica.recovery.diagnosis import fault_behind, worker_died
+from lightning_replica.recovery.diagnosis import OwnFault, own_fault
 from lightning_replica.recovery.planner import Plan
 from lightning_replica.sharding.engine import (
     Commit,
@@ -330,7 +328,7 @@ class Training:
         if self._session.newborn:
             self._session.succession.join_loop()
             self._incidents.born()
-            return self._recover("")
+            return self._recover(None)
         if loaded is not None:
             self.host.load(loaded)
             carried_gradients.put(self._module, self.state, loaded, self.inexact.report)
@@ -379,32 +377,30 @@ class Training:
             RecoveryError: If the run cannot continue. If ``error`` is this rank's own, it is raised instead.
         """
         self._incidents.fault(self.state.step)
-        fault = fault_behind(error, self.device)
-        raised = explain(error) if fault is None else ""
-        device_said = "" if fault is None or fault.level == "outside" else fault.text
+        own = own_fault(error, self.device)
         if self.state.corrupted:
             log.warning("%s", self.state.corrupted)
-            raised = ""
-        if device_said:
-            log.warning("rank %d: %s", self._session.rank, device_said)
-        if raised:
-            self._incidents.show(raised, error)
+            own = None if own is not None and own.is_exception else own
+        if own is not None and own.is_exception:
+            self._incidents.show(own.text, error)
+        elif own is not None:
+            log.warning("rank %d: %s", self._session.rank, own.text)
         error.__traceback__ = None  # its frames hold process groups and half a step's activations
-        if fault is not None and fault.level == "lost":
-            self._session.exits.without_device(device_said)
+        if own is not None and own.loses_device:
+            self._session.exits.without_device(own.text)
         try:
-            return self._recover(raised, device_said, "worker death" if worker_died(error) else "device error")
+            return self._recover(own)
         except RecoveryError as final:
-            if raised:
+            if own is not None and own.is_exception:
                 raise error from final
             raise
 
-    def _recover(self, raised: str, device_said: str = "", because: Detected = "device error") -> Snapshot | None:
+    def _recover(self, own: OwnFault | None) -> Snapshot | None:
         session = self._session
         self._repeated.interrupted()
         generations, before = session.world.generations, session.world.generations.current
         try:
-            outcome = session.recovery.recover(self.state, self.host, session.newborn, raised, device_said, because)
+            outcome = session.recovery.recover(self.state, self.host, session.newborn, own)
         except DeviceLostError as lost:
             session.exits.without_device(str(lost))
         except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
