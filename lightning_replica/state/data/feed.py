@@ -103,10 +103,10 @@ class Feed:
         self._open(())
         return (None,) * self.workers, False
 
-    def begin_with(self, workers: tuple[bytes | None, ...], seeded: bytes) -> None:
-        """Begin the next iteration with new workers in place of those of the previous iteration."""
+    def begin_with(self, state: LoaderState, seeded: bytes) -> None:
+        """Begin the next iteration with new workers in place of those of the previous iteration, as it left them."""
         self.close()
-        self._open(workers, seeded)
+        self._open(state.workers, seeded, at_start=state.copied)
 
     def replay(self, state: LoaderState) -> None:
         """Begin an iteration in the middle.
@@ -121,6 +121,7 @@ class Feed:
             state.workers if self.skips or state.reused else (),
             state.seeded if state.reused else None,
             (state.batches - drop, drop) if self.skips else (0, 0),
+            state.copied,
         )
         if state.first is not None:
             self._set_rng_state(state.first)
@@ -165,7 +166,11 @@ class Feed:
         _open.discard(self)
 
     def _open(
-        self, workers: tuple[bytes | None, ...], seeded: bytes | None = None, leave_out: tuple[int, int] = (0, 0)
+        self,
+        workers: tuple[bytes | None, ...],
+        seeded: bytes | None = None,
+        leave_out: tuple[int, int] = (0, 0),
+        at_start: bytes | None = None,
     ) -> None:
         """Begin an iteration, with new workers.
 
@@ -173,6 +178,7 @@ class Feed:
             workers: The states of the workers. If this is empty, or a worker's is None, the seed decides.
             seeded: State of the generator from which their seed was drawn before; None to draw a new seed.
             leave_out: How many indices to skip, and how many blanks after those.
+            at_start: What `Copied.at_start` returned where these workers take the place of others.
         """
         _open.add(self)
         self.seeded = seeded
@@ -188,7 +194,10 @@ class Feed:
         object.__setattr__(equipped, name, self._indices)
         if equipped.num_workers:
             copied = self._copied if self.skips or self.lasts else None  # other data is drawn again from its beginning
-            self._states = states = WorkerStates(equipped, workers, self._rng_state, self._set_rng_state, copied)
+            start = workers or (None,) * equipped.num_workers
+            self._states = states = WorkerStates(
+                equipped, start, at_start, self._rng_state, self._set_rng_state, copied
+            )
             equipped.worker_init_fn, equipped.collate_fn = states.init, states
         if self.lasts and seeded is None:
             self._indices.before_seed = self._note_seed

@@ -46,6 +46,7 @@ from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.data.sources import BARE, Copied, Sources, Surroundings, copied_by_workers, sources_of
+from lightning_replica.state.data.workers import used_weights
 
 log = logging.getLogger(__name__)
 
@@ -322,11 +323,11 @@ class ExactLoader:
             self._replay_beside()
         begun, generator, sources = self._rng_state(), self._generator_state(), self._sources.state()
         self._kept, self._drawn, self._ended, self._final = [], 0, False, None
-        copied = self._copied.state()
+        copied = self._copied.at_start()
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
             workers, reused, copied = inherited.workers, True, inherited.copied
             with self._copied.holding(copied):
-                self._feed.begin_with(workers, inherited.seeded)
+                self._feed.begin_with(inherited, inherited.seeded)
         else:
             workers, reused = self._feed.begin()
             copied = self._state.copied if reused else copied
@@ -354,15 +355,15 @@ class ExactLoader:
         state = self._state
         if state.begun is None:
             state = state._replace(
-                begun=self._rng_state(), generator=self._generator_state(), copied=self._copied.state()
+                begun=self._rng_state(), generator=self._generator_state(), copied=self._copied.at_start()
             )
         else:
             self._set_rng_state(state.begun)
             self._put_generator(state.generator)
             self._sources.put(state.sources)
             self._compare_length(state)
-            if state.batches and self._copied.has_weights:
-                why = "if it is made with the model's weights, workers that started again have used those of now"
+            if used_weights(state.workers):
+                why = "it is made with weights of the model, and workers that start again have those of now"
                 self._report("the data of the loader", why, "once")
         self._state = state = state._replace(workers=state.workers or (None,) * self._feed.workers)
         if state.epoch is not None:

@@ -197,6 +197,25 @@ class Copied(Sources):
             self._variables.begin(self._variable_roots, self._anchors)
         self._sent: tuple[Any, bytes | None] = (), None
 
+    def at_start(self) -> bytes | None:
+        """Return what has changed since the fit began, also in the variables; called when workers start."""
+        if not self._in_worker():
+            return None
+        taken = self._variables.take(self._variable_roots, self._anchors)
+        return plain.pack((self.state(), self._variables.encoded(taken, _LIMITS)))
+
+    @contextmanager
+    def holding(self, state: bytes | None) -> Iterator[None]:
+        """Restore, in the block, what `at_start` returned, but for the variables."""
+        with super().holding(None if state is None else plain.unpack(state)[0]):
+            yield
+
+    def put_variables(self, state: bytes | None) -> None:
+        """Restore, in a worker, the variables that `at_start` returned."""
+        if state is not None:
+            self._variables.return_to_beginning()
+            self._variables.put_sent(self._variable_roots, self._anchored, plain.unpack(state)[1])
+
     def begin_in_worker(self) -> None:
         """Keep what is to be reported for `reports`."""
         self._report.kept = []

@@ -9,14 +9,20 @@ that outlive an epoch (``persistent_workers=True``) continue until they have loa
 when iterable data ends. No batch would report that. So they write their state into a book in shared memory, which the
 rank reads before the next epoch begins.
 
+Workers that have copies of the model (``collate_fn=self.collate``) may compute with its weights, which are those of the
+time when they started. Whether they do is part of their state: a worker that takes the place of another has later ones.
+
 A worker checks whether its parent is alive only while it waits for indices. So the kernel is asked to end the worker
 with its rank, even if the worker is busy or stopped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
 from lightning_replica._compat.loading import take_part_in_fetching
@@ -34,6 +40,7 @@ class WorkerStates:
     Args:
         loader: The user's loader.
         start: The state that each worker begins with; None leaves a worker as it is seeded.
+        at_start: What `Copied.at_start` returned where these workers take the place of others; None for others.
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
         copied: What workers copy; None if it need not be followed.
@@ -43,6 +50,7 @@ class WorkerStates:
         self,
         loader: Any,
         start: tuple[bytes | None, ...],
+        at_start: bytes | None,
         rng_state: Callable[[], bytes],
         set_rng_state: Callable[[bytes], None],
         copied: Copied | None,
@@ -50,11 +58,12 @@ class WorkerStates:
         self._init, self._collate = loader.worker_init_fn, loader.collate_fn
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._follows, self._copied = copied is not None, copied
-        self._start = start or (None,) * loader.num_workers
+        self._start, self._at_start = start, at_start
         self._book: torch.Tensor | None = None
         if loader.persistent_workers:
-            most = _HEAD_BYTES + 2 * len(plain.pack((rng_state(), None))) + SENT_BYTES
+            most = _HEAD_BYTES + 2 * len(plain.pack((rng_state(), None, False))) + SENT_BYTES
             self._book = torch.zeros(loader.num_workers, most, dtype=torch.uint8).share_memory_()
+        self._weights = _Weights() if copied is not None and copied.has_weights else None
         self._worker, self._known = 0, b""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,25 +90,31 @@ class WorkerStates:
             self._follow()
         state = self._start[worker]
         if state is not None:
-            random, changed = plain.unpack(state)
+            random, changed, _ = plain.unpack(state)
             if self._copied is not None:
                 self._copied.put_in_worker(changed)
             self._set_rng_state(random)
-        self._worker, self._known = (
-            worker,
-            self._state() if state is not None else plain.pack((self._rng_state(), None)),
-        )
+        self._worker, self._known = worker, self._state() if state is not None else self._packed(None)
         take_part_in_fetching(self, self._collate, lambda fetcher: _Reporting(fetcher, self))
 
     def _follow(self) -> None:
         info = get_worker_info()
         own = [info.dataset, self._collate, self._init]  # type: ignore[union-attr]
-        if self._copied is None:
+        if self._copied is None:  # it has not been forked, so its variables are as its own imports have made them
             self._copied = Copied({id(each): each for each in own if each is not None}.values())
+        else:
+            self._copied.put_variables(self._at_start)
         self._copied.begin_in_worker()
 
     def _state(self) -> bytes:
-        return plain.pack((self._rng_state(), None if self._copied is None else self._copied.state_in_worker()))
+        return self._packed(None if self._copied is None else self._copied.state_in_worker())
+
+    def _packed(self, changed: bytes | None) -> bytes:
+        return plain.pack((self._rng_state(), changed, self._weights is not None and self._weights.were_used))
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Find out in the block whether weights are used."""
+        return self._weights or nullcontext()
 
     def changed(self) -> bytes | None:
         """Return the state if it has changed, None if it has not; called in a worker."""
@@ -119,6 +134,25 @@ class WorkerStates:
         return plain.pack(found) if found else None
 
 
+def used_weights(workers: Sequence[bytes | None]) -> bool:
+    """Return whether one of these states is that of a worker that has used weights of the model."""
+    return any(state is not None and plain.unpack(state)[2] for state in workers)
+
+
+class _Weights(TorchFunctionMode):
+    """Sees whether torch computes with weights of the model."""
+
+    were_used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.were_used:
+            given = [*args, *kwargs.values()]
+            given += [item for each in given if isinstance(each, (list, tuple)) for item in each]
+            self.were_used = any(isinstance(each, nn.Parameter) for each in given)
+        return func(*args, **kwargs)
+
+
 class _Reporting:
     """One of torch's fetchers, with what `WorkerStates` returns after each batch added to the batch."""
 
@@ -129,7 +163,8 @@ class _Reporting:
         if isinstance(index, Blank):
             return None, None, None
         try:
-            batch = self._fetcher.fetch(index)
+            with self._states.watching():
+                batch = self._fetcher.fetch(index)
         finally:
             changed = self._states.changed()
         return batch, changed, self._states.told()

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.position import ExactLoader
+from lightning_replica.state.data.sources import Surroundings
+from lightning_replica.state.objects.capture import Root
 
 BATCHES = 7
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
@@ -174,3 +177,49 @@ def test_the_loader_of_the_user_stays_as_it_is() -> None:
     before = dict(vars(own))
     rest(iter(ExactLoader(own, rng_state, set_rng_state)))
     assert vars(own) == before
+
+
+def test_workers_that_start_again_find_the_variables_of_that_time() -> None:
+    TOLD["asked"] = 0
+    exact = loader("counting")
+    TOLD["asked"] = 100
+    batches = iter(exact)
+    take(batches, 1)  # two of the workers have reported nothing
+    place, drawn = exact.state(), rng_state()
+    TOLD["asked"] = 1000  # which is for the workers of the next epoch
+    expected = rest(batches)
+
+    TOLD["asked"] = 0
+    fresh = loader("counting")
+    TOLD["asked"] = 1000
+    fresh.rewind(place)
+    set_rng_state(drawn)
+    assert rest(iter(fresh)) == expected
+    assert TOLD["asked"] == 1000
+
+
+class Weighed(Noisy):
+    """Uses a module, or only its attributes."""
+
+    def __init__(self, computes: bool) -> None:
+        self.module, self.computes = nn.Linear(1, 1), computes
+
+    def __getitem__(self, index: int) -> Tensor:
+        factor = self.module(torch.ones(1)).detach() if self.computes else torch.ones(1) * self.module.in_features
+        return super().__getitem__(index) * factor
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_data_that_is_made_with_weights_is_named(computes: bool) -> None:
+    data = Weighed(computes)
+    of_model = Surroundings([("module", data.module)], [Root(data.module, "module", frozenset(vars(nn.Module())))])
+    inexact = Inexact()
+    exact = ExactLoader(
+        DataLoader(data, batch_size=2, num_workers=2), rng_state, set_rng_state, inexact.report, (), of_model
+    )
+    take(iter(exact), 3)
+    exact.rewind(exact.state())
+    assert not inexact.known  # the workers are still there
+    exact.close()
+    exact.rewind(exact.state())
+    assert ("the data of the loader" in inexact.known) == computes
