@@ -27,7 +27,7 @@ from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica.core import plain
@@ -35,6 +35,7 @@ from lightning_replica.core.inexact import Report, Scope, say_nothing, warn
 from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
+from lightning_replica.state.objects.kinds import slots_of
 from lightning_replica.state.objects.tracked import MIRRORED, Limits, Tracked, changed_between
 
 _LIMITS: Final = MIRRORED._replace(
@@ -92,11 +93,12 @@ class Sources:
         ]
         if len({root.name for root in self._roots}) < len(self._roots):
             self._roots = [replace(root, name=f"{root.name}, {place}") for place, root in enumerate(self._roots)]
-        self._functions = {f"_{place}": each for place, each in enumerate(found) if is_function(each)}
-        if self._functions:  # what they enclose counts
-            self._roots.append(Root(SimpleNamespace(**self._functions), "functions of the loader"))
+        rest = {f"{type(each).__name__}_{place}": each for place, each in enumerate(found) if _is_held(each)}
+        self._functions = [each for each in rest.values() if is_function(each)]
+        if rest:  # what functions enclose and lists hold counts
+            self._roots.append(Root(SimpleNamespace(**rest), "the loader"))
         self._anchored = [*surroundings.anchored, *((root.name, root.value) for root in self._roots)]
-        self._anchored += [(f"source {place}", each) for place, each in enumerate(found) if not is_function(each)]
+        self._anchored += [(f"source {place}", each) for place, each in enumerate(found) if not _is_held(each)]
         self._anchors = Anchors.of(self._anchored)
         self._tracked = Tracked(report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
@@ -191,7 +193,7 @@ class Copied(Sources):
             self._tracked.begin(self._roots, self._anchors)
         self._variables = Tracked(self._report, copied_bytes=_COPIED_BYTES)
         classes = filter(is_users_class, self._tracked.classes)
-        code = UserCode([root.value for root in self._roots], classes, self._functions.values())
+        code = UserCode([root.value for root in self._roots], classes, self._functions)
         self._variable_roots = list(variables_of(code)) if self._found else []
         if self._variable_roots:
             self._variables.begin(self._variable_roots, self._anchors)
@@ -231,11 +233,18 @@ class Copied(Sources):
                 self._sent = taken, None
         return self._sent[1]
 
+    def return_to_beginning(self) -> None:
+        """Restore, in a worker, what there was when the fit began."""
+        for tracked, _ in self._in_worker():
+            tracked.return_to_beginning()
+
     def put_in_worker(self, state: bytes | None) -> None:
-        """Restore what `state_in_worker` returned."""
+        """Restore what `state_in_worker` returned, in a worker that has returned to the beginning.
+
+        What its ``worker_init_fn`` has set and cannot be sent, as a file that it has opened, stays as it is.
+        """
         if state is not None:
             for sent, (tracked, roots) in zip(plain.unpack(state), self._in_worker(), strict=True):
-                tracked.return_to_beginning()
                 tracked.put_sent(roots, self._anchored, sent)
 
     def _in_worker(self) -> list[tuple[Tracked, list[Root]]]:
@@ -269,7 +278,7 @@ def copied_by_workers(loader: Any) -> list[Any]:
     """Return what workers copy when they start: the dataset and the functions that they call."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return []
-    found = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    found = (loader.dataset, *_datasets_in(loader.dataset), loader.collate_fn, loader.worker_init_fn)
     return list({id(each): each for each in found if each is not None}.values())
 
 
@@ -283,7 +292,7 @@ def sources_of(loader: Any) -> Iterator[Any]:
     ahead = [loader] if not isinstance(loader, DataLoader) else []
     ahead += [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     if isinstance(loader, DataLoader) and not loader.num_workers:  # else each worker has copies of its own
-        ahead += [loader.dataset, loader.collate_fn]
+        ahead += [loader.dataset, *_datasets_in(loader.dataset), loader.collate_fn]
     seen: set[int] = set()
     while ahead:
         source = ahead.pop(0)
@@ -295,6 +304,22 @@ def sources_of(loader: Any) -> Iterator[Any]:
             ahead += [each for value in getattr(source, "__dict__", {}).values() for each in _samplers_in(value)]
 
 
+def _datasets_in(dataset: Any) -> Iterator[Any]:
+    """Yield the datasets that torch's wrappers have inside of them, as `Subset` and `ConcatDataset` do."""
+    if isinstance(dataset, Dataset) and _is_known(dataset):
+        for value in vars(dataset).values():
+            items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            for item in items:
+                if isinstance(item, Dataset) or (value is vars(dataset).get("dataset")):
+                    yield item
+                    yield from _datasets_in(item)
+
+
+def _is_held(source: Any) -> bool:
+    """Return whether a source is no root of its own: a function, a list, an object with slots."""
+    return not _has_state(source)
+
+
 def _is_known(source: Any) -> bool:
     """Return whether the class of a source is torch's, Lightning's or this package's."""
     module = type(source).__module__
@@ -302,8 +327,10 @@ def _is_known(source: Any) -> bool:
 
 
 def _has_state(source: Any) -> bool:
-    """Return whether a source has attributes that are not restored by others; of torch's, samplers do."""
-    return hasattr(source, "__dict__") and (isinstance(source, Sampler) or not _is_known(source))
+    """Return whether a source has attributes that are not restored by others; of torch's, samplers and datasets do."""
+    if is_function(source) or not hasattr(source, "__dict__") or (slots_of(type(source)) and not _is_known(source)):
+        return False
+    return isinstance(source, (Sampler, Dataset)) or not _is_known(source)
 
 
 def _samplers_in(value: Any) -> list[Any]:

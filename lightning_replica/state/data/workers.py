@@ -84,11 +84,15 @@ class WorkerStates:
     def init(self, worker: int) -> None:
         """Prepare a worker; called in the worker, before its first batch."""
         end_with_parent()
+        state = self._start[worker]
+        if self._copied is not None:  # it is a fork of the rank's process
+            self._copied.put_variables(self._at_start)
+            if state is not None:
+                self._copied.return_to_beginning()
         if self._init is not None:
             self._init(worker)
         if self._follows:
             self._follow()
-        state = self._start[worker]
         if state is not None:
             random, changed, _ = plain.unpack(state)
             if self._copied is not None:
@@ -100,10 +104,8 @@ class WorkerStates:
     def _follow(self) -> None:
         info = get_worker_info()
         own = [info.dataset, self._collate, self._init]  # type: ignore[union-attr]
-        if self._copied is None:  # it has not been forked, so its variables are as its own imports have made them
+        if self._copied is None:  # it has not been forked, so all is as its own imports and pickle have made it
             self._copied = Copied({id(each): each for each in own if each is not None}.values())
-        else:
-            self._copied.put_variables(self._at_start)
         self._copied.begin_in_worker()
 
     def _state(self) -> bytes:

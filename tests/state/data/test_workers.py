@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    get_worker_info,
+)
 
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
@@ -90,6 +100,41 @@ class Mixing:
         return torch.stack(samples) + self.dice.random()
 
 
+class Slotted(Noisy):
+    __slots__ = ("asked",)
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.asked += 1
+        return torch.cat([super().__getitem__(index), torch.tensor([float(self.asked)])])
+
+
+class Opened(Augmented):
+    """Has a file that only its workers open, and reads it from its beginning each time."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.file.seek(0)
+        return super().__getitem__(index) + float(len(self.file.read()))
+
+
+def open_file(worker: int) -> None:
+    get_worker_info().dataset.file = Path(__file__).open("rb")  # type: ignore[union-attr]  # noqa: SIM115
+
+
+def mixed(dice: random.Random, samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples) + dice.random()
+
+
+def marked(samples: list[list[float]]) -> Tensor:
+    for sample in samples:
+        sample[1] += 1  # in the dataset
+    return torch.tensor(samples)
+
+
 TOLD: dict[str, int] = {}
 
 
@@ -116,6 +161,28 @@ KINDS: dict[str, Any] = {
     "augmented, started anew": lambda: DataLoader(
         Augmented(), batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context="spawn"
     ),
+    "subset": lambda: DataLoader(
+        Subset(ConcatDataset([Augmented(), Slotted()]), range(7, 21)), 2, num_workers=2, collate_fn=list
+    ),
+    "subset, no workers": lambda: DataLoader(Subset(Augmented(), range(14)), batch_size=2, shuffle=True),
+    "slots": lambda: DataLoader(Slotted(), batch_size=2, num_workers=2),
+    "partial": lambda: DataLoader(
+        Noisy(), batch_size=2, num_workers=2, collate_fn=partial(mixed, random.Random(3)), persistent_workers=True
+    ),
+    "partial, no workers": lambda: DataLoader(Noisy(), batch_size=2, collate_fn=partial(mixed, random.Random(3))),
+    "list": lambda: DataLoader(
+        [[float(n), 0.0] for n in range(14)],  # type: ignore[arg-type]
+        batch_size=2,
+        collate_fn=marked,
+    ),
+    "list, persistent": lambda: DataLoader(
+        [[float(n), 0.0] for n in range(14)],  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=2,
+        collate_fn=marked,
+        persistent_workers=True,
+    ),
+    "opened": lambda: DataLoader(Opened(), batch_size=2, num_workers=2, worker_init_fn=open_file),
     "counting": lambda: DataLoader(Counting(), batch_size=2, num_workers=3),
     "mixing": lambda: DataLoader(Noisy(), batch_size=2, num_workers=2, collate_fn=Mixing(), persistent_workers=True),
     "pages": lambda: DataLoader(Pages(), batch_size=2, num_workers=2, persistent_workers=True),
@@ -128,13 +195,17 @@ def loader(kind: str) -> ExactLoader:
     return ExactLoader(KINDS[kind](), rng_state, set_rng_state)
 
 
+def plain_of(batch: Any) -> Any:
+    return [plain_of(each) for each in batch] if isinstance(batch, list) else batch.tolist()
+
+
 def take(batches: Iterator[Any], count: int) -> list[Any]:
     """Batches, with a random number drawn after each, as a training step would."""
-    return [(next(batches).tolist(), float(torch.rand(()))) for _ in range(count)]
+    return [(plain_of(next(batches)), float(torch.rand(()))) for _ in range(count)]
 
 
 def rest(batches: Iterator[Any]) -> list[Any]:
-    return [(batch.tolist(), float(torch.rand(()))) for batch in batches]
+    return [(plain_of(batch), float(torch.rand(()))) for batch in batches]
 
 
 @pytest.mark.parametrize("position", [0, 1, 4, 7])
