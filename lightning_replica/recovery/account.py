@@ -189,10 +189,8 @@ class Account:
 
     def _added(self, generation: int) -> dict[str, str]:
         """Return what ranks have found not to be exact since they gave their accounts."""
-        store, count = self._generations.store, keys.inexact_count(generation)
-        if not store.check([count]):
-            return {}
-        places = [keys.inexact(generation, place) for place in range(1, store.add(count, 0) + 1)]
+        store, count = self._generations.store, self._generations.store.add(keys.inexact_count(generation), 0)
+        places = [keys.inexact(generation, place) for place in range(1, count + 1)]
         found = [json.loads(store.get(key)) for key in places if store.check([key])]
         return {name: why for each in found for name, why in sorted(each.items())}
 

@@ -13,6 +13,7 @@ from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.recovery import account as account_file
 from lightning_replica.recovery.account import Account, merged
+from lightning_replica.stores.tagged import TaggedStore
 
 MOVE = {"bytes": 8, "seconds": 0.5, "host": False}
 
@@ -78,8 +79,10 @@ def recovers(store: Any, world: int, ranks: Sequence[int]) -> list[Account]:
     return accounts
 
 
-def test_all_ranks_tell_the_same_incident() -> None:
-    accounts = recovers(dist.HashStore(), 3, range(3))
+@pytest.mark.parametrize("tagged", [False, True])
+def test_all_ranks_tell_the_same_incident(tagged: bool) -> None:
+    store = dist.HashStore()
+    accounts = recovers(TaggedStore(store, b"secret of the job") if tagged else store, 3, range(3))
     accounts[1].inexact({"module.x": "it is large"})
     for account in accounts:
         account.good_step()
