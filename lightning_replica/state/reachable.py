@@ -32,7 +32,7 @@ from lightning_replica.sharding.engine import OF_PARAMETERS, Watch, watch_of
 from lightning_replica.state.code_variables import CLASS, GLOBALS, Environment, variables_of
 from lightning_replica.state.data.in_loops import training_loaders, validation_loaders
 from lightning_replica.state.data.position import ExactLoader
-from lightning_replica.state.data.sources import Surroundings, sources_of
+from lightning_replica.state.data.sources import TrainingObjects, sources_of
 from lightning_replica.state.hooks import names_of
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, leads_of
 from lightning_replica.state.objects.contents import COPIED_BYTES
@@ -373,11 +373,11 @@ def is_users(item: Any) -> bool:
     return not foreign and not sees
 
 
-def surroundings(trainer: pl.Trainer) -> Surroundings:
+def training_objects(trainer: pl.Trainer) -> TrainingObjects:
     """Return what a training consists of beside its data."""
     roots = _roots(trainer, Tree.of(trainer.lightning_module))
     of_data = (nn.Module, pl.LightningDataModule, pl.Callback)
-    return Surroundings(
+    return TrainingObjects(
         list(_anchored_beside_data(trainer)), [each for each in roots if isinstance(each.value, of_data)]
     )
 

@@ -45,7 +45,7 @@ from lightning_replica.state.data import deaths
 from lightning_replica.state.data.in_loops import exact_loaders, put_in, take_out, training_loaders, validation_loaders
 from lightning_replica.state.data.inputs import Shadow
 from lightning_replica.state.data_setup import RemembersSetup
-from lightning_replica.state.reachable import surroundings
+from lightning_replica.state.reachable import training_objects
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.hooks import named_hooks
 from lightning_replica.trainer.joining import Joining
@@ -129,7 +129,8 @@ class ReplicaValidationLoop(_HasStrategy, RemembersSetup, _EvaluationLoop):
         if self._combined_loader is not before:
             former = exact_loaders(before)
             take_out(before)
-            put_in(self._combined_loader, False, None, self.strategy.report_inexact, former, surroundings(self.trainer))
+            training = training_objects(self.trainer)
+            put_in(self._combined_loader, False, None, self.strategy.report_inexact, former, training)
 
     def on_run_start(self) -> None:
         """Begin a validation."""
@@ -210,7 +211,8 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
             take_out(fetcher._combined_loader)
         joining = self.strategy.joining
         inputs = None if joining is None else joining.inputs()
-        put_in(self._combined_loader, True, inputs, self.strategy.report_inexact, former, surroundings(self.trainer))
+        training = training_objects(self.trainer)
+        put_in(self._combined_loader, True, inputs, self.strategy.report_inexact, former, training)
         if joining is None:
             check(lengths_of(self.trainer))
         else:

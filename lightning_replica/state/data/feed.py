@@ -16,7 +16,7 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.data.deaths import loading
 from lightning_replica.state.data.indices import Indices
 from lightning_replica.state.data.loader_state import LoaderState
-from lightning_replica.state.data.sources import Copied, copied_by_workers
+from lightning_replica.state.data.sources import Copied
 from lightning_replica.state.data.workers import WorkerStates
 
 END = object()
@@ -33,7 +33,7 @@ class Feed:
         loader: What the user's dataloader hook returned, with all that Lightning has done to it.
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
-        copied: What its workers copy; None to find it.
+        copied: What its workers copy.
         report: Called with what is not restored exactly.
 
     Attributes:
@@ -46,11 +46,11 @@ class Feed:
         loader: Any,
         rng_state: Callable[[], bytes],
         set_rng_state: Callable[[bytes], None],
-        copied: Copied | None = None,
+        copied: Copied,
         report: Report = warn,
     ) -> None:
         self._loader, self._rng_state, self._set_rng_state = loader, rng_state, set_rng_state
-        self._copied, self._report = Copied(copied_by_workers(loader), report) if copied is None else copied, report
+        self._copied, self._report = copied, report
         self._equips = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._equipped: Any = None
         self._indices = Indices(())
@@ -74,6 +74,11 @@ class Feed:
     def lasts(self) -> bool:
         """Whether workers outlive an iteration."""
         return bool(self._equips and self.workers and self._loader.persistent_workers)
+
+    @property
+    def keeps_unknown_workers(self) -> bool:
+        """Whether workers outlive an iteration, and nothing is known of their states."""
+        return not self._equips and self.workers > 0 and bool(self._loader.persistent_workers)
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -106,7 +111,7 @@ class Feed:
     def begin_with(self, state: LoaderState, seeded: bytes) -> None:
         """Begin the next iteration with new workers in place of those of the previous iteration, as it left them."""
         self.close()
-        self._open(state.workers, seeded, at_start=state.copied)
+        self._open(state.workers, seeded, state_at_start=state.copied)
 
     def replay(self, state: LoaderState) -> None:
         """Begin an iteration in the middle.
@@ -170,7 +175,7 @@ class Feed:
         workers: tuple[bytes | None, ...],
         seeded: bytes | None = None,
         leave_out: tuple[int, int] = (0, 0),
-        at_start: bytes | None = None,
+        state_at_start: bytes | None = None,
     ) -> None:
         """Begin an iteration, with new workers.
 
@@ -178,7 +183,7 @@ class Feed:
             workers: The states of the workers. If this is empty, or a worker's is None, the seed decides.
             seeded: State of the generator from which their seed was drawn before; None to draw a new seed.
             leave_out: How many indices to skip, and how many blanks after those.
-            at_start: What `Copied.at_start` returned where these workers take the place of others.
+            state_at_start: What `Copied.state_at_start` returned where these workers take the place of others.
         """
         _open.add(self)
         self.seeded = seeded
@@ -196,7 +201,7 @@ class Feed:
             copied = self._copied if self.skips or self.lasts else None  # other data is drawn again from its beginning
             start = workers or (None,) * equipped.num_workers
             self._states = states = WorkerStates(
-                equipped, start, at_start, self._rng_state, self._set_rng_state, copied
+                equipped, start, state_at_start, self._rng_state, self._set_rng_state, copied
             )
             equipped.worker_init_fn, equipped.collate_fn = states.init, states
         if self.lasts and seeded is None:

@@ -10,7 +10,7 @@ from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.fetches import Fetches, fetches_of, forget, note
 from lightning_replica.state.data.inputs import Inputs
 from lightning_replica.state.data.position import ExactLoader
-from lightning_replica.state.data.sources import BARE, Surroundings
+from lightning_replica.state.data.sources import NO_TRAINING, TrainingObjects
 
 
 def put_in(
@@ -19,7 +19,7 @@ def put_in(
     inputs: Inputs | None = None,
     report: Report = warn,
     former: Sequence[ExactLoader] = (),
-    surroundings: Surroundings = BARE,
+    training: TrainingObjects = NO_TRAINING,
 ) -> None:
     """Make ``combined`` iterate exact loaders in place of its own, with all changes that were made to those.
 
@@ -29,10 +29,10 @@ def put_in(
         inputs: Which ranks have inputs, if they may have different numbers of batches; only if fetches are noted.
         report: Called with what is not restored exactly.
         former: The exact loaders that these take the place of.
-        surroundings: What the training consists of beside its data.
+        training: What the training consists of beside its data.
     """
     if combined is not None:
-        exact = [_exact(loader, report, former, surroundings) for loader in combined.flattened]
+        exact = [_exact(loader, report, former, training) for loader in combined.flattened]
         iterate_instead(combined, exact)
         if noted:
             note(combined, exact, inputs)
@@ -69,7 +69,7 @@ def validation_loaders(trainer: pl.Trainer) -> list[ExactLoader]:
     return exact_loaders(trainer.fit_loop.epoch_loop.val_loop._combined_loader)
 
 
-def _exact(loader: Any, report: Report, former: Sequence[ExactLoader], surroundings: Surroundings) -> ExactLoader:
+def _exact(loader: Any, report: Report, former: Sequence[ExactLoader], training: TrainingObjects) -> ExactLoader:
     if isinstance(loader, ExactLoader):
         return loader
-    return ExactLoader(loader, rng_state, set_rng_state, report, former, surroundings)
+    return ExactLoader(loader, rng_state, set_rng_state, report, former, training)

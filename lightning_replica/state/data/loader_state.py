@@ -21,7 +21,7 @@ class LoaderState(NamedTuple):
             are no such workers.
         sources: What the user's samplers and datasets kept when the iteration began; None if there are none.
         left: What they kept after the last batch; None if they are brought there by loading again what is skipped.
-        copied: What workers found when they started (`Copied.at_start`); None if there are no workers.
+        copied: What workers found when they started (`Copied.state_at_start`); None if there are no workers.
         content: What the dataset keeps in this process, besides the workers' copies; only in a snapshot.
         length: How many batches the iteration has; None if the loader does not say.
     """

@@ -45,11 +45,19 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
-from lightning_replica.state.data.sources import BARE, Copied, Sources, Surroundings, copied_by_workers, sources_of
+from lightning_replica.state.data.sources import (
+    NO_TRAINING,
+    Copied,
+    Sources,
+    TrainingObjects,
+    copied_by_workers,
+    sources_of,
+)
 from lightning_replica.state.data.workers import used_weights
 
 log = logging.getLogger(__name__)
 
+_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")  # of a DataLoader; code may set them
 _TRIES = 3  # restarts of a loader whose workers die before training
 
 __all__ = ["ExactLoader", "LoaderState"]
@@ -85,7 +93,7 @@ class ExactLoader:
         report: Called with what is not restored exactly.
         former: The loaders of the epoch before, which may have the same dataset: what it kept when the fit began is
             what a replacement finds in it.
-        surroundings: What the training consists of beside its data.
+        training: What the training consists of beside its data.
 
     Attributes:
         loader: The same dataloader.
@@ -98,15 +106,16 @@ class ExactLoader:
         set_rng_state: Callable[[bytes], None],
         report: Report = warn,
         former: "Sequence[ExactLoader]" = (),
-        surroundings: Surroundings = BARE,
+        training: TrainingObjects = NO_TRAINING,
     ) -> None:
         self.loader = loader
         self._rng_state, self._set_rng_state, self._report = rng_state, set_rng_state, report
-        self._sources = Sources(sources_of(loader), report, surroundings)
+        self._sources = Sources(sources_of(loader), report, training)
         copied = copied_by_workers(loader)
         known = [each._copied for each in former if each._copied.are(copied)]
-        self._copied: Copied = known[0] if known else Copied(copied, report, surroundings)
+        self._copied: Copied = known[0] if known else Copied(copied, report, training)
         self._feed = Feed(loader, rng_state, set_rng_state, self._copied, report)
+        self._made_of = {name: getattr(loader, name, None) for name in _PARTS}
         self._tries = _TRIES
         self._state = LoaderState(0)
         self._drawn = 0  # batches that the feed has yielded
@@ -163,6 +172,10 @@ class ExactLoader:
             state: The state.
             window: Whether a window of batches begins. In the middle of a step, less of what is large is compared.
         """
+        for name, made in self._made_of.items():
+            if getattr(self.loader, name, None) is not made:
+                why = "code has put another one in its place; it does not go back, and a replacement has the former one"
+                self._report(f"{name} of the loader", why)
         changing = self._changing()
         return state if changing is None else state._replace(content=changing.state(window))
 
@@ -285,7 +298,7 @@ class ExactLoader:
         if item is END:
             self._ended = True
             raise StopIteration
-        self._tell_of_surroundings()
+        self._tell_of_changed_by_loading()
         left = self._sources.state(begins=False) if self._feed.skips else None
         kept = _Kept(item[0], before, random, item[1], self._rng_state(), left)
         self._kept.append(kept)
@@ -319,11 +332,14 @@ class ExactLoader:
         """Begin the next iteration."""
         inherited, self._inherited = self._inherited, None
         turn = self._state.turn + 1
+        if turn > 1 and self._feed.keeps_unknown_workers:
+            why = "its class iterates in its own way, and its persistent workers start anew where a rank is replaced"
+            self._report("the loader", why, "replacement")
         if inherited is not None and inherited.begun is not None:
             self._replay_beside()
         begun, generator, sources = self._rng_state(), self._generator_state(), self._sources.state()
         self._kept, self._drawn, self._ended, self._final = [], 0, False, None
-        copied = self._copied.at_start()
+        copied = self._copied.state_at_start()
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
             workers, reused, copied = inherited.workers, True, inherited.copied
             with self._copied.holding(copied):
@@ -355,7 +371,7 @@ class ExactLoader:
         state = self._state
         if state.begun is None:
             state = state._replace(
-                begun=self._rng_state(), generator=self._generator_state(), copied=self._copied.at_start()
+                begun=self._rng_state(), generator=self._generator_state(), copied=self._copied.state_at_start()
             )
         else:
             self._set_rng_state(state.begun)
@@ -369,14 +385,16 @@ class ExactLoader:
         if state.epoch is not None:
             _set_sampler_epoch(self.loader, state.epoch)
         self._kept, self._drawn = [], state.batches
+        if self._feed.workers and state.content is not None:  # before workers look at memory that they share with it
+            self._copied.put(state.content)
         with self._copied.holding(state.copied):
             self._feed.replay(state)
         self._sources.put(state.left)
 
-    def _tell_of_surroundings(self) -> None:
+    def _tell_of_changed_by_loading(self) -> None:
         """Report what changes with each batch that is loaded and does not go with the position of iterable data."""
         if self._changing() is not self._sources:
-            for owner, names in self._sources.changed_near.items():
+            for owner, names in self._sources.changed_by_loading.items():
                 for name in sorted(names):
                     self._report(
                         f"{owner}.{name}", "loading data changes it, and a batch that comes again is not loaded again"

@@ -13,20 +13,24 @@ of an epoch have to copy what was there when its iteration began.
 Loading changes the copies: an augmentation has a generator of its own, a dataset counts what it was asked for. Of what
 a worker has changed, it sends with the batch what takes little (workers.py), and reports the rest by name.
 
-[Note: surroundings]
+[Note: training objects]
 A dataset or a collate function may refer to the module or the data module, and these lead to the trainer. The walk over
 what a loader draws from stops there: the rank restores these objects itself. But workers have copies of them, whose
 attributes count like those of the dataset. The weights in these copies are of the time when the workers started.
 """
 
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing.heap import BufferWrapper
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_replica._compat.packages import is_of_lightning
@@ -55,8 +59,8 @@ _SENT: Final = Limits(
 )
 
 
-class Surroundings(NamedTuple):
-    """What a training consists of beside its data. See [Note: surroundings].
+class TrainingObjects(NamedTuple):
+    """What a training consists of beside its data. See [Note: training objects].
 
     Attributes:
         anchored: What has a name in every process of the job, with the names.
@@ -67,8 +71,8 @@ class Surroundings(NamedTuple):
     owners: Sequence[Root] = ()
 
 
-BARE: Final = Surroundings()
-"""Those of a loader outside of a training."""
+NO_TRAINING: Final = TrainingObjects()
+"""For a loader outside of a training."""
 
 
 class Sources:
@@ -77,60 +81,64 @@ class Sources:
     Args:
         objects: What `sources_of` or `copied_by_workers` has found.
         report: Called with what is not restored exactly.
-        surroundings: What the walk stops at.
+        training: What the walk stops at.
 
     Attributes:
-        changed_near: Attributes of the surroundings that loading changes, by name of their owner.
+        changed_by_loading: Attributes of the training's objects that loading changes, by name of their owner.
     """
 
-    def __init__(self, objects: Iterable[Any], report: Report = warn, surroundings: Surroundings = BARE) -> None:
-        self.changed_near: dict[str, frozenset[str]] = {}
+    def __init__(self, objects: Iterable[Any], report: Report = warn, training: TrainingObjects = NO_TRAINING) -> None:
+        self.changed_by_loading: dict[str, frozenset[str]] = {}
         self._found = found = list(objects)
-        self._roots = [
+        roots = [
             Root(each, f"{type(each).__name__} of the loader", own=_OF_OTHERS if _is_known(each) else frozenset())
             for each in found
             if _has_state(each)
         ]
-        if len({root.name for root in self._roots}) < len(self._roots):
-            self._roots = [replace(root, name=f"{root.name}, {place}") for place, root in enumerate(self._roots)]
-        rest = {f"{type(each).__name__}_{place}": each for place, each in enumerate(found) if _is_held(each)}
+        if len({root.name for root in roots}) < len(roots):
+            roots = [replace(root, name=f"{root.name}, {place}") for place, root in enumerate(roots)]
+        rest = {f"{type(each).__name__}_{place}": each for place, each in enumerate(found) if not _has_state(each)}
         self._functions = [each for each in rest.values() if is_function(each)]
         if rest:  # what functions enclose and lists hold counts
-            self._roots.append(Root(SimpleNamespace(**rest), "the loader"))
-        self._anchored = [*surroundings.anchored, *((root.name, root.value) for root in self._roots)]
-        self._anchored += [(f"source {place}", each) for place, each in enumerate(found) if not _is_held(each)]
+            roots.append(Root(SimpleNamespace(**rest), "the loader"))
+        self._own_roots = self._roots = roots
+        self._anchored = [*training.anchored, *((root.name, root.value) for root in self._roots)]
+        self._anchored += [(f"source {place}", each) for place, each in enumerate(found) if _has_state(each)]
         self._anchors = Anchors.of(self._anchored)
         self._tracked = Tracked(report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
-        self._near = list(self._owners_near(surroundings.owners))
-        self._near_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
-        self._roots = [*self._roots, *(replace(root, only=()) for root in self._near)]
+        self._owners = list(self._owners_among(training.owners))
+        self._owners_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
+        self._roots = [*roots, *map(self._with_changed, self._owners)]
 
-    def _owners_near(self, owners: Sequence[Root]) -> Iterator[Root]:
+    def _owners_among(self, owners: Sequence[Root]) -> Iterator[Root]:
         """Yield the owners that the sources refer to. Who has a module may have found others through it."""
-        near = {root.name for root in owners if self._tracked.leads_to(root.value)}
-        has_module = any(root.name in near and isinstance(root.value, nn.Module) for root in owners)
-        yield from (root for root in owners if root.name in near or (has_module and isinstance(root.value, nn.Module)))
+        referred = self._tracked.referred()
+        has_module = any(id(root.value) in referred and isinstance(root.value, nn.Module) for root in owners)
+        for root in owners:
+            if id(root.value) in referred or (has_module and isinstance(root.value, nn.Module)):
+                yield root
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Find out, in the block, which attributes of the surroundings loading changes: they count from now on."""
-        if not self._near:
+        """Find out which attributes of the training's objects change in the block; from now on they count."""
+        if not self._owners:
             yield
             return
-        before = self._near_tracked.take(self._near, self._anchors)
+        before = self._owners_tracked.take(self._owners, self._anchors)
         yield
-        found = changed_between(before, self._near_tracked.take(self._near, self._anchors))
-        known = self.changed_near
+        found = changed_between(before, self._owners_tracked.take(self._owners, self._anchors))
+        known = self.changed_by_loading
         if any(not names <= known.get(owner, frozenset()) for owner, names in found.items()):
-            self.changed_near = {
+            self.changed_by_loading = {
                 owner: known.get(owner, frozenset()) | found.get(owner, frozenset()) for owner in {*known, *found}
             }
-            rest = self._roots[: len(self._roots) - len(self._near)]
-            now = (replace(root, only=tuple(sorted(self.changed_near.get(root.name, ())))) for root in self._near)
-            self._roots = [*rest, *now]
+            self._roots = [*self._own_roots, *map(self._with_changed, self._owners)]
+
+    def _with_changed(self, owner: Root) -> Root:
+        return replace(owner, only=tuple(sorted(self.changed_by_loading.get(owner.name, ()))))
 
     def state(self, begins: bool = True) -> bytes | None:
         """Return what has changed since the loader was made; None if there is nothing of the user's.
@@ -151,19 +159,6 @@ class Sources:
             self._tracked.return_to_beginning()
             self._tracked.put_sent(self._roots, self._anchored, plain.unpack(state, placed=True))
 
-    @contextmanager
-    def holding(self, state: bytes | None) -> Iterator[None]:
-        """Restore what `state` returned, and at the end of the block what the objects held at its beginning."""
-        if state is None or not self._roots or state == self.state():
-            yield
-            return
-        now = self._tracked.take(self._roots, self._anchors)
-        self.put(state)
-        try:
-            yield
-        finally:
-            self._tracked.put_back(now)
-
     def are(self, objects: Iterable[Any]) -> bool:
         """Return whether other objects, which were found later, are the same ones."""
         return [*map(id, objects)] == [*map(id, self._found)]
@@ -178,45 +173,65 @@ class Copied(Sources):
     Args:
         objects: What `copied_by_workers` has found.
         report: Called with what is not restored exactly.
-        surroundings: What the walk stops at, unless workers have copies of it.
+        training: What the walk stops at, unless workers have copies of it.
 
     Attributes:
         has_weights: Whether workers have copies of the model.
     """
 
-    def __init__(self, objects: Iterable[Any], report: Report = warn, surroundings: Surroundings = BARE) -> None:
+    def __init__(self, objects: Iterable[Any], report: Report = warn, training: TrainingObjects = NO_TRAINING) -> None:
         self._report = _Report(report)
-        super().__init__(objects, self._report, surroundings)
-        self.has_weights = any(isinstance(root.value, nn.Module) for root in self._near)
-        if self._near:
-            self._roots = [*self._roots[: len(self._roots) - len(self._near)], *self._near]
+        super().__init__(objects, self._report, training)
+        self.has_weights = any(isinstance(root.value, nn.Module) for root in self._owners)
+        if self._owners:
+            self._roots = [*self._own_roots, *self._owners]
             self._tracked.begin(self._roots, self._anchors)
-        self._variables = Tracked(self._report, copied_bytes=_COPIED_BYTES)
+        self._in_worker, self._variables = self._tracked, Tracked(self._report, copied_bytes=_COPIED_BYTES)
         classes = filter(is_users_class, self._tracked.classes)
         code = UserCode([root.value for root in self._roots], classes, self._functions)
         self._variable_roots = list(variables_of(code)) if self._found else []
-        if self._variable_roots:
-            self._variables.begin(self._variable_roots, self._anchors)
+        self._variables.begin(self._variable_roots, self._anchors)
+        self._leave_shared_memory()
         self._sent: tuple[Any, bytes | None] = (), None
 
-    def at_start(self) -> bytes | None:
+    def _leave_shared_memory(self) -> None:
+        """Keep workers from what all processes share: what one of them restored would change it for the others."""
+        shared = [each for each in (*self._tracked.values(), *self._variables.values()) if _is_shared(each)]
+        self._anchored_in_worker = [*self._anchored, *((f"shared {place}", each) for place, each in enumerate(shared))]
+        self._anchors_in_worker = Anchors.of(self._anchored_in_worker)
+        if shared:
+            self._in_worker = Tracked(self._report, copied_bytes=_COPIED_BYTES)
+            self._in_worker.begin(self._roots, self._anchors_in_worker)
+            self._variables.begin(self._variable_roots, self._anchors_in_worker)
+        else:
+            self._anchors_in_worker = self._anchors
+
+    def state_at_start(self) -> bytes | None:
         """Return what has changed since the fit began, also in the variables; called when workers start."""
-        if not self._in_worker():
+        if not self._found:
             return None
-        taken = self._variables.take(self._variable_roots, self._anchors)
-        return plain.pack((self.state(), self._variables.encoded(taken, _LIMITS)))
+        taken = [each.take(roots, self._anchors_in_worker) for each, roots in self._followed()]
+        return plain.pack([each.encoded(now, _LIMITS) for now, (each, _) in zip(taken, self._followed(), strict=True)])
 
     @contextmanager
     def holding(self, state: bytes | None) -> Iterator[None]:
-        """Restore, in the block, what `at_start` returned, but for the variables."""
-        with super().holding(None if state is None else plain.unpack(state)[0]):
+        """Restore, in the block, what `state_at_start` returned, but for the variables."""
+        if state is None or state == self.state_at_start():
             yield
+            return
+        now = self._in_worker.take(self._roots, self._anchors_in_worker)
+        self._in_worker.return_to_beginning()
+        self._in_worker.put_sent(self._roots, self._anchored_in_worker, plain.unpack(state, placed=True)[0])
+        try:
+            yield
+        finally:
+            self._in_worker.put_back(now)
 
     def put_variables(self, state: bytes | None) -> None:
-        """Restore, in a worker, the variables that `at_start` returned."""
+        """Restore, in a worker, the variables that `state_at_start` returned."""
         if state is not None:
             self._variables.return_to_beginning()
-            self._variables.put_sent(self._variable_roots, self._anchored, plain.unpack(state)[1])
+            self._variables.put_sent(self._variable_roots, self._anchored_in_worker, plain.unpack(state)[1])
 
     def begin_in_worker(self) -> None:
         """Keep what is to be reported for `reports`."""
@@ -224,9 +239,9 @@ class Copied(Sources):
 
     def state_in_worker(self) -> bytes | None:
         """Return, in a worker, what has changed since the fit began and takes little; None if nothing has."""
-        taken = [each.take(roots, self._anchors) for each, roots in self._in_worker()]
+        taken = [each.take(roots, self._anchors_in_worker) for each, roots in self._followed()]
         if [*map(id, taken)] != [*map(id, self._sent[0])]:
-            sent = [each.encoded(now, _SENT) for now, (each, _) in zip(taken, self._in_worker(), strict=True)]
+            sent = [each.encoded(now, _SENT) for now, (each, _) in zip(taken, self._followed(), strict=True)]
             self._sent = taken, plain.pack(sent) if any(sent) else None
             if len(self._sent[1] or b"") > SENT_BYTES:
                 self._report("what workers of the loader change", _SENT.why, _SENT.scope)
@@ -235,7 +250,7 @@ class Copied(Sources):
 
     def return_to_beginning(self) -> None:
         """Restore, in a worker, what there was when the fit began."""
-        for tracked, _ in self._in_worker():
+        for tracked, _ in self._followed():
             tracked.return_to_beginning()
 
     def put_in_worker(self, state: bytes | None) -> None:
@@ -244,12 +259,11 @@ class Copied(Sources):
         What its ``worker_init_fn`` has set and cannot be sent, as a file that it has opened, stays as it is.
         """
         if state is not None:
-            for sent, (tracked, roots) in zip(plain.unpack(state), self._in_worker(), strict=True):
-                tracked.put_sent(roots, self._anchored, sent)
+            for sent, (tracked, roots) in zip(plain.unpack(state), self._followed(), strict=True):
+                tracked.put_sent(roots, self._anchored_in_worker, sent)
 
-    def _in_worker(self) -> list[tuple[Tracked, list[Root]]]:
-        both = ((self._tracked, self._roots), (self._variables, self._variable_roots))
-        return [each for each in both if each[1]]
+    def _followed(self) -> tuple[tuple[Tracked, list[Root]], ...]:
+        return (self._in_worker, self._roots), (self._variables, self._variable_roots)
 
     def reports(self) -> list[tuple[str, str, Scope]]:
         """Return what was to be reported in this worker since the last call."""
@@ -272,6 +286,17 @@ class _Report:
         elif found not in self._known:
             self._known.add(found)
             self.kept.append(found)
+
+
+def _is_shared(value: Any) -> bool:
+    """Return whether a tensor, an array or an object of ctypes lies in memory that processes share."""
+    while isinstance(value, np.ndarray) and value.base is not None:
+        value = value.base
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and value.is_shared()
+    if isinstance(value, memoryview):
+        value = value.obj
+    return isinstance(value, mmap.mmap) or isinstance(getattr(value, "_wrapper", None), BufferWrapper)
 
 
 def copied_by_workers(loader: Any) -> list[Any]:
@@ -307,17 +332,11 @@ def sources_of(loader: Any) -> Iterator[Any]:
 def _datasets_in(dataset: Any) -> Iterator[Any]:
     """Yield the datasets that torch's wrappers have inside of them, as `Subset` and `ConcatDataset` do."""
     if isinstance(dataset, Dataset) and _is_known(dataset):
-        for value in vars(dataset).values():
-            items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            for item in items:
-                if isinstance(item, Dataset) or (value is vars(dataset).get("dataset")):
+        for name, value in vars(dataset).items():
+            for item in _items_of(value):
+                if isinstance(item, Dataset) or name == "dataset":
                     yield item
                     yield from _datasets_in(item)
-
-
-def _is_held(source: Any) -> bool:
-    """Return whether a source is no root of its own: a function, a list, an object with slots."""
-    return not _has_state(source)
 
 
 def _is_known(source: Any) -> bool:
@@ -327,7 +346,10 @@ def _is_known(source: Any) -> bool:
 
 
 def _has_state(source: Any) -> bool:
-    """Return whether a source has attributes that are not restored by others; of torch's, samplers and datasets do."""
+    """Return whether a source has attributes that are not restored by others; of torch's, samplers and datasets do.
+
+    If not, as for a function, a list or an object with slots, the source is what an attribute of "the loader" holds.
+    """
     if is_function(source) or not hasattr(source, "__dict__") or (slots_of(type(source)) and not _is_known(source)):
         return False
     return isinstance(source, (Sampler, Dataset)) or not _is_known(source)
@@ -335,8 +357,14 @@ def _has_state(source: Any) -> bool:
 
 def _samplers_in(value: Any) -> list[Any]:
     """Return what may be samplers of what a sampler keeps under some name."""
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-    return [each for each in inside if _may_sample(each)]
+    return [each for each in _items_of(value) if _may_sample(each)]
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Return what an attribute holds: the items of a container, or the value alone."""
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) in (list, tuple) else (value,)
 
 
 def _may_sample(value: Any) -> bool:

@@ -40,7 +40,7 @@ class WorkerStates:
     Args:
         loader: The user's loader.
         start: The state that each worker begins with; None leaves a worker as it is seeded.
-        at_start: What `Copied.at_start` returned where these workers take the place of others; None for others.
+        state_at_start: What `Copied.state_at_start` returned, if these workers take the place of others.
         rng_state: Returns the state of all generators.
         set_rng_state: Restores such a state.
         copied: What workers copy; None if it need not be followed.
@@ -50,7 +50,7 @@ class WorkerStates:
         self,
         loader: Any,
         start: tuple[bytes | None, ...],
-        at_start: bytes | None,
+        state_at_start: bytes | None,
         rng_state: Callable[[], bytes],
         set_rng_state: Callable[[bytes], None],
         copied: Copied | None,
@@ -58,7 +58,7 @@ class WorkerStates:
         self._init, self._collate = loader.worker_init_fn, loader.collate_fn
         self._rng_state, self._set_rng_state = rng_state, set_rng_state
         self._follows, self._copied = copied is not None, copied
-        self._start, self._at_start = start, at_start
+        self._start, self._state_at_start = start, state_at_start
         self._book: torch.Tensor | None = None
         if loader.persistent_workers:
             most = _HEAD_BYTES + 2 * len(plain.pack((rng_state(), None, False))) + SENT_BYTES
@@ -86,7 +86,7 @@ class WorkerStates:
         end_with_parent()
         state = self._start[worker]
         if self._copied is not None:  # it is a fork of the rank's process
-            self._copied.put_variables(self._at_start)
+            self._copied.put_variables(self._state_at_start)
             if state is not None:
                 self._copied.return_to_beginning()
         if self._init is not None:

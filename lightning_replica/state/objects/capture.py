@@ -535,6 +535,7 @@ class Recorder:
             self._followed |= {key: self._records[key].value for key in changed}
             self._in_turn = {key: inside for key, inside in self._in_turn.items() if inside not in changed}
             self._containers = self._compared = None
+            self._owed = 0
         return found
 
     def _next_in_turn(self) -> list[int]:

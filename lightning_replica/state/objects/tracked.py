@@ -98,9 +98,15 @@ class Tracked:
         held = (child for _, child in self._first.children() if issubclass(type(child), type))
         return dict.fromkeys((*(type(record.value) for record in self._first.records.values()), *held))
 
-    def leads_to(self, value: Any) -> bool:
-        """Return whether an object was referred to in the beginning."""
-        return self._first is not None and any(child is value for _, child in self._first.children())
+    def values(self) -> Iterator[Any]:
+        """Yield all objects, tensors and arrays that were reachable in the beginning."""
+        if self._first is not None:
+            yield from (record.value for record in self._first.records.values())
+            yield from (held.value for held, _ in self._first.copies)
+
+    def referred(self) -> set[int]:
+        """Return the ``id`` of each object that another one referred to in the beginning."""
+        return set() if self._first is None else {id(child) for _, child in self._first.children()}
 
     def take(self, roots: Sequence[Root], anchors: Anchors, window: bool = True, whole: bool = False) -> Taken:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""

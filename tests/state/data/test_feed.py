@@ -16,6 +16,7 @@ from lightning_replica.errors import WorkerDiedError
 from lightning_replica.state.data import deaths
 from lightning_replica.state.data.feed import END, Feed
 from lightning_replica.state.data.position import ExactLoader
+from lightning_replica.state.data.sources import Copied, copied_by_workers
 from tests.state.data.test_worker_deaths import is_gone
 from tests.support.ranks import run_ranks
 
@@ -41,9 +42,13 @@ def pid_of(batch: Tensor) -> int:
     return int(batch[0, 0])
 
 
+def feed_of(loader: Any) -> Feed:
+    return Feed(loader, rng_state, set_rng_state, Copied(copied_by_workers(loader)))
+
+
 @pytest.mark.usefixtures("held")
 def test_a_death_is_told_when_the_next_batch_is_asked_for() -> None:
-    feed = Feed(DataLoader(Processes(), batch_size=1, num_workers=2), rng_state, set_rng_state)
+    feed = feed_of(DataLoader(Processes(), batch_size=1, num_workers=2))
     feed.begin()
     pid = pid_of(feed.next()[0])
     os.kill(pid, signal.SIGKILL)
@@ -55,9 +60,7 @@ def test_a_death_is_told_when_the_next_batch_is_asked_for() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_were_stopped_end(persistent: bool) -> None:
-    feed = Feed(
-        DataLoader(Processes(), batch_size=1, num_workers=2, persistent_workers=persistent), rng_state, set_rng_state
-    )
+    feed = feed_of(DataLoader(Processes(), batch_size=1, num_workers=2, persistent_workers=persistent))
     feed.begin()
     pids = [pid_of(feed.next()[0]) for _ in range(2)]
     os.kill(pids[1], signal.SIGSTOP)
@@ -67,7 +70,7 @@ def test_workers_that_were_stopped_end(persistent: bool) -> None:
 
 def leaves_a_stopped_worker(rank: int, store: Any, where: str) -> None:
     loader = DataLoader(Processes(), batch_size=1, num_workers=2, multiprocessing_context="fork")
-    feed = Feed(loader, rng_state, set_rng_state)
+    feed = feed_of(loader)
     feed.begin()
     pid = pid_of(feed.next()[0])
     os.kill(pid, signal.SIGSTOP)
@@ -132,7 +135,7 @@ def test_an_error_while_pinning(workers: int, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_end() -> None:
-    feed = Feed([1], rng_state, set_rng_state)
+    feed = feed_of([1])
     feed.begin()
     assert feed.next() == (1, None)
     assert feed.next() is END

@@ -1,5 +1,6 @@
 """The same batches, to the last random number drawn in a worker, wherever a new process begins in the epoch."""
 
+import multiprocessing
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +25,7 @@ from torch.utils.data import (
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
 from lightning_replica.state.data.position import ExactLoader
-from lightning_replica.state.data.sources import Surroundings
+from lightning_replica.state.data.sources import TrainingObjects
 from lightning_replica.state.objects.capture import Root
 
 BATCHES = 7
@@ -283,7 +284,7 @@ class Weighed(Noisy):
 @pytest.mark.parametrize("computes", [False, True])
 def test_data_that_is_made_with_weights_is_named(computes: bool) -> None:
     data = Weighed(computes)
-    of_model = Surroundings([("module", data.module)], [Root(data.module, "module", frozenset(vars(nn.Module())))])
+    of_model = TrainingObjects([("module", data.module)], [Root(data.module, "module", frozenset(vars(nn.Module())))])
     inexact = Inexact()
     exact = ExactLoader(
         DataLoader(data, batch_size=2, num_workers=2), rng_state, set_rng_state, inexact.report, (), of_model
@@ -294,3 +295,62 @@ def test_data_that_is_made_with_weights_is_named(computes: bool) -> None:
     exact.close()
     exact.rewind(exact.state())
     assert ("the data of the loader" in inexact.known) == computes
+
+
+class Shared(Augmented):
+    """Has memory that all processes share, which the rank sets, and a generator of each worker's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.table = multiprocessing.Value("d", 1.0), torch.ones(2).share_memory_()
+        self.view = np.frombuffer(multiprocessing.RawArray("d", 2))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) * self.level.value + self.view[0] + self.table[0]
+
+
+def test_a_worker_leaves_shared_memory_as_it_is() -> None:
+    data = Shared()
+    exact = ExactLoader(DataLoader(data, batch_size=2, num_workers=2), rng_state, set_rng_state)
+    batches = iter(exact)
+    take(batches, 1)
+    data.level.value, data.view[0] = 2.0, 2.0  # workers see it at once
+    data.table.fill_(2)
+    take(batches, 5)  # more than the workers have loaded ahead by now
+    place, drawn = exact.with_content(exact.state(), window=True), rng_state()
+    expected = rest(batches)
+
+    other = Shared()
+    fresh = ExactLoader(DataLoader(other, batch_size=2, num_workers=2), rng_state, set_rng_state)
+    fresh.rewind(place)
+    assert (other.level.value, other.view[0], other.table.sum()) == (2, 2, 4)
+    set_rng_state(drawn)
+    assert rest(iter(fresh)) == expected  # all workers have begun
+    assert (other.level.value, other.view[0], other.table.sum()) == (2, 2, 4)
+
+
+def test_a_function_that_code_replaces_is_named() -> None:
+    inexact = Inexact()
+    exact = ExactLoader(DataLoader(Noisy(), batch_size=2), rng_state, set_rng_state, inexact.report)
+    exact.with_content(exact.state(), window=True)
+    assert not inexact.known
+    exact.loader.collate_fn = list
+    exact.with_content(exact.state(), window=True)
+    assert [*inexact.known] == ["collate_fn of the loader"]
+
+
+class OwnIteration(DataLoader[Tensor]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_workers_of_a_class_with_its_own_iteration_are_named(persistent: bool) -> None:
+    inexact = Inexact()
+    made = OwnIteration(Noisy(), batch_size=2, num_workers=2, persistent_workers=persistent)
+    exact = ExactLoader(made, rng_state, set_rng_state, inexact.report)
+    rest(iter(exact))
+    assert not inexact.known
+    rest(iter(exact))
+    assert ("the loader" in inexact.known) == persistent
+    exact.close()
