@@ -3,10 +3,11 @@
 import csv
 import functools
 import os
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -263,12 +264,51 @@ class _ContinuedWriter(ExperimentWriter):
         # The script logs its hyperparameters again. A file with objects in it cannot be read, as reading runs code.
         with suppress(Exception):
             self.hparams.update(load_hparams_from_yaml(os.path.join(log_dir, self.NAME_HPARAMS_FILE)))
+        _cut_torn_line(self.metrics_file_path)
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
                 self.metrics_keys = next(csv.reader(file), [])
 
     def _check_log_dir_exists(self) -> None:
         pass
+
+
+def _cut_torn_line(path: str) -> None:
+    """Remove the end of a last line that a process had no time to write, if the file is on a local disk."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb+") as file:
+        lines = file.read()
+        file.truncate(lines.rfind(b"\n") + 1)
+    if b"\n" not in lines:
+        os.remove(path)
+
+
+def widen_csv(logger: CSVLogger, names: Iterable[str]) -> str | None:
+    """Return the path of a logger's file, with all earlier rows in it and columns for a row of the metrics ``names``.
+
+    The original widens a file in place, so that one that is interrupted lacks rows.
+
+    Returns:
+        None if the file is not on a local disk, or the logger is another one.
+    """
+    writer = logger.experiment
+    if not isinstance(writer, ExperimentWriter) or not os.path.isdir(writer.log_dir):
+        return None
+    path: str = writer.metrics_file_path
+    writer.save()
+    prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+    columns = [*(f"{prefix}{name}" for name in names), "step"]
+    if set(columns) <= set(writer.metrics_keys) or not os.path.isfile(path):
+        return path
+    writer.metrics_keys = sorted({*columns, *writer.metrics_keys})
+    with open(path, newline="") as old, open(f"{path}.widened", "w", newline="") as new:
+        widened = csv.DictWriter(new, fieldnames=writer.metrics_keys)
+        widened.writeheader()
+        widened.writerows(csv.DictReader(old))
+    shutil.copymode(path, f"{path}.widened")
+    os.replace(f"{path}.widened", path)
+    return path
 
 
 def continue_csv(logger: CSVLogger) -> None:

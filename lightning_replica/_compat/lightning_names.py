@@ -50,7 +50,7 @@ with private_names_of(chosen().distribution):
             WeightAveraging,
         )
         from lightning.pytorch.core.saving import load_hparams_from_yaml
-        from lightning.pytorch.loggers import CSVLogger, Logger
+        from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
         from lightning.pytorch.loggers.csv_logs import ExperimentWriter
         from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
         from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
@@ -126,7 +126,7 @@ with private_names_of(chosen().distribution):
             WeightAveraging,
         )
         from pytorch_lightning.core.saving import load_hparams_from_yaml
-        from pytorch_lightning.loggers import CSVLogger, Logger
+        from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
         from pytorch_lightning.loggers.csv_logs import ExperimentWriter
         from pytorch_lightning.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
         from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
@@ -193,7 +193,8 @@ with private_names_of(chosen().distribution):
     need(_AutomaticOptimization, "_make_closure")
     need_in_instances(Closure, "_result")
     need_in_instances(CombinedLoader, "_flattened", "_iterator", "_mode")
-    need_in_instances(CSVLogger, "_experiment", "_fs")
+    need_in_instances(CSVLogger, "_experiment", "_fs", "_prefix")
+    need_in_instances(ExperimentWriter, "metrics", "metrics_file_path", "metrics_keys")
     need_in_instances(ModelCheckpoint, "_fs")
     need_in_instances(StochasticWeightAveraging, "_average_model", "_initialized")
     need_in_instances(WeightAveraging, "_average_model")
@@ -231,6 +232,7 @@ __all__ = [
     "StochasticWeightAveraging",
     "Strategy",
     "StrategyRegistry",
+    "TensorBoardLogger",
     "Timer",
     "TorchCheckpointIO",
     "TrainerFn",

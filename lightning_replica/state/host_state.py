@@ -19,7 +19,7 @@ from lightning_replica.core.recoverable import Kind
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
 from lightning_replica.sharding.engine import Engine
-from lightning_replica.state import data_setup, param_groups
+from lightning_replica.state import builds, data_setup, param_groups
 from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders, validation_loaders
 from lightning_replica.state.data.inputs import Shadow
@@ -44,6 +44,9 @@ class LightningHostState:
         device: The device that this rank trains on.
         inexact: Gets what is not restored exactly.
         shows_outputs: Whether user code may look at what a training step has returned.
+
+    Attributes:
+        resume: Where the fit loop resumes; set by `restore`.
     """
 
     def __init__(
@@ -56,9 +59,10 @@ class LightningHostState:
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
-        self._theirs: dict[str, str] = {}  # the signature of the rank that has sent this one its state
+        self._built: builds.Own = {}
+        self._expected: dict[str, str] = {}  # the signature that this replacement should have
         self._adopted = False  # whether the snapshot came from another process
-        self.resume: Snapshot | None = None  # where the fit loop resumes; set by `restore`
+        self.resume: Snapshot | None = None
 
     # Taking
 
@@ -100,6 +104,14 @@ class LightningHostState:
         if self._trainer.is_global_zero:
             self._warn_of(taken)
         return self._keep(taken)
+
+    def signature(self, taken: Snapshot) -> dict[str, str]:
+        """Return how the objects of the user's are built; see `Reachable.signature`."""
+        return self._copies.reachable.signature(taken.reached)
+
+    def set_built(self, own: builds.Own) -> None:
+        """Set what this rank's objects have otherwise than its peers' when the fit begins."""
+        self._built = own
 
     def _warn_of(self, taken: Snapshot) -> None:
         """Warn if ``taken`` cannot be sent: a warning now is better than one when a rank is lost."""
@@ -260,7 +272,8 @@ class LightningHostState:
             **taken.replicated,
             "frozen": frozen,
             "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
-            "signature": self._copies.reachable.signature(taken.reached),
+            "signature": self.signature(taken),
+            "built": self._built,
             "outline": asdict(Outline.of(self._trainer.lightning_module)),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
@@ -290,7 +303,7 @@ class LightningHostState:
             for name, value in taken.replicated.pop("frozen").items():
                 local_of(parameters[name]).copy_(value)
         self._join_sent(taken)
-        self._theirs = taken.replicated.pop("signature", {})
+        self._expected = builds.expected(taken.replicated.pop("signature"), taken.replicated.pop("built"), self._built)
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)
@@ -350,7 +363,7 @@ class LightningHostState:
         module = self._trainer.lightning_module
         taken.reached, taken.sent = self._copies.reachable.take(Tree.of(module)), ()
         taken.mirrored = self._copies.mirrored(taken.reached)
-        self._copies.reachable.compare(taken.reached, self._theirs)
+        self._copies.reachable.compare(taken.reached, self._expected)
         self._frozen = FrozenCopies(self._trained, self._inexact.report)
         taken.frozen = self._frozen.take(dict(module.named_parameters()), window=False)
 

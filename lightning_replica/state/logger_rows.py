@@ -20,6 +20,7 @@ from lightning_replica.state.objects.kinds import LIVE, describe, is_harmless, i
 from lightning_replica.state.objects.records import Unknown
 from lightning_replica.state.objects.tracked import Taken, Tracked
 from lightning_replica.state.reachable import is_users
+from lightning_replica.state.row_files import cut, lengths_before
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
 
@@ -67,8 +68,20 @@ class LoggerRows:
 
     def restored(self, kind: Kind, step: int) -> None:
         """Note that this rank goes back to a snapshot."""
-        self._joining = False
+        if self._joining:
+            self._joining = False
+            self._end_begun_row()
         self._written.restored(kind, step)
+
+    def _end_begun_row(self) -> None:
+        """Remove the part that the predecessor has written of a row, because the row is written again."""
+        row, lengths = self._written.begun or ("", {})
+        if lengths is not None:
+            cut(lengths)
+            return
+        number, step, _ = json.loads(row)
+        name = f"logger {number} ({type(self._before[number][0]).__name__})"
+        self._report(name, f"rank 0 was lost while it wrote the row of step {step}, which may be there twice", "once")
 
     def _once(self, number: int, logger: Logger, original: Callable[..., Any]) -> Callable[..., None]:
         def log_metrics(*args: Any, **kwargs: Any) -> None:  # some loggers take more arguments than Lightning's
@@ -78,7 +91,7 @@ class LoggerRows:
             # Without the values of metrics: a repeated batch takes more or less time, for example.
             row = json.dumps([number, given.get("step"), sorted(given["metrics"])])
             if not self._written.is_there(row):
-                self._written.wait_for_store()
+                self._written.begin(row, lengths_before(logger, given["metrics"]))
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
                 self._look(number)

@@ -169,7 +169,7 @@ class Reachable:
     def signature(self, taken: Taken) -> Signature:
         """Return a signature of what has not changed since training began: what refers to what, without contents.
 
-        It is the same on all ranks, and shows whether a replacement is built as its peers are.
+        It is the same on all ranks, but for what a script makes on some only (`state.builds`).
         """
         changed = {f"{root}.{name}" for root, names in taken.changed.items() for name in names}
         found = signature_of(taken.capture, taken.anchors, contents=False)
@@ -179,16 +179,16 @@ class Reachable:
         hooks = names_of(self._trainer.lightning_module)
         return found | {_HOOKS + name: names for name, names in hooks.items()}
 
-    def compare(self, taken: Taken, theirs: Signature) -> None:
-        """Report where this replacement is built otherwise than the rank that has sent ``theirs``."""
+    def compare(self, taken: Taken, expected: Signature) -> None:
+        """Report where this replacement is built otherwise than ``expected``."""
         own = self.signature(taken)
-        for name in differences(own, theirs):
+        for name in differences(own, expected):
             if name.startswith(_HOOKS):
-                here, there = own.get(name, "none"), theirs.get(name, "none")
+                here, there = own.get(name, "none"), expected.get(name, "none")
                 self._report(
                     name, f"in this replacement there are other ones ({here}) than on other ranks ({there})", "once"
                 )
-            elif name in own and name in theirs:
+            elif name in own and name in expected:
                 self._report(name, "in this replacement it refers to something else than on the other ranks", "once")
 
     def _compare_hooks(self, saved: Mapping[str, str]) -> None:

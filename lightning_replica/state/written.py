@@ -5,6 +5,7 @@ The rank keeps the record in memory, and copies it to the store for a process th
 
 import json
 from collections import Counter
+from typing import Any
 
 from lightning_replica.control import keys
 from lightning_replica.core.recoverable import Kind
@@ -18,6 +19,9 @@ class Written:
         store: The store in which a replacement finds the record.
         what: The name of the kind.
         newborn: Whether this process is a replacement, and begins with its predecessor's record.
+
+    Attributes:
+        begun: What the predecessor has begun to write, and what it has noted with it; None if it has written all of it.
     """
 
     def __init__(self, store: Store, what: str, newborn: bool) -> None:
@@ -26,9 +30,11 @@ class Written:
         self._there: Counter[str] = Counter()  # what was written before this rank went back, and will be again
         self._back: tuple[Kind, int] | None = None  # the snapshot that this rank has gone back to
         self._anew: set[tuple[Kind, int]] = set()  # snapshots taken since then
+        self.begun: tuple[str, Any] | None = None
         if newborn and store.check([self._key]):
-            for kind, step, things in json.loads(store.get(self._key)):
-                self._since[kind, step] = things
+            since, begun = json.loads(store.get(self._key))
+            self._since = {(kind, step): things for kind, step, things in since}
+            self.begun = None if begun is None else (begun[0], begun[1])
 
     def taken(self, kind: Kind, step: int) -> None:
         """Note that a snapshot is taken: a rank that goes back to it writes again what is written from now on.
@@ -51,12 +57,21 @@ class Written:
         self._there = Counter(self._since.setdefault((kind, step), []))
 
     def wait_for_store(self) -> None:
-        """Wait until the store answers.
+        """Wait until the store answers; see `begin`."""
+        self._store.check([self._key])
+
+    def begin(self, thing: str, note: Any) -> None:
+        """Note that a thing is about to be written, and wait until the store has that.
 
         A rank whose node is cut off runs on until its next collective, but what it writes until then would be missing
         in the record, and its replacement would write it again. So it waits here, until it is killed.
+
+        Args:
+            thing: What is about to be written.
+            note: What a replacement needs if this process is lost meanwhile, as plain data.
         """
-        self._store.check([self._key])
+        self._store_record((thing, note))
+        self.wait_for_store()  # a TCP store's `set` does not wait
 
     def is_there(self, thing: str) -> bool:
         """Return whether a thing was written before this rank went back, and has not been written again."""
@@ -69,4 +84,8 @@ class Written:
         for key, things in self._since.items():
             if not again or key in self._anew:
                 things.append(thing)  # otherwise the record has it already
-        self._store.set(self._key, json.dumps([(*key, things) for key, things in self._since.items()]))
+        self._store_record(None)
+
+    def _store_record(self, begun: tuple[str, Any] | None) -> None:
+        since = [(*key, things) for key, things in self._since.items()]
+        self._store.set(self._key, json.dumps([since, begun]))

@@ -33,6 +33,7 @@ from lightning_replica.sharding.engine import (
     make_engine,
 )
 from lightning_replica.state.aliases import Aliases
+from lightning_replica.state.builds import own_of
 from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.reachable import Survey
@@ -327,6 +328,7 @@ class Training:
         self.host.begin_to_save()
         if self._session.newborn:
             self._session.succession.join_loop()
+            self.host.set_built(self._session.succession.read_note(self._built) or {})
             self._incidents.born()
             return self._recover(None)
         if loaded is not None:
@@ -339,8 +341,21 @@ class Training:
         if self.recoverable:
             self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
             self._session.mirrors.settle()
+            self._compare_builds(self.host.signature(taken))
         self._session.arm()
         return taken
+
+    def _compare_builds(self, own: dict[str, str]) -> None:
+        """Leave to a replacement what the objects here have otherwise than those of the peers. Collective."""
+        told = all_gather_bytes(json.dumps(own).encode(), self.groups.peers, self.check)
+        built = own_of(own, map(json.loads, told))
+        self.host.set_built(built)
+        if built:
+            self._session.succession.leave_note(self._built, built)
+
+    @property
+    def _built(self) -> str:
+        return f"built/{self._session.fits}"
 
     def pass_loop(self) -> bool:
         """Skip a training loop on a replacement that joins in a later one, and take over the loop's result.

@@ -86,11 +86,12 @@ _ATOMS = (
 )
 _FORECASTING = ("pytorch-forecasting==1.8.0", "scikit-base==1.2.0", *_LEARN, *_TABLES)
 _HPARAMS = "checkpoint['hyper_parameters']"  # objects of the project, which only its own code can read
+_OBJECTS = "is a pytorch_forecasting."  # such an object, in the checkpoint
 _CLIPPED = "."  # the last bits of a clipped gradient's norm follow the shards
 PROJECTS = {
-    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",), stopped=_HPARAMS),
-    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",), stopped=_HPARAMS),
-    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED, stopped=_HPARAMS),
+    "deepar": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("deepar",), stopped=_OBJECTS),
+    "nhits": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("nhits",), stopped=_OBJECTS),
+    "tft": Project("pytorch-forecasting", _FORECASTING, "forecasting.py", ("tft", "0.1"), _CLIPPED, stopped=_OBJECTS),
     "moco": Project(
         "lightly",
         ("lightly==1.6.0", "lightly_utils==0.0.2", "aenum==3.1.17", "python-dateutil==4.0.0", *_PYDANTIC)

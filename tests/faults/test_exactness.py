@@ -45,6 +45,37 @@ class RefersToAnother(Callback):
         self.parameters = [pl_module.last.bias if born else pl_module.first.bias]
 
 
+class BuildsByRank(Callback):
+    """Has objects that are others on rank 0, or missing elsewhere, as code after `is_global_zero` makes them."""
+
+    changed = False  # whether a replacement makes others than its predecessor
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        zero, born = trainer.is_global_zero, os.environ["LIGHTNING_REPLICA_GENERATION"] != "0"
+        self.rows: list[int] | None = [] if zero else None
+        self.random = torch.Generator() if zero else None
+        self.parameter = pl_module.last.bias if zero and not (born and self.changed) else pl_module.first.bias
+        self.alone = [torch.distributed.new_group([rank]) for rank in range(4)]
+        if trainer.global_rank == 2:
+            self.last = {"rows": [1.0]}
+        if zero:
+            pl_module.first.register_forward_hook(_look)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.rows is not None:
+            self.rows.append(batch_idx)
+
+
+class BuildsOtherwiseLater(BuildsByRank):
+    """Refers to something else in the replacement of rank 0, where no other rank refers to what rank 0 does."""
+
+    changed = True
+
+
+def _look(module: Any, args: Any, output: Any) -> None:
+    """Change nothing."""
+
+
 class Hidden(Case):
     """A training with one of these callbacks."""
 
@@ -97,6 +128,23 @@ def test_a_replacement_that_refers_to_another_object(tmp_path: Path) -> None:
     why = "in this replacement it refers to something else than on the other ranks"
     assert list(first.values()) == [why]
     assert next(iter(first)).endswith("(RefersToAnother).parameters")
+    assert second == {}
+
+
+def test_ranks_may_be_built_differently_from_the_start(tmp_path: Path) -> None:
+    faults = [
+        Fault("kill", rank, "backward", step) for rank, step in ((0, 2), (2, 3), (0, 4))
+    ]  # 0 and 2 hold one shard
+    outcome = run(tmp_path, BuildsByRank, *faults)
+    assert outcome.code == 0, outcome.logs
+    assert inexact(tmp_path) == [{}] * 3, outcome.logs
+
+
+def test_a_replacement_is_compared_with_its_predecessor(tmp_path: Path) -> None:
+    outcome = run(tmp_path, BuildsOtherwiseLater, Fault("kill", 0, "backward", 2), Fault("kill", 3, "backward", 4))
+    assert outcome.code == 0, outcome.logs
+    first, second = inexact(tmp_path)
+    assert [name.rpartition(".")[2] for name in first] == ["parameter"]
     assert second == {}
 
 

@@ -116,7 +116,7 @@ def _alike(text: str) -> str:
 
 
 def _rows(files: dict[Path, str]) -> Iterator[tuple[str, list[Any]]]:
-    scalars: dict[str, list[Any]] = {}
+    events: dict[str, list[Any]] = {}
     for path, name in files.items():
         if path.name == "metrics.csv":
             with path.open() as file:
@@ -124,12 +124,12 @@ def _rows(files: dict[Path, str]) -> Iterator[tuple[str, list[Any]]]:
         elif path.parent.name == "metrics" and "mlruns" in path.parts:
             yield name, [line.split()[1:] for line in path.read_text().splitlines()]  # without the time
         elif "tfevents" in path.name:
-            scalars.setdefault(name, []).extend(_scalars(path))
-    for name, found in scalars.items():
+            events.setdefault(name, []).extend(scalars(path))
+    for name, found in events.items():
         yield name, sorted(found)
 
 
-def _scalars(path: Path) -> Iterator[tuple[str, int, float]]:
+def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     """Reads (tag, step, value) from TensorBoard's: records of a length, its checksum, an event, its checksum."""
     from tensorboard.compat.proto.event_pb2 import Event
 

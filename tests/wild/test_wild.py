@@ -60,6 +60,7 @@ def killed_like_untouched(name: str, rank: int, seed: int, run: Run, out: Path) 
     assert killed.code == 0, f"{kill}\n{killed.output}"
     assert f"Rank {rank} died (SIGKILL)" in killed.output
     assert killed.differences(untouched, SCRIPTS[name].varies) == [], f"{kill}\n{killed.output}"
+    assert "NOT EXACT" not in killed.output
 
 
 @pytest.mark.parametrize(("name", "rank"), [(name, rank) for name, rank in SAMPLE.items()])
