@@ -111,7 +111,8 @@ class Sources:
             self._tracked.begin(self._roots, self._anchors)
         self._owners = list(self._owners_among(training.owners))
         self._owners_tracked = Tracked(say_nothing, copied_bytes=_COPIED_BYTES)
-        self._roots = [*roots, *map(self._with_changed, self._owners)]
+        if self._owners:
+            self._roots = [*roots, *map(self._with_changed, self._owners)]
 
     def _owners_among(self, owners: Sequence[Root]) -> Iterator[Root]:
         """Yield the owners that the sources refer to. Who has a module may have found others through it."""

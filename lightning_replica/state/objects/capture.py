@@ -10,11 +10,12 @@ compared with the objects, and only what has changed is recorded again. That tak
 containers hold is compared as a whole in the first windows only, and then in turn: see `contents`.
 """
 
+import gc
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from types import FunctionType
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from lightning_replica._compat.torch import data_version
 from lightning_replica.core.inexact import Report
 from lightning_replica.state.objects.contents import (
     COPIED_BYTES,
@@ -50,7 +52,9 @@ from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
     Closure,
+    Entries,
     Graphed,
+    Items,
     Rebuilt,
     Record,
     Remade,
@@ -58,12 +62,13 @@ from lightning_replica.state.objects.records import (
     Unknown,
     Variable,
     Wrapper,
+    leads_on,
     mapping_of,
     wake_waiting,
 )
 from lightning_replica.state.objects.shared_memory import address_of
 
-MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
+MANY: Final = 256  # items of a container; what larger ones hold is compared in turn
 # Of these, a class of the user's may add attributes.
 _WITH_MORE: Final = (
     *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
@@ -138,11 +143,19 @@ class Root:
 class Content(Record):
     """What a tensor or an array in a large container held."""
 
-    __slots__ = ("copy",)
+    __slots__ = ("copy", "writes")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.copy = copy_of(value)
+        self.copy, self.writes = copy_of(value), self._count()
+
+    def _count(self) -> int:
+        countable = type(self.value) is Tensor and not self.value.is_inference()
+        return data_version(self.value) if countable else -1
+
+    def is_written(self) -> bool:
+        """Return whether torch has counted a write; it does not count all of them."""
+        return self.writes >= 0 and data_version(self.value) != self.writes
 
     def is_same(self) -> bool:
         return same_content(plain_of(self.value), self.copy)
@@ -216,6 +229,18 @@ class Capture:
         stands.tell_of_former(each for each in self.records.values() if isinstance(each, Closure))
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage in the block, which makes many objects and no garbage; that would take half of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class _Standing:
     """Returns what stands for a value after a restoration: the value, or what was made in its place.
 
@@ -282,6 +307,9 @@ class Recorder:
     Args:
         report: Called with the name of something, and with why it is not restored after a fault.
         copied_bytes: See `contents.Contents`.
+
+    Attributes:
+        touched: The keys of all records that were made since its owner has last cleared it.
     """
 
     def __init__(self, report: Report, copied_bytes: int = COPIED_BYTES) -> None:
@@ -292,9 +320,12 @@ class Recorder:
         self._records: dict[int, Record] = {}
         self._former: Mapping[int, Record] = {}
         self._in_turn: dict[int, int] = {}  # by key of a record, the container that it is in
-        self._followed: dict[int, Any] = {}  # large containers that have been seen to change
+        self._counted: dict[int, Content] = {}  # those of them in which torch counts writes
+        self._followed: dict[int, Any] = {}  # large containers whose content has been seen to change
+        self._refilled: dict[int, Any] = {}  # those that have been seen to hold other objects than before
         self._containers: set[int] | None = None
-        self._compared: list[Record] | None = None
+        self._compared: dict[int, Record] | None = None
+        self.touched = set[int]()
         self._modules = _Modules([])
         self._most = _ALL
         self._windows = self._turn = self._owed = self._dropped = self._dropped_bytes = 0
@@ -334,25 +365,44 @@ class Recorder:
         """Walk anew in the next `take`; called when a capture has been put back."""
         self._stale = True
 
+    @_without_collections()
     def _walk(self) -> None:
-        self._former, self._records, self._in_turn = self._records, {}, {}
+        self._former, self._records, self._in_turn, self._counted = self._records, {}, {}, {}
+        self._compared = None
         self._dropped = self._dropped_bytes = 0
         reached: set[int] = set()
         for root in self._roots:
             self._most = _ALL if root.most is None else min(_ALL, len(self._records) + root.most)
-            self._add(id(root.value), Attributes(root.value, root.name, root.own, root.only), reached, None)
+            self._add(id(root.value), Attributes(root.value, root.name, root.own, root.only), reached)
         self._most = _ALL
         self._modules = _Modules([root for root in self._roots if root.leads])
         self._contents.keep(reached)
         self._followed = {key: each for key, each in self._followed.items() if key in self._records}
+        self._refilled = {key: each for key, each in self._refilled.items() if key in self._records}
         self._former = {}
 
-    def _add(self, key: int, first: Record, reached: set[int] | None, container: int | None) -> None:
-        """Record an object and all that it leads to."""
+    def _add(
+        self,
+        key: int,
+        first: Record,
+        reached: set[int] | None,
+        container: int | None = None,
+        known: Set[int] = frozenset(),
+    ) -> None:
+        """Record an object and all that it leads to.
+
+        Args:
+            key: The key of the first record.
+            first: What the object holds.
+            reached: Gets the ``id`` of each tensor and array; None in the middle of a training.
+            container: The key of the large container that the object is in.
+            known: The ``id`` of each object that it has led to before.
+        """
         ahead = [(key, first, container)]
         while ahead:
             key, record, inside = ahead.pop()
-            if record is not first and len(self._records) + _size_of(record) >= self._most:
+            size = _size_of(record)
+            if record is not first and len(self._records) + self._weight_of(record, size) >= self._most:
                 self._report(
                     _whole(record.name), "too many objects are reachable: changes in some are not seen", "unknown"
                 )
@@ -360,13 +410,20 @@ class Recorder:
             record = self._known(key, record)
             record.key = key
             self._records[key] = record
-            self._compared = None
+            if self._former.get(key) is not record:
+                self.touched.add(key)
             if inside is not None:
                 self._in_turn[key] = inside
-            elif _size_of(record) > MANY and self._followed.get(key) is not record.value:
-                inside = self._in_turn[key] = key
+                if isinstance(record, Content) and record.writes >= 0:
+                    self._counted[key] = record
+            elif size > MANY and self._followed.get(key) is not record.value:
+                inside = key
+                if self._refilled.get(key) is not record.value:
+                    self._in_turn[key] = key
                 self._containers = None
-            found = [self._reached(record, name, value, reached, inside) for name, value in self._children(record)]
+            self._compare_in_each_window(key, record)
+            leading = self._leading(record, known if record is first else frozenset())
+            found = [self._reached(record, name, value, reached, inside) for name, value in leading]
             ahead += [(*each, inside) for each in chain.from_iterable(found)][::-1]
 
     def _known(self, key: int, record: Record) -> Record:
@@ -384,9 +441,20 @@ class Recorder:
             self._tell_of_unknown(former)
         return record
 
-    def _children(self, record: Record) -> list[tuple[str, Any]]:
+    def _compare_in_each_window(self, key: int, record: Record) -> None:
+        if self._compared is not None:
+            if key in self._in_turn or key in self._modules.keys:
+                self._compared.pop(key, None)
+            else:
+                self._compared[key] = record
+
+    def _weight_of(self, record: Record, size: int) -> int:
+        """Return for how many objects a container counts: items that lead to nothing cost less."""
+        return sum(map(leads_on, record.referred())) + size // _ITEMS_PER_OBJECT if size > MANY else size
+
+    def _leading(self, record: Record, known: Set[int]) -> list[tuple[str, Any]]:
         try:
-            return list(record.children())
+            return list(record.leading(known))
         except Exception as error:  # keys of the user's run code of their own
             self._report(record.name, f"it cannot be looked at ({type(error).__name__}: {error})")
             return []
@@ -394,7 +462,12 @@ class Recorder:
     def _reached(
         self, parent: Record, name: str, value: Any, reached: set[int] | None, inside: int | None
     ) -> Iterable[tuple[int, Record]]:
+        cls, key = type(value), id(value)
         try:
+            if (cls is list or cls is dict) and key not in self._anchors.names:  # by far the most, and they are simple
+                if key in self._records or (cls is dict and _is_of_a_module(value)):
+                    return ()
+                return [(key, (Items if cls is list else Entries)(value, parent.name + name))]
             return list(self._reach(parent, name, value, reached, inside))
         except Exception as error:  # its class runs code of its own when it is asked for its attributes
             why = f"it cannot be looked at ({type(error).__name__}: {error}), so what it holds does not go back"
@@ -480,9 +553,9 @@ class Recorder:
         """Record again what has changed. Return whether anything has."""
         if self._compared is None:
             rest = self._records.keys() - self._modules.keys - self._in_turn.keys()
-            self._compared = [record for key, record in self._records.items() if key in rest]
+            self._compared = {key: record for key, record in self._records.items() if key in rest}
         changed = [key for key in self._modules.changed() if not self._records[key].is_same()]
-        changed += [record.key for record in self._compared if not record.is_same()]
+        changed += [key for key, record in self._compared.items() if not record.is_same()]
         changed += self._look_in_turn(window, whole)
         if window and self._windows % _PICKLED_EACH == 0:
             self._look_closely()
@@ -493,9 +566,9 @@ class Recorder:
             if isinstance(record, Unknown):
                 self._tell_of_unknown(record)
             renewed = record.renewed()
-            self._note_dropped(record, renewed)
-            self._add(key, renewed, None, self._in_turn.get(key))
-        if self._dropped > _DROPPED or self._dropped_bytes > _DROPPED_BYTES:
+            known = self._note_dropped(record, renewed)
+            self._add(key, renewed, None, self._in_turn.get(key), known)
+        if self._dropped > max(_DROPPED, len(self._records) // 8) or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()
         return True
 
@@ -507,14 +580,19 @@ class Recorder:
             if record.has_changed():
                 self._tell_of_unknown(record)
 
-    def _note_dropped(self, before: Record, now: Record) -> None:
-        """Count what an object no longer refers to: it may not be reachable any more, and takes memory."""
-        kept = {id(value) for _, value in now.children()}
-        for _, value in before.children():
-            if id(value) not in kept and kind_of(value) not in (Kind.ATOM, Kind.CLOSED):
+    def _note_dropped(self, before: Record, now: Record) -> Set[int]:
+        """Count what an object no longer refers to: it may not be reachable any more, and takes memory.
+
+        Returns:
+            The ``id`` of each object that it has referred to before.
+        """
+        known, kept = {id(value): value for value in before.referred()}, set(map(id, now.referred()))
+        for key in known.keys() - kept:
+            if kind_of(known[key]) not in (Kind.ATOM, Kind.CLOSED):
                 self._dropped += 1
-                held = self._contents.held.get(id(value))
+                held = self._contents.held.get(key)
                 self._dropped_bytes += held.nbytes if held is not None else 0
+        return known.keys()
 
     def _look_in_turn(self, window: bool, whole: bool) -> list[int]:
         """Return the keys of what has changed in large containers, as far as it is compared now."""
@@ -523,17 +601,22 @@ class Recorder:
         whole = whole or self._windows <= FIRST_WINDOWS
         containers = {*self._in_turn.values()} if self._containers is None else self._containers
         self._containers = containers
-        sized = [key for key in containers if _has_other_size(self._records[key])]
+        sized = [key for key in containers if key in self._in_turn and _has_other_size(self._records[key])]
         keys = [*self._in_turn] if whole else self._next_in_turn() if window else []
         found = [key for key in keys if not self._records[key].is_same()]
-        if not whole and found and not sized:
+        written = [key for key, record in self._counted.items() if record.is_written()]
+        if not whole and found and not sized and not written:
             passed = 1 + sum(_cost_of(self._records[key]) for key in self._in_turn) // _IN_TURN
             self._report(self._records[self._in_turn[found[0]]].name, late(passed), "once")
-        found = [*dict.fromkeys([*sized, *found])]
-        changed = {self._in_turn[key] for key in found}
-        if changed:  # from now on, all of it is compared
+        found = [*dict.fromkeys([*sized, *written, *found])]
+        refilled = {key for key in found if self._in_turn.get(key, key) == key}  # its items are others
+        changed = {self._in_turn[key] for key in found if key not in refilled}  # something in it has changed
+        if refilled or changed:  # from now on, that is compared in each window
+            self._refilled |= {key: self._records[key].value for key in refilled}
             self._followed |= {key: self._records[key].value for key in changed}
-            self._in_turn = {key: inside for key, inside in self._in_turn.items() if inside not in changed}
+            left = self._in_turn.items()
+            self._in_turn = {key: each for key, each in left if each not in changed and key not in refilled}
+            self._counted = {key: record for key, record in self._counted.items() if key in self._in_turn}
             self._containers = self._compared = None
             self._owed = 0
         return found

@@ -13,7 +13,7 @@ import operator
 import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
@@ -79,6 +79,14 @@ class Record:
     def children(self) -> Iterable[tuple[str, Any]]:
         """Yield what the object refers to, each with what is added to the name."""
         return ()
+
+    def leading(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
+        """Yield the children without those with an ``id`` in ``known``, and most of those that lead to nothing."""
+        return ((name, child) for name, child in self.children() if id(child) not in known and leads_on(child))
+
+    def referred(self) -> Iterable[Any]:
+        """Return the children without names."""
+        return [child for _, child in self.children()]
 
     def is_same(self) -> bool:
         """Return whether the object is as it was."""
@@ -237,7 +245,14 @@ def base_of(value: Any) -> Any:
 
     An OrderedDict has an order of its own.
     """
-    return next((base for base in _BASES if isinstance(value, base)), type(value))
+    cls = type(value)
+    return cls if cls in _BASES else next((base for base in _BASES if issubclass(cls, base)), cls)
+
+
+def leads_on(value: Any) -> bool:
+    """Return whether a value may lead to something that can change: all do but atoms and tuples of atoms."""
+    cls = type(value)
+    return cls not in ATOMS and (cls is not tuple or not ATOMS.issuperset(map(type, value)))
 
 
 def fixed_of(cls: Any, items: list[Any]) -> Any:
@@ -261,6 +276,13 @@ class Items(Record):
 
     def children(self) -> Iterable[tuple[str, Any]]:
         return ((f"[{place}]", value) for place, value in enumerate(self.items))
+
+    def leading(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
+        items = enumerate(self.items)
+        return ((f"[{place}]", value) for place, value in items if id(value) not in known and leads_on(value))
+
+    def referred(self) -> Iterable[Any]:
+        return self.items
 
     def is_same(self) -> bool:
         return self._holds(self.items)
@@ -345,7 +367,18 @@ class Entries(Record):
 
     def children(self) -> Iterable[tuple[str, Any]]:
         values = ((f"[{short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
-        return itertools.chain(values, ((f"[key {short(key)}]", key) for key in self.keys if type(key) not in ATOMS))
+        return itertools.chain(values, self._leading_keys(frozenset()))
+
+    def _leading_keys(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
+        return ((f"[key {short(key)}]", key) for key in self.keys if leads_on(key) and id(key) not in known)
+
+    def leading(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
+        pairs = zip(self.keys, self.items, strict=True)
+        values = ((f"[{short(key)}]", value) for key, value in pairs if id(value) not in known and leads_on(value))
+        return itertools.chain(values, self._leading_keys(known))
+
+    def referred(self) -> Iterable[Any]:
+        return [*self.items, *self.keys]
 
     def is_same(self) -> bool:
         value, base = self.value, self.base

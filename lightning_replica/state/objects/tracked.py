@@ -5,6 +5,7 @@ Both can be had as plain data for another process, which holds the same objects 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -83,6 +84,7 @@ class Tracked:
         """Count what objects hold now as unchanged; may be called again, with other roots."""
         self._recorder.restart()
         self._first = self._recorder.take(roots, anchors)
+        self._recorder.touched.clear()
         self._existing = self._first.by_name()
         self._names = {id(value): name for name, value in self._existing.items()}
         held = (held.value for held, _ in self._first.copies if id(held.value) in self._names)
@@ -112,7 +114,8 @@ class Tracked:
         """Return what the objects hold now. The arguments are those of `Recorder.take`."""
         capture = self._recorder.take(roots, anchors, window, whole)
         if capture is not self._last.capture:
-            changed = _changed(capture, self._first, self._all_changed, _known(capture, anchors))
+            touched, known = self._recorder.touched, _known(capture, anchors)
+            changed = _changed(capture, self._first, self._all_changed, known, touched)
             self._last = Taken(capture, anchors, dict(changed))
         return self._last
 
@@ -213,12 +216,26 @@ def _elsewhere(first: Capture, sent: Sequence[Any], known: frozenset[int]) -> It
 
 
 def _changed(
-    capture: Capture, first: Capture | None, all_changed: bool, known: frozenset[int]
+    capture: Capture,
+    first: Capture | None,
+    all_changed: bool,
+    known: frozenset[int],
+    touched: Iterable[int] | None = None,
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the names of the attributes that have changed since ``first`` or are gone, root by root."""
+    """Yield the names of the attributes that have changed since ``first`` or are gone, root by root.
+
+    Args:
+        capture: What is held now.
+        first: What was held then.
+        all_changed: Whether everything counts as changed.
+        known: The ``id`` of each object that has a name of its own.
+        touched: The keys of all records that are new since ``first``, and perhaps of others; None for all.
+    """
     if first is None:
         return
-    moved = {key for key, record in capture.records.items() if first.records.get(key) is not record}
+    records = capture.records
+    keys = records if touched is None else (key for key in touched if key in records)
+    moved = {key for key in keys if first.records.get(key) is not records[key]}
     before = {id(held.value): held_copy for held, held_copy in first.copies}
     moved |= {id(held.value) for held, now in capture.copies if _has_changed(held.changes, now, before, held.value)}
     if not moved and not all_changed:
@@ -280,7 +297,9 @@ class _Sizes:
         if name not in record.names:  # it is gone
             return False
         value = record.values[record.names.index(name)]
-        keys = list(_keys_under(value, self._capture, self._known))
+        if _length(self._capture.records.get(id(value))) > self.limits.many:
+            return True
+        keys = list(islice(_keys_under(value, self._capture, self._known), 2 * self.limits.many + 1))
         if len(keys) > 2 * self.limits.many:
             return True
         lengths = [_length(self._capture.records[key]) for key in keys if key in self._capture.records]
