@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,9 +192,22 @@ def test_errors_of_a_device(name: str, untouched: dict[str, list[Any]], tmp_path
         assert_no_trace(case, tmp_path / kind, untouched[name])
 
 
-@pytest.mark.parametrize("kind", ["kill", "exception"])
-@pytest.mark.parametrize("point", ["train_batch_end", "batch_end", "batch_start", "batch 2"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("gradients_seen")])
+def with_either(beginning: str, points: Sequence[str]) -> list[Any]:
+    """Return each scenario of a kind with each point and either fault; of the two faults, one is in the default run."""
+    cells = [(name, point) for name in NAMES if name.startswith(beginning) for point in points]
+    return [
+        pytest.param(
+            name, point, kind, marks=() if (place + place // len(points)) % 2 == number else pytest.mark.combinations
+        )
+        for place, (name, point) in enumerate(cells)
+        for number, kind in enumerate(("kill", "exception"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "kind"),
+    with_either("gradients_seen", ["train_batch_end", "batch_end", "batch_start", "batch 2"]),
+)
 def test_code_that_looks_at_gradients_after_the_update(
     name: str, point: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path
 ) -> None:
@@ -202,9 +216,9 @@ def test_code_that_looks_at_gradients_after_the_update(
     assert_no_trace(case, tmp_path, untouched[name])
 
 
-@pytest.mark.parametrize("kind", ["kill", "exception"])
-@pytest.mark.parametrize("point", ["train_batch_end", "batch_start", "batch 2"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("curriculum")])
+@pytest.mark.parametrize(
+    ("name", "point", "kind"), with_either("curriculum", ["train_batch_end", "batch_start", "batch 2"])
+)
 def test_hooks_that_change_the_dataset(
     name: str, point: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path
 ) -> None:

@@ -163,8 +163,8 @@ def of_rank(rank: int, *stops: Stop) -> tuple[Stop, ...]:
     ("fault", "nodes", "store", "stops"),
     [
         ("node", 2, "first", (PLACES[1], SAVE)),
-        ("node", 2, "alone", of_rank(0, PLACES[2], PLACES[3])),
-        ("link down", 2, "first", (PLACES[0],)),
+        pytest.param("node", 2, "alone", of_rank(0, PLACES[2], PLACES[3]), marks=pytest.mark.combinations),
+        pytest.param("link down", 2, "first", (PLACES[0],), marks=pytest.mark.combinations),
         ("link down", 2, "alone", ((7, "logger", 0),)),
     ],
 )
