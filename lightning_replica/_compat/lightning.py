@@ -277,11 +277,11 @@ def _cut_torn_line(path: str) -> None:
     """Remove the end of a last line that a process had no time to write, if the file is on a local disk."""
     if not os.path.isfile(path):
         return
-    with open(path, "rb+") as file:
-        lines = file.read()
-        file.truncate(lines.rfind(b"\n") + 1)
+    lines = Path(path).read_bytes()
     if b"\n" not in lines:
         os.remove(path)
+    elif not lines.endswith(b"\n"):
+        os.truncate(path, lines.rfind(b"\n") + 1)
 
 
 def widen_csv(logger: CSVLogger, names: Iterable[str]) -> str | None:
@@ -296,7 +296,8 @@ def widen_csv(logger: CSVLogger, names: Iterable[str]) -> str | None:
     if not isinstance(writer, ExperimentWriter) or not os.path.isdir(writer.log_dir):
         return None
     path: str = writer.metrics_file_path
-    writer.save()
+    if writer.metrics:
+        writer.save()
     prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
     columns = [*(f"{prefix}{name}" for name in names), "step"]
     if set(columns) <= set(writer.metrics_keys) or not os.path.isfile(path):

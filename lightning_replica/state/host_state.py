@@ -59,7 +59,7 @@ class LightningHostState:
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
-        self._built: builds.Own = {}
+        self._differing: builds.Differing = {}
         self._expected: dict[str, str] = {}  # the signature that this replacement should have
         self._adopted = False  # whether the snapshot came from another process
         self.resume: Snapshot | None = None
@@ -109,9 +109,9 @@ class LightningHostState:
         """Return how the objects of the user's are built; see `Reachable.signature`."""
         return self._copies.reachable.signature(taken.reached)
 
-    def set_built(self, own: builds.Own) -> None:
-        """Set what this rank's objects have otherwise than its peers' when the fit begins."""
-        self._built = own
+    def set_differing(self, differing: builds.Differing) -> None:
+        """Set in what this rank's objects differ from those of its peers; see `builds.differing`."""
+        self._differing = differing
 
     def _warn_of(self, taken: Snapshot) -> None:
         """Warn if ``taken`` cannot be sent: a warning now is better than one when a rank is lost."""
@@ -273,7 +273,7 @@ class LightningHostState:
             "frozen": frozen,
             "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
             "signature": self.signature(taken),
-            "built": self._built,
+            "differing": self._differing,
             "outline": asdict(Outline.of(self._trainer.lightning_module)),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
@@ -303,7 +303,9 @@ class LightningHostState:
             for name, value in taken.replicated.pop("frozen").items():
                 local_of(parameters[name]).copy_(value)
         self._join_sent(taken)
-        self._expected = builds.expected(taken.replicated.pop("signature"), taken.replicated.pop("built"), self._built)
+        self._expected = builds.expected(
+            taken.replicated.pop("signature"), taken.replicated.pop("differing"), self._differing
+        )
         param_groups.put_back(self._trainer, taken.replicated)
         for optimizer in self._trainer.optimizers:
             mark_stepped(optimizer)

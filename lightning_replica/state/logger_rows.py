@@ -71,6 +71,7 @@ class LoggerRows:
         if self._joining:
             self._joining = False
             self._end_begun_row()
+        self._written.abandon()
         self._written.restored(kind, step)
 
     def _end_begun_row(self) -> None:

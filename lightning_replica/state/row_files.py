@@ -24,12 +24,14 @@ def lengths_before(logger: Logger, names: Iterable[str]) -> Lengths | None:
         names: The names of the row's metrics.
 
     Returns:
-        None if it is not known where the logger writes, or if that is not on a local disk.
+        None if it is not known where the logger writes, as with a subclass that writes rows itself, or if that is not
+        on a local disk.
     """
-    if isinstance(logger, CSVLogger):
+    write = getattr(type(logger), "log_metrics", None)
+    if isinstance(logger, CSVLogger) and write is CSVLogger.log_metrics:
         path = widen_csv(logger, names)
         return None if path is None else {path: _length(path)}
-    if isinstance(logger, TensorBoardLogger):
+    if isinstance(logger, TensorBoardLogger) and write is TensorBoardLogger.log_metrics:
         logger.experiment.flush()
         directories = getattr(logger.experiment, "all_writers", None) or ()
         return {

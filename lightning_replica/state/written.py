@@ -73,6 +73,10 @@ class Written:
         self._store_record((thing, note))
         self.wait_for_store()  # a TCP store's `set` does not wait
 
+    def abandon(self) -> None:
+        """Note that nothing is about to be written: what was begun is written again, or has been cut off."""
+        self._store_record(None)
+
     def is_there(self, thing: str) -> bool:
         """Return whether a thing was written before this rank went back, and has not been written again."""
         return self._there[thing] > 0

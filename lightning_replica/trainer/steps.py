@@ -33,7 +33,7 @@ from lightning_replica.sharding.engine import (
     make_engine,
 )
 from lightning_replica.state.aliases import Aliases
-from lightning_replica.state.builds import own_of
+from lightning_replica.state.builds import differing
 from lightning_replica.state.host_state import LightningHostState
 from lightning_replica.state.module_buffers import BufferSync
 from lightning_replica.state.reachable import Survey
@@ -328,7 +328,7 @@ class Training:
         self.host.begin_to_save()
         if self._session.newborn:
             self._session.succession.join_loop()
-            self.host.set_built(self._session.succession.read_note(self._built) or {})
+            self.host.set_differing(self._session.succession.read_note(self._note_of_builds) or {})
             self._incidents.born()
             return self._recover(None)
         if loaded is not None:
@@ -346,16 +346,16 @@ class Training:
         return taken
 
     def _compare_builds(self, own: dict[str, str]) -> None:
-        """Leave to a replacement what the objects here have otherwise than those of the peers. Collective."""
+        """Leave to a replacement in what the objects here differ from those of the peers. Collective."""
         told = all_gather_bytes(json.dumps(own).encode(), self.groups.peers, self.check)
-        built = own_of(own, map(json.loads, told))
-        self.host.set_built(built)
-        if built:
-            self._session.succession.leave_note(self._built, built)
+        found = differing(own, map(json.loads, told))
+        self.host.set_differing(found)
+        if found:
+            self._session.succession.leave_note(self._note_of_builds, found)
 
     @property
-    def _built(self) -> str:
-        return f"built/{self._session.fits}"
+    def _note_of_builds(self) -> str:
+        return f"builds/{self._session.fits}"
 
     def pass_loop(self) -> bool:
         """Skip a training loop on a replacement that joins in a later one, and take over the loop's result.

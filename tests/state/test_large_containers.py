@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +100,53 @@ def test_a_write_that_torch_does_not_count_is_told_when_it_is_found() -> None:
     while not recorded.told:
         recorded.take()
     assert recorded.told[0].startswith("it.content: it has been written to for the first time in one of the last")
+
+
+@pytest.mark.parametrize("size", [300, 1000])
+def test_what_a_container_of_medium_size_holds_is_compared_in_each_window(size: int) -> None:
+    content: Any = [np.zeros(2) for _ in range(size - 1)] + [{"seen": 0}]
+    recorded = Recorded(content)
+    before = recorded.take()
+    content[size // 2] += 1
+    content[-1]["seen"] += 1
+    assert recorded.made() == 1  # the dict; an array's content is no record
+    before.put_back(recorded._report)
+    assert not any(each.any() for each in content[:-1])
+    assert content[-1] == {"seen": 0}
+    assert recorded.told == []
+
+
+def test_a_late_find_is_told_beside_a_write_that_torch_counts() -> None:
+    arrays, *lists = [[np.zeros(2) for _ in range(1001)], *([torch.zeros(2) for _ in range(1001)] for _ in range(9))]
+    recorded = Recorded([arrays, *lists])
+    arrays[-1] += 1
+    for tensors in lists:  # one write is counted in each window
+        tensors[0].add_(1)
+        recorded.take()
+    (told,) = recorded.told
+    assert told.startswith("it.content[0]: it has been written to for the first time in one of the last")
+
+
+def test_what_was_put_back_does_not_count_as_written() -> None:
+    content = [torch.zeros(2) for _ in range(SIZE)]
+    recorded = Recorded(content)
+    before = recorded.take()
+    content[0].add_(1)
+    before.put_back(recorded._report)
+    recorded.recorder.forget()
+    recorded.take()
+    assert recorded.made() == 0
+    assert recorded.told == []
+
+
+def test_a_window_that_slides_keeps_nothing_for_ever() -> None:
+    content = deque([torch.zeros(2) for _ in range(SIZE)], maxlen=SIZE)
+    recorded = Recorded(content)
+    for _ in range(SIZE // 10):
+        content.append(torch.zeros(2))
+        recorded.take()
+    assert len(recorded.take().records) < 1.05 * SIZE
+    assert len(recorded.recorder.touched) < 1.05 * SIZE
 
 
 @pytest.mark.parametrize("make", [str, float, lambda number: ("a", number, None)])

@@ -130,6 +130,30 @@ def test_a_line_that_a_crash_has_torn_is_cut_off(torn: str, tmp_path: Path) -> N
     assert written(tmp_path) == [*before, ("loss", 1, 2.0)]
 
 
+def test_a_row_that_failed_is_not_cut_off_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user's code writes since would be cut off with it."""
+    store, logger = dist.HashStore(), TensorBoardLogger(tmp_path, version=0, default_hp_metric=False)
+    rows = LoggerRows(store, [logger], newborn=False)
+    rows.taken("tail", 1)
+    with monkeypatch.context() as patch:
+        lose(patch, logger, "before the row")
+        with pytest.raises(Lost):
+            tail(logger, 0)
+    rows.restored("tail", 1)
+    logger.experiment.add_scalar("own", 3.0, 0)
+    logger.experiment.flush()
+    rows = LoggerRows(store, [TensorBoardLogger(tmp_path, version=0)], newborn=True)
+    rows.restored("tail", 1)
+    assert written(tmp_path) == [("own", 0, 3.0)]
+
+
+class Counting(CSVLogger):
+    """Also counts rows somewhere else."""
+
+    def log_metrics(self, *arguments: Any, **keywords: Any) -> None:
+        super().log_metrics(*arguments, **keywords)
+
+
 class Remote(Logger):
     """Sends rows to where nobody sees how many there are."""
 
@@ -143,8 +167,11 @@ class Remote(Logger):
 
 
 @pytest.mark.parametrize("where", ["before the row", "after the row", ""])
-def test_a_row_that_may_be_there_twice_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, found, logger = dist.HashStore(), Inexact(), Remote()
+@pytest.mark.parametrize("make", [lambda out: Remote(), Counting])
+def test_a_row_that_may_be_there_twice_is_told(
+    make: Callable[[Path], Logger], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found, logger = dist.HashStore(), Inexact(), make(tmp_path)
     rows = LoggerRows(store, [logger], newborn=False)
     rows.taken("tail", 1)
     with monkeypatch.context() as patch:
@@ -153,9 +180,9 @@ def test_a_row_that_may_be_there_twice_is_told(where: str, monkeypatch: pytest.M
             logger.log_metrics({"loss": 1.0}, 0)
         except Lost:
             assert where
-    rows = LoggerRows(store, [Remote()], newborn=True, report=found.report)
+    rows = LoggerRows(store, [make(tmp_path)], newborn=True, report=found.report)
     rows.restored("tail", 1)
-    told = {"logger 0 (Remote)": "rank 0 was lost while it wrote the row of step 0, which may be there twice"}
-    assert found.after(replaced=True) == (told if where else {})
+    why = "rank 0 was lost while it wrote the row of step 0, which may be there twice"
+    assert found.after(replaced=True) == ({f"logger 0 ({type(logger).__name__})": why} if where else {})
     rows.restored("tail", 1)
     assert found.after(replaced=True) == {}

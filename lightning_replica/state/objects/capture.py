@@ -8,6 +8,9 @@ job and whose content other code restores, as parameters, buffers and optimizers
 A snapshot is taken twice a step, and most of what is reachable are settings. So the records of the snapshot before are
 compared with the objects, and only what has changed is recorded again. That takes 0.3 us for a module. What large
 containers hold is compared as a whole in the first windows only, and then in turn: see `contents`.
+
+A container that is refilled while training (a list of losses, a cache of samples) is compared itself in each window,
+and only its new items are recorded. Its items are compared in turn, too: most are never written to again.
 """
 
 import gc
@@ -52,9 +55,7 @@ from lightning_replica.state.objects.records import (
     OF_KIND,
     Attributes,
     Closure,
-    Entries,
     Graphed,
-    Items,
     Rebuilt,
     Record,
     Remade,
@@ -68,7 +69,9 @@ from lightning_replica.state.objects.records import (
 )
 from lightning_replica.state.objects.shared_memory import address_of
 
-MANY: Final = 256  # items of a container; what larger ones hold is compared in turn
+MANY: Final = 1000  # items of a container; what larger ones hold is compared in turn
+_FEW: Final = 256  # items of a container that is refilled; likewise
+_COUNTED: Final = 10_000  # tensors in large containers; to ask them all for their counters takes 2 ms
 # Of these, a class of the user's may add attributes.
 _WITH_MORE: Final = (
     *(Kind.LIST, Kind.DICT, Kind.SET, Kind.TUPLE, Kind.ARRAY, Kind.BYTES, Kind.STREAM, Kind.GENERATOR, Kind.REBUILT),
@@ -77,7 +80,8 @@ _ALL: Final = 200_000  # objects that are watched
 _PICKLED_EACH: Final = 256  # windows: to pickle an object takes long
 _IN_TURN: Final = 256  # of the objects in large containers, in one window; a container counts for its size
 _ITEMS_PER_OBJECT: Final = 16  # which take as long to compare as an object
-_DROPPED, _DROPPED_BYTES = 32, 2**24  # what may be watched without being reachable any more
+# What may be watched without being reachable any more: objects, one of so many, and bytes.
+_DROPPED, _KEPT_OF, _DROPPED_BYTES = 32, 64, 2**24
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ class Content(Record):
 
     def put_back(self, stands: Callable[[Any], Any]) -> None:
         Held(self.value, self.name).put_back(self.copy)
+        self.writes = self._count()
 
 
 @dataclass(frozen=True)
@@ -377,6 +382,7 @@ class Recorder:
         self._most = _ALL
         self._modules = _Modules([root for root in self._roots if root.leads])
         self._contents.keep(reached)
+        self.touched &= self._records.keys()
         self._followed = {key: each for key, each in self._followed.items() if key in self._records}
         self._refilled = {key: each for key, each in self._refilled.items() if key in self._records}
         self._former = {}
@@ -414,13 +420,14 @@ class Recorder:
                 self.touched.add(key)
             if inside is not None:
                 self._in_turn[key] = inside
-                if isinstance(record, Content) and record.writes >= 0:
+                if isinstance(record, Content) and record.writes >= 0 and len(self._counted) < _COUNTED:
                     self._counted[key] = record
-            elif size > MANY and self._followed.get(key) is not record.value:
-                inside = key
-                if self._refilled.get(key) is not record.value:
+            elif size > _FEW and self._followed.get(key) is not record.value:
+                refilled = self._refilled.get(key) is record.value
+                if refilled or size > MANY:
+                    inside, self._containers = key, None
+                if inside is not None and not refilled:
                     self._in_turn[key] = key
-                self._containers = None
             self._compare_in_each_window(key, record)
             leading = self._leading(record, known if record is first else frozenset())
             found = [self._reached(record, name, value, reached, inside) for name, value in leading]
@@ -462,12 +469,7 @@ class Recorder:
     def _reached(
         self, parent: Record, name: str, value: Any, reached: set[int] | None, inside: int | None
     ) -> Iterable[tuple[int, Record]]:
-        cls, key = type(value), id(value)
         try:
-            if (cls is list or cls is dict) and key not in self._anchors.names:  # by far the most, and they are simple
-                if key in self._records or (cls is dict and _is_of_a_module(value)):
-                    return ()
-                return [(key, (Items if cls is list else Entries)(value, parent.name + name))]
             return list(self._reach(parent, name, value, reached, inside))
         except Exception as error:  # its class runs code of its own when it is asked for its attributes
             why = f"it cannot be looked at ({type(error).__name__}: {error}), so what it holds does not go back"
@@ -566,9 +568,14 @@ class Recorder:
             if isinstance(record, Unknown):
                 self._tell_of_unknown(record)
             renewed = record.renewed()
-            known = self._note_dropped(record, renewed)
-            self._add(key, renewed, None, self._in_turn.get(key), known)
-        if self._dropped > max(_DROPPED, len(self._records) // 8) or self._dropped_bytes > _DROPPED_BYTES:
+            known, container = self._note_dropped(record, renewed), self._in_turn.get(key)
+            if container == key or (container is None and _size_of(record) > _FEW):
+                self._refilled[key] = record.value
+                self._in_turn.pop(key, None)
+                container = None
+            self._add(key, renewed, None, container, known)
+        dropped = max(_DROPPED, len(self._records) // _KEPT_OF)
+        if self._dropped > dropped or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()
         return True
 
@@ -590,8 +597,9 @@ class Recorder:
         for key in known.keys() - kept:
             if kind_of(known[key]) not in (Kind.ATOM, Kind.CLOSED):
                 self._dropped += 1
-                held = self._contents.held.get(key)
+                held, record = self._contents.held.get(key), self._records.get(key)
                 self._dropped_bytes += held.nbytes if held is not None else 0
+                self._dropped_bytes += record.copy.nbytes if isinstance(record, Content) else 0
         return known.keys()
 
     def _look_in_turn(self, window: bool, whole: bool) -> list[int]:
@@ -604,18 +612,16 @@ class Recorder:
         sized = [key for key in containers if key in self._in_turn and _has_other_size(self._records[key])]
         keys = [*self._in_turn] if whole else self._next_in_turn() if window else []
         found = [key for key in keys if not self._records[key].is_same()]
-        written = [key for key, record in self._counted.items() if record.is_written()]
-        if not whole and found and not sized and not written:
+        written = dict.fromkeys(key for key, record in self._counted.items() if record.is_written())
+        found_late = {self._in_turn[key] for key in found if key not in written and self._in_turn[key] not in sized}
+        for container in () if whole else found_late:
             passed = 1 + sum(_cost_of(self._records[key]) for key in self._in_turn) // _IN_TURN
-            self._report(self._records[self._in_turn[found[0]]].name, late(passed), "once")
+            self._report(self._records[container].name, late(passed), "once")
         found = [*dict.fromkeys([*sized, *written, *found])]
-        refilled = {key for key in found if self._in_turn.get(key, key) == key}  # its items are others
-        changed = {self._in_turn[key] for key in found if key not in refilled}  # something in it has changed
-        if refilled or changed:  # from now on, that is compared in each window
-            self._refilled |= {key: self._records[key].value for key in refilled}
+        changed = {self._in_turn[key] for key in found if self._in_turn[key] != key}  # something in it has changed
+        if changed:  # from now on, all of it is compared
             self._followed |= {key: self._records[key].value for key in changed}
-            left = self._in_turn.items()
-            self._in_turn = {key: each for key, each in left if each not in changed and key not in refilled}
+            self._in_turn = {key: inside for key, inside in self._in_turn.items() if inside not in changed}
             self._counted = {key: record for key, record in self._counted.items() if key in self._in_turn}
             self._containers = self._compared = None
             self._owed = 0

@@ -367,15 +367,16 @@ class Entries(Record):
 
     def children(self) -> Iterable[tuple[str, Any]]:
         values = ((f"[{short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
-        return itertools.chain(values, self._leading_keys(frozenset()))
+        return itertools.chain(values, self._key_children(frozenset()))
 
-    def _leading_keys(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
-        return ((f"[key {short(key)}]", key) for key in self.keys if leads_on(key) and id(key) not in known)
+    def _key_children(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
+        keys = (key for key in self.keys if type(key) not in ATOMS and id(key) not in known)
+        return ((f"[key {short(key)}]", key) for key in keys)
 
     def leading(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
         pairs = zip(self.keys, self.items, strict=True)
         values = ((f"[{short(key)}]", value) for key, value in pairs if id(value) not in known and leads_on(value))
-        return itertools.chain(values, self._leading_keys(known))
+        return itertools.chain(values, self._key_children(known))
 
     def referred(self) -> Iterable[Any]:
         return [*self.items, *self.keys]
