@@ -24,6 +24,7 @@ WHO = {"rank 0": (0,), "last rank": (3,), "two shards": (0, 3)}
 ACCUMULATE = (1, 4)
 BATCHES = 6  # in an epoch
 NEW = ("kill", "exit", "hang")  # where a new process comes
+TWICE = "which may be there twice"  # of the row of a logger that nobody but its author knows
 
 
 def step_of(point: str, accumulate: int, epochs: int = 2) -> int:
@@ -83,7 +84,7 @@ def run_cell(cell: tuple[str, str, str, int], oracles: Oracles, tmp_path: Path, 
         assert outcome.code == 1
         assert "none of its holders" in outcome.logs
         return outcome
-    outcome.assert_same(oracles(accumulate, 2))
+    outcome.assert_same(oracles(accumulate, 2), TWICE if kind in NEW and point == "logger" else "")
     assert len([line for line in outcome.said if "takes its place" in line]) == (len(faults) if kind in NEW else 0)
     # Before the first step no rank has read the shard, and the first window takes it from the weights.
     assert "recovered at step" in outcome.logs or (kind, point) == ("corrupt", "first_step")
@@ -137,7 +138,8 @@ def test_faults_at_every_point(group: list[tuple[str, str, str, int]], oracles: 
         may_be_new += len(WHO[who])
     case = Case(tuple(faults), accumulate=accumulate, epochs=epochs, max_tries=10)
     outcome = world.run(case, tmp_path, max_restarts=20)
-    outcome.assert_same(oracles(accumulate, epochs))
+    lost_in_a_row = any(kind in NEW and point == "logger" for kind, point, _, _ in group)
+    outcome.assert_same(oracles(accumulate, epochs), TWICE if lost_in_a_row else "")
     assert all((tmp_path / f"fired{number}").exists() for number in range(len(faults))), "not reached"
     # A rank that raises while it recovers from another fault ends, and is replaced.
     assert new <= len([line for line in outcome.said if "takes its place" in line]) <= may_be_new
