@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
-from lightning_replica._compat.versions import TORCH_VERSIONS, check_version, need, private_names_of
+from lightning_replica._compat.versions import (
+    TORCH_VERSIONS,
+    check_version,
+    need,
+    need_in_instances,
+    private_names_of,
+)
 
 check_version("torch", TORCH_VERSIONS)
 GLOBAL_HOOKS: Final = (
@@ -37,7 +43,8 @@ with private_names_of("torch"):
     need(torch.Tensor, "_version", "is_inference")
     need(RemovableHandle, "next_id")
     need(torch.nn.modules.module, *GLOBAL_HOOKS)
-    need(torch.optim.SGD([torch.zeros(1)], lr=0.1), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    # An instance would import torch._dynamo. That takes a second, which only processes that train should spend.
+    need_in_instances(Optimizer, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     need(torch.autograd, "_profiler_enabled")
     need(torch.amp.GradScaler, "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")
     need(_weights_only_unpickler, "_get_allowed_globals")

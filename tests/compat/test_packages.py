@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from lightning_replica._compat import lightning_names, packages, versions
 from lightning_replica._compat.packages import LIGHTNING, PACKAGES, PYTORCH_LIGHTNING, VARIABLE
 from lightning_replica.errors import VersionError
+from tests.support.bare_python import BarePython, bare_python
 
 both = pytest.mark.skipif(
     not all(package.is_installed() for package in PACKAGES), reason="needs both packages of Lightning"
@@ -35,34 +38,53 @@ IMPORTS = {
 }
 
 
-def run(tmp_path: Path, text: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+# The script is a rank: as a supervisor it would start others, which import everything once more.
+OF_TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "test",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+}
+
+
+class Run(Protocol):
+    def __call__(self, text: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a script of this text."""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[BarePython]:
+    with bare_python() as python:
+        yield python
+
+
+@pytest.fixture
+def run(tmp_path: Path, python: BarePython) -> Run:
+    def run(text: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        return python.run(script, {**OF_TORCHRUN, **variables})
+
+    return run
 
 
 @both
 @pytest.mark.parametrize("name", ['"replica_zero"', "lightning_replica.ReplicaZeroStrategy(replicas=1)"])
 @pytest.mark.parametrize("order", IMPORTS)
-def test_the_package_of_the_script_is_used(order: str, name: str, tmp_path: Path) -> None:
+def test_the_package_of_the_script_is_used(order: str, name: str, run: Run) -> None:
     imports, package = IMPORTS[order]
-    done = run(tmp_path, imports + USE.format("pl", name))
+    done = run(imports + USE.format("pl", name))
     assert done.stdout.splitlines()[-1:] == [f"ReplicaZeroStrategy {package.name}"], done.stderr
 
 
 @both
-def test_our_classes_may_be_imported_before_lightning(tmp_path: Path) -> None:
+def test_our_classes_may_be_imported_before_lightning(run: Run) -> None:
     """As tools that sort imports do it."""
     ours = "from lightning_replica import ReplicaZeroStrategy\n"
     for package in PACKAGES:
         use = USE.format("pl", "ReplicaZeroStrategy()")
-        done = run(tmp_path, f"{ours}import {package.pytorch} as pl{use}")
+        done = run(f"{ours}import {package.pytorch} as pl{use}")
         assert done.stdout.splitlines()[-1:] == [f"ReplicaZeroStrategy {package.name}"], done.stderr
 
 
@@ -70,28 +92,28 @@ MIXED = "import lightning.pytorch\nimport lightning_replica\nimport pytorch_ligh
 
 
 @both
-def test_a_name_in_the_other_package(tmp_path: Path) -> None:
-    done = run(tmp_path, MIXED + USE.format("pl", '"replica_zero"'))
+def test_a_name_in_the_other_package(run: Run) -> None:
+    done = run(MIXED + USE.format("pl", '"replica_zero"'))
     assert done.returncode == 1
     said = "works with lightning.pytorch in this process, and pytorch_lightning asked for it"
     assert said in done.stderr
     assert f"set {VARIABLE}=pytorch_lightning" in done.stderr
-    done = run(tmp_path, MIXED + USE.format("pl", '"replica_zero"'), **{VARIABLE: "pytorch_lightning"})
+    done = run(MIXED + USE.format("pl", '"replica_zero"'), **{VARIABLE: "pytorch_lightning"})
     assert done.stdout.splitlines()[-1:] == ["ReplicaZeroStrategy lightning pytorch_lightning"], done.stderr
 
 
 @both
-def test_an_object_in_the_other_package(tmp_path: Path) -> None:
-    done = run(tmp_path, MIXED + USE.format("pl", "lightning_replica.ReplicaZeroStrategy()"))
+def test_an_object_in_the_other_package(run: Run) -> None:
+    done = run(MIXED + USE.format("pl", "lightning_replica.ReplicaZeroStrategy()"))
     assert done.returncode == 1
     assert "<ReplicaZeroStrategy for lightning.pytorch, not for pytorch_lightning" in done.stderr
 
 
 @both
-def test_fabric_of_either_package(tmp_path: Path) -> None:
+def test_fabric_of_either_package(run: Run) -> None:
     use = 'print(type(Fabric(strategy="replica_zero", accelerator="cpu", devices=1).strategy).__name__)'
     for package in PACKAGES:
-        done = run(tmp_path, f"import lightning_replica\nfrom {package.fabric} import Fabric\n{use}")
+        done = run(f"import lightning_replica\nfrom {package.fabric} import Fabric\n{use}")
         assert done.stdout.splitlines()[-1:] == ["FabricStrategy"], done.stderr
 
 
@@ -118,46 +140,43 @@ def test_a_killed_rank_under_either_package(tmp_path: Path) -> None:
     assert len(set(found.values())) == 1, found
 
 
-def test_a_part_of_the_package_without_an_import_of_its_own(tmp_path: Path) -> None:
-    done = run(tmp_path, "import lightning_replica\nprint(lightning_replica.callbacks.RankReplacement.__name__)")
+def test_a_part_of_the_package_without_an_import_of_its_own(run: Run) -> None:
+    done = run("import lightning_replica\nprint(lightning_replica.callbacks.RankReplacement.__name__)")
     assert done.stdout.split() == ["RankReplacement"], done.stderr
 
 
-def test_a_name_that_is_no_package(tmp_path: Path) -> None:
-    done = run(tmp_path, "import lightning_replica.trainer.strategy", **{VARIABLE: "thunder"})
+def test_a_name_that_is_no_package(run: Run) -> None:
+    done = run("import lightning_replica.trainer.strategy", **{VARIABLE: "thunder"})
     assert f"{VARIABLE}='thunder' names no package of Lightning" in done.stderr
 
 
-def test_nothing_of_lightning_is_imported_before_the_script_does(tmp_path: Path) -> None:
-    done = run(tmp_path, "import lightning_replica, sys; print([name.partition('.')[0] for name in sys.modules])")
+def test_nothing_of_lightning_is_imported_before_the_script_does(run: Run) -> None:
+    done = run("import lightning_replica, sys; print([name.partition('.')[0] for name in sys.modules])")
     loaded = set(ast.literal_eval(done.stdout))
     assert "lightning_replica" in loaded
     assert not loaded & {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
-def test_a_module_of_ours_by_its_own_path(tmp_path: Path) -> None:
+def test_a_module_of_ours_by_its_own_path(run: Run) -> None:
     """It imports Lightning by itself, while it is only half imported."""
     ours = "from lightning_replica.trainer.strategy import ReplicaZeroStrategy\n"
-    done = run(
-        tmp_path, f"{ours}import lightning_replica\nprint(lightning_replica.ReplicaZeroStrategy is ReplicaZeroStrategy)"
-    )
+    done = run(f"{ours}import lightning_replica\nprint(lightning_replica.ReplicaZeroStrategy is ReplicaZeroStrategy)")
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
 @pytest.mark.parametrize(
     "first", ["from lightning_replica.callbacks import RankReplacement", "import lightning_replica.conf"]
 )
-def test_a_name_after_a_module_of_ours(first: str, tmp_path: Path) -> None:
+def test_a_name_after_a_module_of_ours(first: str, run: Run) -> None:
     """Another module of ours imports Lightning, or none does, and then the name is asked for."""
     name = '"replica_zero"'
-    done = run(tmp_path, f"{first}\nimport lightning.pytorch as pl{USE.format('pl', name)}")
+    done = run(f"{first}\nimport lightning.pytorch as pl{USE.format('pl', name)}")
     assert done.stdout.splitlines()[-1:] == ["ReplicaZeroStrategy lightning"], done.stderr
 
 
-def test_what_is_watched_is_as_if_nobody_watched(tmp_path: Path) -> None:
+def test_what_is_watched_is_as_if_nobody_watched(run: Run) -> None:
     """The loader of a module finds its source and its files."""
     done = run(
-        tmp_path,
         "import inspect, lightning_replica, lightning.pytorch as pl\n"
         "print(type(pl.__loader__).__name__, type(pl.__spec__.loader).__name__, len(inspect.getsource(pl)) > 100)",
     )
@@ -224,7 +243,7 @@ def test_the_top_of_a_script_counts_first(tmp_path: Path, monkeypatch: pytest.Mo
 
 @both
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_process_that_the_script_starts_uses_the_same(method: str, tmp_path: Path) -> None:
+def test_a_process_that_the_script_starts_uses_the_same(method: str, run: Run) -> None:
     """As a worker of a DataLoader that does not fork."""
     text = f"""
 import multiprocessing
@@ -240,7 +259,7 @@ if __name__ == "__main__":
     child.start()
     child.join()
 """
-    assert run(tmp_path, text).stdout.split() == ["pytorch_lightning"] * 2
+    assert run(text).stdout.split() == ["pytorch_lightning"] * 2
 
 
 def test_one_that_alone_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,17 +289,16 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("stub", ["None", "types.ModuleType('lightning.pytorch')", "unittest.mock.MagicMock()"])
-def test_something_else_in_the_place_of_a_package(stub: str, tmp_path: Path) -> None:
+def test_something_else_in_the_place_of_a_package(stub: str, run: Run) -> None:
     """Tests of other projects put it there."""
     names = "('lightning', 'lightning.pytorch')"
     hidden = f"import sys, types, unittest.mock\nfor name in {names}:\n    sys.modules[name] = {stub}"
-    done = run(tmp_path, f"{hidden}\nimport lightning_replica\nprint('imported')")
+    done = run(f"{hidden}\nimport lightning_replica\nprint('imported')")
     assert done.stdout.split() == ["imported"], done.stderr
 
 
-def test_reading_what_is_watched(tmp_path: Path) -> None:
+def test_reading_what_is_watched(run: Run) -> None:
     done = run(
-        tmp_path,
         "import lightning_replica, importlib.util, importlib, sys\n"
         "spec = importlib.util.find_spec('lightning.pytorch')\n"
         "print(len(spec.loader.get_source('lightning.pytorch')) > 100)\n"
@@ -290,19 +308,19 @@ def test_reading_what_is_watched(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", "1"], done.stderr
 
 
-def test_hydras_trainer_is_that_of_the_package(tmp_path: Path) -> None:
+def test_hydras_trainer_is_that_of_the_package(run: Run) -> None:
     pytest.importorskip("hydra")
     text = """
 import hydra, lightning_replica.conf
 from lightning_replica._compat.packages import chosen
 with hydra.initialize_config_module("lightning_replica.conf", version_base=None):
-    trainer = hydra.utils.instantiate(hydra.compose("trainer/replica_zero").trainer)
+    trainer = hydra.utils.instantiate(hydra.compose("trainer/replica_zero", ["trainer.devices=1"]).trainer)
 print(type(trainer).__module__.partition(".")[0], chosen().name)
 """
-    done = run(tmp_path, text)
+    done = run(text)
     assert len(set(done.stdout.split())) == 1, done.stderr
     if all(package.is_installed() for package in PACKAGES):
-        done = run(tmp_path, text, **{VARIABLE: "pytorch_lightning"})
+        done = run(text, **{VARIABLE: "pytorch_lightning"})
         assert set(done.stdout.split()) == {"pytorch_lightning"}, done.stderr
 
 
@@ -310,11 +328,11 @@ HIDDEN = "import sys\nfor name in ('lightning', 'pytorch_lightning', 'lightning_
 COMMAND = "from lightning_replica.__main__ import main\nsys.exit(main({!r}))"
 
 
-def test_the_command_line_without_lightning(tmp_path: Path) -> None:
+def test_the_command_line_without_lightning(run: Run) -> None:
     """The doctor has to work, as it says what is missing."""
-    done = run(tmp_path, HIDDEN + COMMAND.format(["plan", "--help"]))
+    done = run(HIDDEN + COMMAND.format(["plan", "--help"]))
     assert done.returncode == 0, done.stderr
-    done = run(tmp_path, HIDDEN + COMMAND.format(["chaos", "--runs", "2", "--", "python", "train.py"]))
+    done = run(HIDDEN + COMMAND.format(["chaos", "--runs", "2", "--", "python", "train.py"]))
     assert done.returncode == 2
     assert "`chaos` cannot run: " in done.stderr
     assert "No module named 'lightning" in done.stderr
