@@ -192,39 +192,35 @@ def test_errors_of_a_device(name: str, untouched: dict[str, list[Any]], tmp_path
         assert_no_trace(case, tmp_path / kind, untouched[name])
 
 
-def with_either(beginning: str, points: Sequence[str]) -> list[Any]:
-    """Return each scenario of a kind with each point and either fault; of the two faults, one is in the default run."""
-    cells = [(name, point) for name in NAMES if name.startswith(beginning) for point in points]
-    return [
-        pytest.param(
-            name, point, kind, marks=() if (place + place // len(points)) % 2 == number else pytest.mark.combinations
-        )
-        for place, (name, point) in enumerate(cells)
-        for number, kind in enumerate(("kill", "exception"))
-    ]
+def of_kind(beginning: str) -> list[str]:
+    return [name for name in NAMES if name.startswith(beginning)]
 
 
-@pytest.mark.parametrize(
-    ("name", "point", "kind"),
-    with_either("gradients_seen", ["train_batch_end", "batch_end", "batch_start", "batch 2"]),
-)
+def one_after_the_other(
+    name: str, points: Sequence[str], first: int, untouched: dict[str, list[Any]], out: Path
+) -> None:
+    """Faults at all points strike one run, from step ``first`` on; each is a kill, then an exception."""
+    for run, kinds in enumerate((("kill", "exception"), ("exception", "kill"))):
+        faults = [
+            Fault(kinds[number % 2], len(point) % 2, point, first + 2 * number) for number, point in enumerate(points)
+        ]
+        assert_no_trace(Trained(tuple(faults), name=name, devices=2), out / str(run), untouched[name])
+
+
+@pytest.mark.parametrize("name", of_kind("gradients_seen"))
 def test_code_that_looks_at_gradients_after_the_update(
-    name: str, point: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path
+    name: str, untouched: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     """Gradients stay until the next step removes them."""
-    case = Trained((Fault(kind, len(point) % 2, point, 2),), name=name, devices=2)
-    assert_no_trace(case, tmp_path, untouched[name])
+    points = ("batch 2", "train_batch_end", "batch_end", "batch_start")
+    one_after_the_other(name, points, 2, untouched, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "point", "kind"), with_either("curriculum", ["train_batch_end", "batch_start", "batch 2"])
-)
-def test_hooks_that_change_the_dataset(
-    name: str, point: str, kind: str, untouched: dict[str, list[Any]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", of_kind("curriculum"))
+def test_hooks_that_change_the_dataset(name: str, untouched: dict[str, list[Any]], tmp_path: Path) -> None:
     """Workers that start again copy what was there when their iteration began, not what hooks have changed since."""
-    case = Trained((Fault(kind, len(point) % 2, point, 6),), name=name, devices=2)  # in the second epoch
-    assert_no_trace(case, tmp_path, untouched[name])
+    points = ("batch 2", "train_batch_end", "batch_start")  # in the second epoch and in the third
+    one_after_the_other(name, points, 6, untouched, tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("curriculum")])
@@ -261,8 +257,14 @@ OLD_GRADIENTS = ("two_paces", "manual_accumulation", "gradients_removed_now_and_
 CARRIES = [name for name in NAMES if name.startswith("gradients_seen") or name in OLD_GRADIENTS]
 
 
-@pytest.mark.parametrize("point", ["train_batch_end", "batch 3", "before_commit"])
-@pytest.mark.parametrize("name", CARRIES)
+STOPS = [
+    pytest.param(name, point, marks=() if place % 3 == number else pytest.mark.combinations)
+    for place, name in enumerate(CARRIES)
+    for number, point in enumerate(("train_batch_end", "batch 3", "before_commit"))
+]
+
+
+@pytest.mark.parametrize(("name", "point"), STOPS)
 def test_a_stop_between_an_update_and_code_that_needs_its_gradients(
     name: str, point: str, untouched: dict[str, list[Any]], tmp_path: Path
 ) -> None:

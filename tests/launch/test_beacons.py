@@ -19,7 +19,7 @@ from lightning_replica.core import points
 from lightning_replica.core.works import wait
 from lightning_replica.launch import beacons, stacks
 from lightning_replica.launch.beacons import PLACES, Beacon, Beacons, HangLimits, Learnt, Slot
-from tests.support.forked import _context
+from tests.support.forked import context
 
 LIMITS = HangLimits(1.0, 100.0, 30.0)
 
@@ -127,7 +127,7 @@ def rank(mode: str, sender: Any) -> None:
 @pytest.mark.parametrize("mode", ["busy", "stopped", "gone", "pdb"])
 def test_asking_a_process_for_its_stacks(mode: str) -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = _context().Process(target=rank, args=(mode, sender))
+    process = context().Process(target=rank, args=(mode, sender))
     process.start()
     try:
         pid, file, thread = receiver.recv()

@@ -19,7 +19,7 @@ from lightning_replica.stores.address import EtcdAddress
 from lightning_replica.stores.etcd import EtcdStore
 from tests.stores.etcd_requests import SOON
 from tests.support.etcd import LOOPBACK, NEEDS_ETCD
-from tests.support.forked import _context
+from tests.support.forked import context
 
 pytestmark = NEEDS_ETCD
 
@@ -165,8 +165,8 @@ def gloo(rank: int, address: EtcdAddress, prefix: str, writer: Connection) -> No
 
 
 def test_process_groups(address: EtcdAddress, key: Callable[[str], str]) -> None:
-    reader, writer = _context().Pipe(duplex=False)
-    ranks = [_context().Process(target=gloo, args=(rank, address, key(""), writer)) for rank in range(2)]
+    reader, writer = context().Pipe(duplex=False)
+    ranks = [context().Process(target=gloo, args=(rank, address, key(""), writer)) for rank in range(2)]
     for process in ranks:
         process.start()
     try:

@@ -1,6 +1,7 @@
 """Rank processes forked from one that has imported torch and lightning: tens of milliseconds instead of seconds."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -23,13 +24,15 @@ _PRELOAD = [
 ]
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
+def context() -> Any:
+    """Return the context in which processes are forked from the one that has imported everything."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_PRELOAD)
+    return found
 
 
 def _enter(environment: dict[str, str], log: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # or the first full collection looks at all that was imported, and so copies 100 MB of its pages
     finalize: Any = weakref.finalize
     for known in finalize._registry:  # torch's libraries, which would be taken apart function by function
         known.atexit = False
@@ -54,7 +57,7 @@ class ForkedProcess:
     """One forked process, as the supervisor wants it."""
 
     def __init__(self, environment: dict[str, str], log: Path, target: Callable[..., None], *args: Any) -> None:
-        self._process = _context().Process(target=_enter, args=(environment, str(log), target, args))
+        self._process = context().Process(target=_enter, args=(environment, str(log), target, args))
         self._process.start()
         self._lock = threading.Lock()
         self.returncode: int | None = None

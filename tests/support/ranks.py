@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.forked import _context
+from tests.support.forked import context
 
 _DIED = object()
 
@@ -36,7 +36,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     processes = []
     for rank in range(world_size):
         reader, writer = multiprocessing.Pipe(duplex=False)
-        process = _context().Process(target=_call, args=(rank, store.port, writer, function, args))
+        process = context().Process(target=_call, args=(rank, store.port, writer, function, args))
         process.start()
         writer.close()
         processes.append((process, reader))

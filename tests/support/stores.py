@@ -8,14 +8,14 @@ from threading import Event
 from typing import Any
 
 from lightning_replica.stores.tcp import serve
-from tests.support.forked import _context
+from tests.support.forked import context
 
 
 @contextmanager
 def store_process() -> Iterator[tuple[int, ForkProcess]]:
     """The port of a store on loopback, and the process that serves it."""
-    reader, writer = _context().Pipe(duplex=False)
-    process: Any = _context().Process(target=_serve, args=(writer,), daemon=True)
+    reader, writer = context().Pipe(duplex=False)
+    process: Any = context().Process(target=_serve, args=(writer,), daemon=True)
     process.start()
     try:
         yield int(reader.recv()), process
