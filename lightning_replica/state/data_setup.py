@@ -32,10 +32,19 @@ class RemembersSetup(_Loop):
     _combined_loader: Any
 
     def setup_data(self) -> None:
-        """Make loaders, unless there are some and no new ones are due."""
-        before, random = self._combined_loader, rng_state()
-        super().setup_data()  # type: ignore[misc]
-        if self._combined_loader is not before:
+        """Make loaders, unless there are some and no new ones are due.
+
+        If this fails, as a fault calls the rank back while it waits for the others, the loop is as before. It would
+        otherwise count as one that has made its loaders in this epoch, and not make them when the step is done again.
+        """
+        before, random = dict(vars(self)), rng_state()
+        try:
+            super().setup_data()  # type: ignore[misc]
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+        if self._combined_loader is not before["_combined_loader"]:
             self.data_setup = DataSetup(self.trainer.current_epoch, random)
 
     def set_up(self) -> None:

@@ -205,10 +205,7 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
         States of stateful loaders in another strategy's checkpoint are not needed: the number of batches is known.
         """
         self._combined_loader_states_to_load = []
-        fetcher = self._data_fetcher
-        former = [] if fetcher is None else exact_loaders(fetcher._combined_loader)
-        if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
-            take_out(fetcher._combined_loader)
+        former = [] if self._data_fetcher is None else exact_loaders(self._data_fetcher._combined_loader)
         joining = self.strategy.joining
         inputs = None if joining is None else joining.inputs()
         training = training_objects(self.trainer)
@@ -220,7 +217,10 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
 
     def setup_data(self) -> None:
         """Make loaders, unless there are some and no new ones are due."""
+        before = self._combined_loader
         super().setup_data()
+        if self._combined_loader is not before:  # not earlier: a rank that is called back goes on with the old ones
+            take_out(before)
         if self.strategy.joining is not None:
             self.strategy.joining.check_fetcher(self._data_fetcher)
 

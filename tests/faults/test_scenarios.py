@@ -124,6 +124,7 @@ def results(case: Trained, out: Path) -> tuple[world.Outcome, list[dict[str, Any
 
 def assert_no_trace(case: Trained, out: Path, untouched: list[dict[str, Any]]) -> None:
     outcome, ranks = results(case, out)
+    outcome.assert_in_step()
     assert "corrupted" not in outcome.logs, outcome.logs  # a guard that sees everything has seen nothing
     for rank, (got, expected) in enumerate(zip(ranks, untouched, strict=True)):
         assert different(got, expected) == [], f"rank {rank} of {case}\n{outcome.logs}"

@@ -32,12 +32,17 @@ class Outcome:
         Nothing is reported as not exact but what ``reported`` says, which must be.
         """
         assert self.code == 0, self.logs
+        self.assert_in_step()
         for rank, (got, expected) in enumerate(zip(self.ranks, untouched.ranks, strict=True)):
             assert got == expected, f"rank {rank}\n{self.logs}"
         assert self.batches == untouched.batches, self.logs
         not_exact = [line for line in self.logs.splitlines() if "not exact" in line.lower()]
         assert [line for line in not_exact if not reported or reported not in line] == [], self.logs
         assert bool(not_exact) == bool(reported), self.logs
+
+    def assert_in_step(self) -> None:
+        """All ranks went the same way: none came to a collective that another had left out."""
+        assert [line for line in self.said if "wait for each other" in line] == [], self.logs
 
 
 class Trains(Protocol):

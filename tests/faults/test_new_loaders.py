@@ -1,0 +1,128 @@
+"""A fault while Lightning makes new loaders in an epoch: all ranks make them again, or none has made them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_replica import ReplicaZeroStrategy
+from tests.support import world
+from tests.support.accelerators import accelerator
+from tests.support.doubles import overriding
+from tests.support.job import Case, Fault
+
+COLLECTIVES = {"train_dataloader": 3, "val_dataloader": 2}  # in Lightning's functions that make loaders
+PLACES = [
+    f"{hook} {place}"
+    for hook, count in COLLECTIVES.items()
+    for place in ("before", *(f"collective {number}" for number in range(count)), "after")
+]
+
+
+class OfEpoch(BoringModel):
+    """Has other data in each epoch, and each rank has its own."""
+
+    seen: dict[str, list[float]]
+
+    def __init__(self, case: Case, out: Path) -> None:
+        super().__init__()
+        self._faults, self._out = case.faults, str(out)
+        self.seen = {"train": [], "val": []}
+
+    def reach(self, point: str) -> None:
+        for number, fault in enumerate(self._faults):
+            fault.reach(point, self.trainer.global_step, Path(self._out, f"fired{number}"))
+
+    def loader(self, hook: str) -> Any:
+        self.reach(f"{hook} before")
+        samples = torch.randn(16, 32) * (1 + self.trainer.current_epoch)
+        return DataLoader(samples, batch_size=2)  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> Any:
+        return self.loader("train_dataloader")
+
+    def val_dataloader(self) -> Any:
+        return self.loader("val_dataloader")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen["train"].append(float(batch.sum()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if not self.trainer.sanity_checking:
+            self.seen["val"].append(float(batch.sum()))
+        self.reach("val_dataloader after")
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.reach("train_dataloader after")
+
+
+@overriding(new=("hook", "count", "_reach_collective"))
+class Reaches(ReplicaZeroStrategy):
+    """Reaches points inside the functions of Lightning that make loaders: those before each collective."""
+
+    hook, count = "", 0
+
+    def barrier(self, name: str | None = None) -> None:
+        self.hook, self.count = (name or "").removesuffix("()"), 0
+        self._reach_collective()
+        super().barrier(name)
+
+    def reduce(self, *args: Any, **options: Any) -> Any:
+        self._reach_collective()
+        return super().reduce(*args, **options)
+
+    def _reach_collective(self) -> None:
+        module: Any = self.lightning_module
+        if self.count < COLLECTIVES.get(self.hook, 0) and self._training is not None:
+            module.reach(f"{self.hook} collective {self.count}")
+            self.count += 1
+
+
+def train(case: Case, out: Path) -> None:
+    torch.set_num_threads(1)
+    L.seed_everything(2, verbose=False)
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+    model = OfEpoch(case, out)
+    trainer = L.Trainer(
+        strategy=Reaches(hang_min_s=case.hang[0], hang_max_s=case.hang[1]),
+        accelerator=accelerator(),
+        devices=2,
+        max_epochs=3,
+        reload_dataloaders_every_n_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    found = {**model.seen, **{name: tensor.tolist() for name, tensor in model.state_dict().items()}}
+    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> world.Outcome:
+    outcome = world.run(Case(devices=2), tmp_path_factory.mktemp("untouched"), target=train)
+    assert outcome.code == 0, outcome.logs
+    for rank in outcome.ranks:
+        assert len({tuple(rank["train"][epoch : epoch + 4]) for epoch in (0, 4, 8)}) == 3
+    return outcome
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_all_ranks_have_the_same_loaders_again(kind: str, place: str, untouched: world.Outcome, tmp_path: Path) -> None:
+    """One rank fails in the second epoch, and the other in the third."""
+    later = 4 * place.startswith("val")
+    faults = [Fault(kind, rank, place, step + later) for rank, step in ((1, 4), (0, 8))]
+    outcome = world.run(Case(tuple(faults), devices=2), tmp_path, target=train)
+    outcome.assert_same(untouched)
+    assert [number for number in (0, 1) if not (tmp_path / f"fired{number}").exists()] == []
