@@ -165,7 +165,7 @@ def of_rank(rank: int, *stops: Stop) -> tuple[Stop, ...]:
         ("node", 2, "first", (PLACES[1], SAVE)),
         pytest.param("node", 2, "alone", of_rank(0, PLACES[2], PLACES[3]), marks=pytest.mark.combinations),
         pytest.param("link down", 2, "first", (PLACES[0],), marks=pytest.mark.combinations),
-        ("link down", 2, "alone", ((7, "logger", 0),)),
+        pytest.param("link down", 2, "alone", ((7, "logger", 0),), marks=pytest.mark.combinations),
     ],
 )
 def test_one_after_the_other(
@@ -256,6 +256,7 @@ def forget_idle_connections(made: list[Machine]) -> None:
     subprocess.run([*inside, "nft", "-f", "-"], input=rules.encode(), check=True)
 
 
+@pytest.mark.combinations
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs nftables")
 def test_a_firewall_forgets_idle_connections(untouched: Oracle, tmp_path: Path) -> None:
     """All other connections of the node to the store pass, and training goes on, until there is a fault."""
@@ -334,6 +335,7 @@ def test_a_slow_link_that_loses_frames_raises_no_alarm(untouched: Oracle, tmp_pa
         assert "lost" not in run.text()
 
 
+@pytest.mark.combinations
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="the stranger asks for all keys")
 def test_a_stranger_writes_to_the_store(untouched: Oracle, tmp_path: Path) -> None:
     """With a secret, whatever it writes under whichever key; and a node is lost meanwhile."""

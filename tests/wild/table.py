@@ -49,5 +49,5 @@ SCRIPTS = {
 }
 
 # What the default run takes, and the rank that is killed there; the marker `combinations` takes all of it.
-SAMPLE = {"hydra": 0, "cli": 1, "metrics": 1, "groups": 0, "lstm": 0}
+SAMPLE = {"hydra": 0, "groups": 1, "lstm": 0}
 LIKE_DDP = ("hydra", "metrics")  # those that are compared with DDP
