@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +14,7 @@ import pytest
 from lightning_replica._compat import lightning_names, packages, versions
 from lightning_replica._compat.packages import LIGHTNING, PACKAGES, PYTORCH_LIGHTNING, VARIABLE
 from lightning_replica.errors import VersionError
-from tests.support.bare_python import BarePython, bare_python
+from tests.support.bare_python import BarePython
 
 both = pytest.mark.skipif(
     not all(package.is_installed() for package in PACKAGES), reason="needs both packages of Lightning"
@@ -53,18 +52,12 @@ class Run(Protocol):
         """Runs a script of this text."""
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[BarePython]:
-    with bare_python() as python:
-        yield python
-
-
 @pytest.fixture
 def run(tmp_path: Path, python: BarePython) -> Run:
     def run(text: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         script = tmp_path / "script.py"
         script.write_text(text)
-        return python.run(script, {**OF_TORCHRUN, **variables})
+        return python.run(script, **{**OF_TORCHRUN, **variables})
 
     return run
 

@@ -1,7 +1,6 @@
 """A version whose private names do not fit is refused at import, and what is claimed is what was tested."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from lightning_replica._compat.versions import (
     supports,
 )
 from lightning_replica.errors import ReplicaError, VersionError
+from tests.support.bare_python import BarePython
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,9 +57,10 @@ def requirements() -> dict[str, Requirement]:
         ),
     ],
 )
-def test_a_name_that_is_gone(spoil: str, package: str, missing: str) -> None:
-    script = f"{spoil}\nimport lightning.pytorch, lightning_replica\nprint('imported')"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+def test_a_name_that_is_gone(spoil: str, package: str, missing: str, python: BarePython, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{spoil}\nimport lightning.pytorch, lightning_replica\nprint('imported')")
+    done = python.run(script)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1, done.stdout
     assert re.search(rf"VersionError: lightning-replica does not work with {package} \d.*{missing}", last), last

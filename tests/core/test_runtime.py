@@ -1,8 +1,8 @@
 """What a rank runs, each source with a digest or a version."""
 
 import importlib
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_replica.core import runtime
+from tests.support import forked_python
 from tests.support.hydra_scripts import needs_hydra
 
 HYDRA = """
@@ -126,12 +127,11 @@ def test_checkpoints_in_a_directory_of_this_start(arguments: list[str], found: s
     """Hydra's own default, as many templates have it: the run that starts again would begin anew without a word."""
     (tmp_path / "train.yaml").write_text("path: ${hydra:runtime.output_dir}/last")
     (tmp_path / "train.py").write_text(HYDRA)
-    done = subprocess.run(
-        [sys.executable, "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    said = re.findall(r"dirpath='(.*)' is in the directory that Hydra has made for this start", done.stderr)
-    assert len(said) == (found is not None), done.stderr
+    line = [sys.executable, "train.py", *arguments]
+    done = forked_python.run(line, tmp_path, dict(os.environ), tmp_path / "printed", timeout=100)
+    assert done.returncode == 0, done.stdout
+    said = re.findall(r"dirpath='(.*)' is in the directory that Hydra has made for this start", done.stdout)
+    assert len(said) == (found is not None), done.stdout
     if found is not None:
         assert re.fullmatch(found.replace("DirpathOf", str(tmp_path)), said[0].replace("//", "/")), said
 

@@ -23,7 +23,7 @@ class BarePython:
     def __init__(self, server: "subprocess.Popen[str]") -> None:
         self._server = server
 
-    def run(self, script: Path, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    def run(self, script: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
         """Runs a script to its end. Standard output and error are read separately."""
         outputs = [script.with_suffix(f".{name}") for name in ("out", "err")]
         request = [str(script), {**os.environ, **variables}, *map(str, outputs)]
