@@ -1,4 +1,4 @@
-"""The quick tier: what ``scripts/test --quick`` runs, in less than three minutes on two cores.
+"""The quick tier: what ``scripts/test --quick`` runs, in six to twelve minutes on two cores.
 
 It runs everything but `LONG`, and of `LONG` one case of each kind. All of it is in the whole run.
 """

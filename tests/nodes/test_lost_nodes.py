@@ -269,6 +269,7 @@ def test_a_firewall_forgets_idle_connections(untouched: Oracle, tmp_path: Path) 
         assert_same(run, untouched)
 
 
+@pytest.mark.combinations
 def test_a_node_is_lost_while_another_is_replaced(untouched: Oracle, tmp_path: Path) -> None:
     """With three holders of each shard, on three nodes."""
     stops = ((5, "before_commit", 2), (5, "rollback", 0))
