@@ -284,10 +284,8 @@ def _cut_torn_line(path: str) -> None:
         os.truncate(path, lines.rfind(b"\n") + 1)
 
 
-def widen_csv(logger: CSVLogger, names: Iterable[str]) -> str | None:
-    """Return the path of a logger's file, with all earlier rows in it and columns for a row of the metrics ``names``.
-
-    The original widens a file in place, so that one that is interrupted lacks rows.
+def csv_file(logger: CSVLogger) -> str | None:
+    """Return the path of a logger's file, with all earlier rows in it.
 
     Returns:
         None if the file is not on a local disk, or the logger is another one.
@@ -295,13 +293,22 @@ def widen_csv(logger: CSVLogger, names: Iterable[str]) -> str | None:
     writer = logger.experiment
     if not isinstance(writer, ExperimentWriter) or not os.path.isdir(writer.log_dir):
         return None
-    path: str = writer.metrics_file_path
     if writer.metrics:
         writer.save()
+    path: str = writer.metrics_file_path
+    return path
+
+
+def widen_csv(logger: CSVLogger, path: str, names: Iterable[str]) -> None:
+    """Give a logger's file columns for a row of the metrics ``names``.
+
+    The original widens a file in place, so that one that is interrupted lacks rows.
+    """
+    writer = logger.experiment
     prefix = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
     columns = [*(f"{prefix}{name}" for name in names), "step"]
     if set(columns) <= set(writer.metrics_keys) or not os.path.isfile(path):
-        return path
+        return
     writer.metrics_keys = sorted({*columns, *writer.metrics_keys})
     with open(path, newline="") as old, open(f"{path}.widened", "w", newline="") as new:
         widened = csv.DictWriter(new, fieldnames=writer.metrics_keys)
@@ -309,7 +316,6 @@ def widen_csv(logger: CSVLogger, names: Iterable[str]) -> str | None:
         widened.writerows(csv.DictReader(old))
     shutil.copymode(path, f"{path}.widened")
     os.replace(f"{path}.widened", path)
-    return path
 
 
 def continue_csv(logger: CSVLogger) -> None:

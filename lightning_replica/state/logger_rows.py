@@ -20,7 +20,7 @@ from lightning_replica.state.objects.kinds import LIVE, describe, is_harmless, i
 from lightning_replica.state.objects.records import Unknown
 from lightning_replica.state.objects.tracked import Taken, Tracked
 from lightning_replica.state.reachable import is_users
-from lightning_replica.state.row_files import cut, lengths_before
+from lightning_replica.state.row_files import Lengths, cut, have_grown, lengths_of, widened
 from lightning_replica.state.written import Written
 from lightning_replica.stores.interface import Store
 
@@ -51,6 +51,7 @@ class LoggerRows:
         unclear = [number for number, logger in enumerate(loggers) if newborn and is_users(logger)]
         self._memory = {number: _Memory(loggers[number], number, named) for number in unclear}
         # Other code may have replaced a logger's method, too.
+        self._lengths: dict[int, Lengths | None] = {}  # of files after the last row, by number of the logger
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
             vars(logger)["log_metrics"] = self._once(number, logger, _original(logger))
@@ -81,8 +82,8 @@ class LoggerRows:
             cut(lengths)
             return
         number, step, _ = json.loads(row)
-        name = f"logger {number} ({type(self._before[number][0]).__name__})"
-        self._report(name, f"rank 0 was lost while it wrote the row of step {step}, which may be there twice", "once")
+        why = f"rank 0 was lost while it wrote the row of step {step}, which may be there twice"
+        self._report(self._name(number), why, "once")
 
     def _once(self, number: int, logger: Logger, original: Callable[..., Any]) -> Callable[..., None]:
         def log_metrics(*args: Any, **kwargs: Any) -> None:  # some loggers take more arguments than Lightning's
@@ -92,13 +93,32 @@ class LoggerRows:
             # Without the values of metrics: a repeated batch takes more or less time, for example.
             row = json.dumps([number, given.get("step"), sorted(given["metrics"])])
             if not self._written.is_there(row):
-                self._written.begin(row, lengths_before(logger, given["metrics"]))
+                lengths = lengths_of(logger)
+                self._compare(number, lengths)
+                self._written.begin(row, widened(logger, lengths, given["metrics"]))
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
+                self._remember(number, lengths_of(logger))
                 self._look(number)
             self._written.add(row)
 
         return log_metrics
+
+    def _remember(self, number: int, lengths: Lengths | None) -> None:
+        """Note how long files are after a row, unless loggers share them: rows of one are not those of the other."""
+        shared = {other for other, known in self._lengths.items() if {*(known or ())} & {*(lengths or ())}}
+        self._lengths = {other: known for other, known in self._lengths.items() if other not in shared}
+        if shared <= {number}:
+            self._lengths[number] = lengths
+
+    def _compare(self, number: int, lengths: Lengths | None) -> None:
+        """Report what was written to a logger's files since its last row: pictures, say, by its ``experiment``."""
+        if have_grown(self._lengths.get(number), lengths):
+            why = "code writes to its `experiment` itself: of a repeated step, that is there twice or missing"
+            self._report(self._name(number), why)
+
+    def _name(self, number: int) -> str:
+        return f"logger {number} ({type(self._before[number][0]).__name__})"
 
     def _look(self, number: int) -> None:
         """Report a logger of the user's that holds something else after each row: a replacement's is not complete."""

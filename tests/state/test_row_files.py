@@ -147,6 +147,50 @@ def test_a_row_that_failed_is_not_cut_off_later(tmp_path: Path, monkeypatch: pyt
     assert written(tmp_path) == [("own", 0, 3.0)]
 
 
+def picture(logger: Any, step: int) -> None:
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text("picture", "of something", step)
+    else:
+        logger.experiment.log_metrics({"own": 1.0}, step)
+
+
+def curves(logger: Any, step: int) -> None:
+    """Writes files of their own."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_scalars("curves", {"one": 1.0, "two": 2.0}, step)
+    else:
+        picture(logger, step)
+
+
+@pytest.mark.parametrize("write", [picture, curves])
+@pytest.mark.parametrize("make", [Files.csv, Files.tensorboard])
+def test_what_code_writes_beside_rows_is_told(
+    make: Callable[..., Logger], write: Callable[[Logger, int], None], tmp_path: Path
+) -> None:
+    found, logger = Inexact(), make(tmp_path)
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False, report=found.report)
+    logger.log_metrics({"of a fit before": 1.0}, 0)
+    for step in range(4):  # in step 2 another column comes
+        rows.taken("tail", step + 1)
+        tail(logger, step)
+        logger.save()
+    assert found.after(replaced=False) == {}
+    write(logger, 4)
+    tail(logger, 4)
+    why = "code writes to its `experiment` itself: of a repeated step, that is there twice or missing"
+    assert found.after(replaced=False) == {f"logger 0 ({type(logger).__name__})": why}
+
+
+def test_loggers_that_share_files(tmp_path: Path) -> None:
+    found, loggers = Inexact(), [Files.tensorboard(tmp_path), Files.tensorboard(tmp_path)]
+    rows = LoggerRows(dist.HashStore(), loggers, newborn=False, report=found.report)
+    for step in range(4):
+        rows.taken("tail", step + 1)
+        for logger in loggers:
+            tail(logger, step)
+    assert found.after(replaced=True) == {}
+
+
 class Counting(CSVLogger):
     """Also counts rows somewhere else."""
 
