@@ -41,6 +41,8 @@ class RemembersSetup(_Loop):
         try:
             super().setup_data()  # type: ignore[misc]
         except BaseException:
+            if self._combined_loader is not before["_combined_loader"]:
+                take_out(self._combined_loader)
             vars(self).clear()
             vars(self).update(before)
             raise

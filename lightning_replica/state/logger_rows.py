@@ -52,6 +52,7 @@ class LoggerRows:
         self._memory = {number: _Memory(loggers[number], number, named) for number in unclear}
         # Other code may have replaced a logger's method, too.
         self._lengths: dict[int, Lengths | None] = {}  # of files after the last row, by number of the logger
+        self._watches = False
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
             vars(logger)["log_metrics"] = self._once(number, logger, _original(logger))
@@ -65,6 +66,9 @@ class LoggerRows:
 
     def taken(self, kind: Kind, step: int) -> None:
         """Note that a snapshot is taken."""
+        if not self._watches:  # Lightning itself has written hyperparameters and the graph, which are not done again
+            self._watches = True
+            self._lengths.clear()
         self._written.taken(kind, step)
 
     def restored(self, kind: Kind, step: int) -> None:
@@ -95,6 +99,7 @@ class LoggerRows:
             if not self._written.is_there(row):
                 lengths = lengths_of(logger)
                 self._compare(number, lengths)
+                self._lengths.pop(number, None)  # until the row is complete: it may raise
                 self._written.begin(row, widened(logger, lengths, given["metrics"]))
                 original(*args, **kwargs)
                 logger.save()  # a row only in this process's memory would be lost with it, yet count as written
@@ -112,9 +117,9 @@ class LoggerRows:
             self._lengths[number] = lengths
 
     def _compare(self, number: int, lengths: Lengths | None) -> None:
-        """Report what was written to a logger's files since its last row: pictures, say, by its ``experiment``."""
+        """Report what was written to a logger's files since its last row, as pictures are."""
         if have_grown(self._lengths.get(number), lengths):
-            why = "code writes to its `experiment` itself: of a repeated step, that is there twice or missing"
+            why = "code writes to its files beside its rows: of a repeated step, that is there twice or missing"
             self._report(self._name(number), why)
 
     def _name(self, number: int) -> str:

@@ -205,7 +205,11 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
         States of stateful loaders in another strategy's checkpoint are not needed: the number of batches is known.
         """
         self._combined_loader_states_to_load = []
-        former = [] if self._data_fetcher is None else exact_loaders(self._data_fetcher._combined_loader)
+        fetcher = self._data_fetcher
+        former = [] if fetcher is None else exact_loaders(fetcher._combined_loader)
+        if fetcher is not None and fetcher._combined_loader is not self._combined_loader:
+            for loader in former:  # no workers beside the new ones; a rank that is called back starts them again
+                loader.close()
         joining = self.strategy.joining
         inputs = None if joining is None else joining.inputs()
         training = training_objects(self.trainer)
@@ -219,7 +223,7 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
         """Make loaders, unless there are some and no new ones are due."""
         before = self._combined_loader
         super().setup_data()
-        if self._combined_loader is not before:  # not earlier: a rank that is called back goes on with the old ones
+        if self._combined_loader is not before:  # a rank that was called back would have gone on with these
             take_out(before)
         if self.strategy.joining is not None:
             self.strategy.joining.check_fetcher(self._data_fetcher)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, cast
 from lightning_replica._compat.lightning_names import _DataLoaderIterDataFetcher, pl
 from lightning_replica.core import checks
 from lightning_replica.errors import ConfigurationError
+from lightning_replica.state.data.fetches import inputs_of
 from lightning_replica.state.data.inputs import Inputs, Shadow
 from lightning_replica.trainer.lengths import UNSIZED, gather, lengths_of, named, told
 
@@ -52,7 +53,6 @@ class Joining:
     def __init__(self, trainer: pl.Trainer, divide_by_initial_world_size: bool) -> None:
         self._trainer, self._rank = trainer, trainer.global_rank
         self._divides_by_all = divide_by_initial_world_size
-        self._inputs: Inputs | None = None
         self._present: tuple[bool, ...] = ()
         self._in_training_step = False
 
@@ -71,8 +71,7 @@ class Joining:
                 " itself: a rank without inputs cannot know which. Remove the option."
             )
         loop = self._loop
-        self._inputs = Inputs(self._rank, lambda: loop.lengths, lambda: loop._data_fetcher.fetched, self._ask)
-        return self._inputs
+        return Inputs(self._rank, lambda: loop.lengths, lambda: loop._data_fetcher.fetched, self._ask)
 
     def _ask(self, has: bool) -> list[bool]:
         return [bool(each) for each in gather(self._trainer.strategy, has)]
@@ -185,4 +184,4 @@ class Joining:
 
     @property
     def _of_epoch(self) -> Inputs:
-        return cast("Inputs", self._inputs)
+        return cast("Inputs", inputs_of(self._loop._combined_loader))

@@ -147,6 +147,9 @@ def test_a_row_that_failed_is_not_cut_off_later(tmp_path: Path, monkeypatch: pyt
     assert written(tmp_path) == [("own", 0, 3.0)]
 
 
+BESIDE = "code writes to its files beside its rows: of a repeated step, that is there twice or missing"
+
+
 def picture(logger: Any, step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text("picture", "of something", step)
@@ -177,8 +180,29 @@ def test_what_code_writes_beside_rows_is_told(
     assert found.after(replaced=False) == {}
     write(logger, 4)
     tail(logger, 4)
-    why = "code writes to its `experiment` itself: of a repeated step, that is there twice or missing"
-    assert found.after(replaced=False) == {f"logger 0 ({type(logger).__name__})": why}
+    assert found.after(replaced=False) == {f"logger 0 ({type(logger).__name__})": BESIDE}
+
+
+def test_what_lightning_writes_before_the_first_step_is_not_meant(tmp_path: Path) -> None:
+    found, logger = Inexact(), TensorBoardLogger(tmp_path, version=0)
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False, report=found.report)
+    logger.log_hyperparams({"width": 3})
+    rows.taken("tail", 0)
+    for step in range(2):
+        rows.taken("tail", step + 1)
+        tail(logger, step)
+    assert found.after(replaced=False) == {}
+
+
+def test_a_row_that_raises_half_way(tmp_path: Path) -> None:
+    found, logger = Inexact(), Files.tensorboard(tmp_path)
+    rows = LoggerRows(dist.HashStore(), [logger], newborn=False, report=found.report)
+    rows.taken("tail", 1)
+    tail(logger, 0)
+    with pytest.raises(ValueError, match="you tried to log"):
+        logger.log_metrics({"good": 1.0, "bad": "no number"}, 1)  # type: ignore[dict-item]
+    tail(logger, 1)
+    assert found.after(replaced=False) == {}
 
 
 def test_loggers_that_share_files(tmp_path: Path) -> None:

@@ -190,3 +190,8 @@ def forget(combined: CombinedLoader) -> None:
 def fetches_of(combined: CombinedLoader | None) -> Fetches | None:
     """Return the fetches that ``combined`` has noted; None if it notes nothing."""
     return combined.fetches if isinstance(combined, _Noting) else None
+
+
+def inputs_of(combined: CombinedLoader | None) -> Inputs | None:
+    """Return the inputs by which ``combined`` fetches; None if all ranks have the same number of batches."""
+    return combined.inputs if isinstance(combined, _Noting) else None
