@@ -50,9 +50,9 @@ class LoggerRows:
         self._written, self._joining, self._report = Written(store, "rows", newborn), newborn, report
         unclear = [number for number, logger in enumerate(loggers) if newborn and is_users(logger)]
         self._memory = {number: _Memory(loggers[number], number, named) for number in unclear}
-        # Other code may have replaced a logger's method, too.
         self._lengths: dict[int, Lengths | None] = {}  # of files after the last row, by number of the logger
-        self._watches = False
+        self._training = False
+        # Other code may have replaced a logger's method, too.
         self._before = [(logger, vars(logger).get("log_metrics")) for logger in loggers]
         for number, logger in enumerate(loggers):
             vars(logger)["log_metrics"] = self._once(number, logger, _original(logger))
@@ -66,8 +66,8 @@ class LoggerRows:
 
     def taken(self, kind: Kind, step: int) -> None:
         """Note that a snapshot is taken."""
-        if not self._watches:  # Lightning itself has written hyperparameters and the graph, which are not done again
-            self._watches = True
+        if not self._training:  # what Lightning has written before, as hyperparameters, is written once
+            self._training = True
             self._lengths.clear()
         self._written.taken(kind, step)
 

@@ -6,6 +6,7 @@ For scripts that import these: of the seconds that it takes, torch and torchmetr
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+LIMIT_S = 120
 PRELOADED = ("torch", "torch._dynamo", "torch.utils.tensorboard", "torchmetrics", "rich.progress", "fsspec")
 
 
@@ -54,6 +56,7 @@ def _become(script: str, environment: dict[str, str], *outputs: str) -> None:
     sys.path[0] = str(Path(script).parent)
     del sys.modules["__mp_main__"]  # what multiprocessing calls the `__main__` in which it was first imported
     warnings.simplefilter("ignore")
+    signal.alarm(LIMIT_S)  # ends a script that waits for something
     code = 0
     try:
         runpy.run_path(script, run_name="__main__")
