@@ -182,3 +182,32 @@ def test_all_ranks_have_the_same_loaders_again(
     outcome = world.run(Loads(tuple(faults), devices=2, data=data), tmp_path, target=train)
     outcome.assert_same(untouched(data))
     assert [number for number in (0, 1) if not (tmp_path / f"fired{number}").exists()] == []
+
+
+def refused(case: Case, out: Path) -> None:
+    """The first set-up fails: ranks have different numbers of batches."""
+    rank = int(os.environ["LOCAL_RANK"])
+    samples: Any = torch.ones(4 + 4 * rank, 32)
+    combined = CombinedLoader(DataLoader(samples, batch_size=2), "max_size_cycle")
+    trainer = L.Trainer(
+        strategy=ReplicaZeroStrategy(),
+        accelerator=accelerator(),
+        devices=2,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(BoringModel(), combined)
+    finally:
+        found = [type(combined).__name__, *(type(loader).__name__ for loader in combined.flattened)]
+        (out / f"rank{rank}.json").write_text(json.dumps({"left": found}))
+
+
+def test_a_combined_loader_of_the_user_is_left_as_it_was(tmp_path: Path) -> None:
+    outcome = world.run(Case(devices=2), tmp_path, target=refused)
+    assert outcome.code != 0
+    assert "ConfigurationError" in outcome.logs
+    assert outcome.ranks == [{"left": ["CombinedLoader", "DataLoader"]}] * 2, outcome.logs
