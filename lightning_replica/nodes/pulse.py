@@ -179,6 +179,7 @@ class Pulse:
             own: The sign.
             asked: Whether there is a reason to look now. A node that decides nothing else looks every other time only.
         """
+        gone = self._gone
         watchers = self._watchers
         knows_all = self._watches_all(watchers)
         self._answered = line.ask(partial(_give, self._own.number, self._given, own)).asked
@@ -196,8 +197,8 @@ class Pulse:
             self._find_stall(signs)
         self.bury(self._life.look(signs, time.monotonic()))
         self._meet(line, range(come) if knows_all else watchers)
-        # Only now: because of the loss, this node may be one that decides, and so must know the spares.
-        gone = self._gone
+        # Only those that were lost when the look began: because of the loss, this node may be one that decides, and so
+        # must know the spares. A node that is lost meanwhile leads to another look at once.
         if gone != self._reported:
             self._reported = gone
             self._listener.lost()

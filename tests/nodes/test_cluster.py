@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.cluster import Cluster
 from lightning_replica.nodes.door import Door, is_dead
 from lightning_replica.nodes.failover import Stores
+from lightning_replica.nodes.life import Sign
 from lightning_replica.nodes.line import Line, StoreGoneError
 from lightning_replica.nodes.membership import Member, register
 from lightning_replica.nodes.placement import Placement
@@ -282,6 +283,32 @@ def test_a_node_that_comes_to_decide_knows_the_spares(make: Callable[..., Node])
         node.die()
     d.cluster.pulse.look_at_once()
     d.until(lambda: bool(d.heard))  # its main thread is idle, so it decides as soon as it is told
+    ranks = (0, 1, 2, 3, 4, 5)
+    assert d.heard == [(ranks, f"Node a and node b and node c, with ranks {list(ranks)}, is lost", "node f")]
+
+
+def test_nodes_that_are_lost_during_a_look_are_told_after_the_next_one(make: Callable[..., Node]) -> None:
+    """Before, the node decided without the spares: the look had begun while others were to decide."""
+    a, b, c, d, _e, f = (make(name, nodes=5) for name in "abcdef")
+    know(d, f, count=3)
+    pulse, found, decide = d.cluster.pulse, d.cluster.pulse._find_over, d.cluster.lost
+    known: list[list[str]] = []
+
+    def lost() -> None:
+        known.append([other.name for other in pulse.others()])
+        decide()
+
+    def lose(signs: Mapping[int, Sign]) -> None:
+        pulse._find_over = found  # type: ignore[method-assign]
+        for node in (a, b, c):
+            node.die()
+        pulse.bury((0, 1, 2))
+        found(signs)
+
+    d.cluster.lost = lost  # type: ignore[method-assign]
+    pulse._find_over = lose  # type: ignore[method-assign]
+    d.until(lambda: bool(d.heard))
+    assert known == [["e", "f"]]
     ranks = (0, 1, 2, 3, 4, 5)
     assert d.heard == [(ranks, f"Node a and node b and node c, with ranks {list(ranks)}, is lost", "node f")]
 
