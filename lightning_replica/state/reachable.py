@@ -37,7 +37,7 @@ from lightning_replica.state.hooks import names_of
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, leads_of
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.signature import Signature, differences, signature_of
-from lightning_replica.state.objects.tracked import MIRRORED, Taken, Tracked
+from lightning_replica.state.objects.tracked import Taken, Tracked
 
 
 class _Bare(Metric):
@@ -215,7 +215,7 @@ class Reachable:
 
     def private(self, taken: Taken) -> list[Any]:
         """Return what has changed since training began and is mirrored, as plain data."""
-        return self._tracked.encoded(taken, MIRRORED)
+        return self._tracked.mirrored(taken)
 
 
 @dataclass(frozen=True)

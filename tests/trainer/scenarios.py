@@ -368,6 +368,40 @@ def counters_and_lists() -> tuple[Net, dict[str, Any]]:
 
 
 @scenario
+def many_outputs() -> tuple[Net, dict[str, Any]]:
+    """Lists and caches with many outputs, which weights depend on at the end of an epoch and in each batch."""
+
+    class Collects(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs_of_samples: list[dict[str, Any]] = []
+            self.cache: dict[int, Tensor] = {}
+            self.last: Any = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, _ = batch
+            with torch.no_grad():
+                found = torch.randn(40, 2) * self(x).mean()
+            before = len(self.outputs_of_samples)
+            self.outputs_of_samples += [{"value": row.clone(), "n": before + n} for n, row in enumerate(found)]
+            self.cache.update({100 * batch_idx + n: row.sum() for n, row in enumerate(found)})
+            if batch_idx > 2:
+                self.outputs_of_samples[7]["value"].mul_(0.5)
+                self.cache.pop(100 * (batch_idx - 3) + 5)
+            self.last = self.outputs_of_samples[-batch_idx - 1]
+            return super().training_step(batch, batch_idx) * (1 + self.last["value"].square().sum())
+
+        def on_train_epoch_end(self) -> None:
+            collected = torch.stack([each["value"] * each["n"] for each in self.outputs_of_samples]).mean()
+            found = collected + torch.stack([*self.cache.values()]).mean()
+            with torch.no_grad():
+                self.head.bias.add_(self.trainer.strategy.reduce(found))
+            self.outputs_of_samples.clear()
+
+    return Collects(), {}
+
+
+@scenario
 def replaced_parts() -> tuple[Net, dict[str, Any]]:
     """Submodules, metrics and buffers that are other objects after every step, in the place of those before."""
 

@@ -190,6 +190,10 @@ class Capture:
             raise TypeError(f"{root.name} is no root of this capture.")
         return record
 
+    def copies_by_id(self) -> dict[int, Copy]:
+        """Return what tensors and arrays held, by their ``id``."""
+        return {id(held.value): copy for held, copy in self.copies}
+
     def by_name(self) -> dict[str, Any]:
         """Return the objects by their names; not those that share a name, as the members of a set do."""
         found: dict[str, Any] = {}
@@ -354,8 +358,8 @@ class Recorder:
         else:
             changed = self._renew(window, whole)
         written = self._contents.refresh(window, whole)
-        if any(held.learns and ~id(held.value) not in self._records for held in written):
-            self._walk()  # from now on it may have a gradient
+        if any((held.learns or held.is_marked) and ~id(held.value) not in self._records for held in written):
+            self._walk()  # from now on it has attributes, or may have a gradient
         if written or changed:
             copies = [(held, held.copy) for held in self._contents.held.values()]
             self._last = Capture(roots, dict(self._records), copies)

@@ -49,6 +49,7 @@ class Held:
         changes: How often it has been seen to change.
         learns: Whether it is a tensor that required a gradient when it was last taken. Copies have an attribute of
             this name if it did.
+        is_marked: Whether it is a tensor that had attributes of the user's when it was last taken.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -58,7 +59,7 @@ class Held:
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
-        self.learns = _learns(value)
+        self.learns, self.is_marked = _learns(value), _is_marked(value)
         self._sample: Copy = None
         self._place = 0
         self.writes = self._count()
@@ -73,13 +74,17 @@ class Held:
         self.writes = self._count()
         self.copy = copy_of(self.value)
         self.nbytes = self.copy.nbytes
-        self.learns = _learns(self.value)
+        self.learns, self.is_marked = _learns(self.value), _is_marked(self.value)
         if self.learns:
             self.copy.learns = True
 
     def is_written(self) -> bool:
-        """Return whether torch has counted a write since the last copy or look, or whether it learns has changed."""
-        return self._count() != self.writes or _learns(self.value) != self.learns
+        """Return whether torch has counted a write since the last copy or look, or it learns or has attributes now."""
+        return (
+            self._count() != self.writes
+            or _learns(self.value) != self.learns
+            or _is_marked(self.value) != self.is_marked
+        )
 
     def put_back(self, copy: Copy) -> None:
         """Write the content of ``copy`` if the present one is another."""
@@ -102,7 +107,7 @@ class Held:
         """Compare a part with what it held when it was last looked at; look at another part from then on."""
         row = _row(self.value)
         changed = self.is_written() or (self._sample is not None and not same_content(self._part(row), self._sample))
-        self.writes, self.learns = self._count(), _learns(self.value)
+        self.writes, self.learns, self.is_marked = self._count(), _learns(self.value), _is_marked(self.value)
         if self.copy is None:
             self._place = (self._place + _PART) % max(1, len(row) - _PART + 1)
             self._sample = copy_of(self._part(row))
@@ -147,6 +152,10 @@ def _fill_array(array: Any, values: Any) -> None:
 
 def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(vars(value))
 
 
 def late(windows: int) -> str:

@@ -3,7 +3,8 @@
 Both can be had as plain data for another process, which holds the same objects as they were in the beginning.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,8 @@ from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.kinds import Kind, kind_of
-from lightning_replica.state.objects.records import Attributes, Slots
+from lightning_replica.state.objects.records import Attributes, Entries, Items, Record, Slots
+from lightning_replica.state.objects.segments import BrokenUpError, Part, Segment, Segments
 from lightning_replica.state.objects.shared_memory import address_of, is_writable
 from lightning_replica.state.objects.wire import Decoder, Encoder
 
@@ -43,7 +45,9 @@ MIRRORED: Final = Limits(
     "replacement",
 )
 SAVED: Final = Limits(64 * 2**20, 200_000, "it is too large for a checkpoint", "resume")
-LEFT_OUT: Final = ""  # no root is called so: its "attributes" are the names of what is too large
+# No root is called so:
+LEFT_OUT: Final = ""  # its "attributes" are the names of what is too large
+_SEGMENTS: Final = "#"  # its "attributes" are the segments of lists, which come first
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Tracked:
         self._names: Mapping[int, str] = {}
         self._owners: dict[int, Any] = {}
         self._unsaved: Capture | None = None
+        self._segments = Segments()
         self._last = Taken()
 
     def begin(self, roots: Sequence[Root], anchors: Anchors) -> None:
@@ -146,7 +151,9 @@ class Tracked:
         known = _known(first, Anchors.of(anchored))
         decoder = Decoder(values, self._report, self._existing, frozenset(_elsewhere(first, sent, known)))
         for name, attributes in sent:
-            if name in by_name:
+            if name == _SEGMENTS:
+                decoder.make_segments(attributes)
+            elif name in by_name:
                 decoder.put_attributes(by_name[name], name, attributes)
             elif name != LEFT_OUT:
                 self._report(name, "it is not there in this process, so what it held is lost", "once")
@@ -162,16 +169,29 @@ class Tracked:
         changed = dict(_changed(taken.capture, self._unsaved, False, known))
         return self.encoded(Taken(taken.capture, taken.anchors, changed), SAVED)
 
-    def encoded(self, taken: Taken, limits: Limits | None = None) -> list[Any]:
+    def mirrored(self, taken: Taken, limits: Limits = MIRRORED) -> list[Any]:
+        """Return what `encoded` does, in less time if it is called in every step."""
+        while True:
+            copies = taken.capture.copies_by_id()
+            self._segments.begin(taken.capture, copies, taken.anchors, self._names, self._owners)
+            with suppress(BrokenUpError):
+                return self.encoded(taken, limits, self._segments)
+
+    def encoded(self, taken: Taken, limits: Limits | None = None, segments: Segments | None = None) -> list[Any]:
         """Return what has changed since the beginning, as plain data.
 
         Args:
             taken: What the objects held.
             limits: What is larger is left out, and reported; None for no limits.
+            segments: What divides long lists; None if all items are encoded.
+
+        Raises:
+            BrokenUpError: If something shares the memory of what is in a segment. It is in none when this is called
+                again.
         """
         known = _known(taken.capture, taken.anchors)
-        sizes = _Sizes(taken.capture, limits, known) if limits is not None else None
-        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names, self._owners)
+        sizes = _Sizes(taken.capture, limits, known, segments) if limits is not None else None
+        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names, self._owners, segments)
         sent, left = [], list[str]()
         for root in taken.capture.roots:
             names = taken.changed.get(root.name, frozenset())
@@ -186,8 +206,8 @@ class Tracked:
                 left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
                 sent.append([root.name, encoder.attributes(record, names)])
-        encoder.finish()
-        return [*sent, [LEFT_OUT, left]] if left else sent
+        used = encoder.finish()
+        return [*([[_SEGMENTS, used]] if used else []), *sent, *([[LEFT_OUT, left]] if left else [])]
 
 
 def changed_between(before: Taken, after: Taken) -> dict[str, frozenset[str]]:
@@ -208,7 +228,8 @@ def _known(capture: Capture, anchors: Anchors) -> frozenset[int]:
 
 def _elsewhere(first: Capture, sent: Sequence[Any], known: frozenset[int]) -> Iterator[int]:
     """Yield the ``id`` of each object that the attributes lead to which are not in ``sent``."""
-    names = {root: {attribute for attribute, _ in pairs} for root, pairs in sent if root != LEFT_OUT}
+    of_roots = (each for each in sent if each[0] not in (LEFT_OUT, _SEGMENTS))
+    names = {root: {attribute for attribute, _ in pairs} for root, pairs in of_roots}
     for root in first.roots:
         for name, value in vars(root.value).items():
             if name not in names.get(root.name, ()) and root.follows(name):
@@ -264,7 +285,16 @@ def _has_moved(now: Any, then: Any, moved: set[int], capture: Capture, known: fr
     return any(key in moved for key in _keys_under(now, capture, known))
 
 
-def _keys_under(value: Any, capture: Capture, known: frozenset[int]) -> Iterator[int]:
+def _children_of(record: Record) -> Iterator[Any]:
+    return (child for _, child in record.children())
+
+
+def _keys_under(
+    value: Any,
+    capture: Capture,
+    known: frozenset[int],
+    children: Callable[[Record], Iterable[Any]] = _children_of,
+) -> Iterator[int]:
     """Yield the keys of all objects that a value leads to, but not through what is ``known`` by itself."""
     ahead, seen = [value], set[int]()
     while ahead:
@@ -276,7 +306,11 @@ def _keys_under(value: Any, capture: Capture, known: frozenset[int]) -> Iterator
         yield ~id(here)
         for key in (id(here), ~id(here)):
             if key in capture.records:
-                ahead += [child for _, child in capture.records[key].children()]
+                ahead += children(capture.records[key])
+
+
+def _columns_of(record: Items | Entries) -> list[list[Any]]:
+    return [record.items] if isinstance(record, Items) else [record.items, record.keys]
 
 
 class _Sizes:
@@ -286,10 +320,13 @@ class _Sizes:
         capture: The capture.
         limits: What is too large.
         known: The ``id`` of each object that has a name of its own.
+        segments: What divides long lists; None if all items are encoded.
     """
 
-    def __init__(self, capture: Capture, limits: Limits, known: frozenset[int]) -> None:
-        self._capture, self.limits, self._known = capture, limits, known
+    def __init__(
+        self, capture: Capture, limits: Limits, known: frozenset[int], segments: Segments | None = None
+    ) -> None:
+        self._capture, self.limits, self._known, self._segments = capture, limits, known, segments
         self._bytes = {id(held.value): held.nbytes for held, _ in capture.copies}
 
     def is_large(self, record: Attributes, name: str) -> bool:
@@ -297,19 +334,36 @@ class _Sizes:
         if name not in record.names:  # it is gone
             return False
         value = record.values[record.names.index(name)]
-        if _length(self._capture.records.get(id(value))) > self.limits.many:
+        if self._length(self._capture.records.get(id(value))) > self.limits.many:
             return True
-        keys = list(islice(_keys_under(value, self._capture, self._known), 2 * self.limits.many + 1))
+        keys = list(islice(_keys_under(value, self._capture, self._known, self._children), 2 * self.limits.many + 1))
         if len(keys) > 2 * self.limits.many:
             return True
-        lengths = [_length(self._capture.records[key]) for key in keys if key in self._capture.records]
-        size = sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
+        records = [self._capture.records[key] for key in keys if key in self._capture.records]
+        lengths = [*map(self._length, records)]
+        segments = [part for record in records for part in self._parts(record) if isinstance(part, Segment)]
+        size = sum(segment.nbytes for segment in segments)
+        size += sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
         size += sum(each.nbytes for key in keys if isinstance(each := self._content(key), Tensor))
         return size > self.limits.large_bytes or max(lengths, default=0) > self.limits.many
 
+    def _parts(self, record: Record | None) -> Sequence[Part]:
+        return () if self._segments is None else self._segments.parts_of(record) or ()
+
+    def _children(self, record: Record) -> Iterable[Any]:
+        """Yield what a record leads to, but for what is in segments."""
+        parts = self._parts(record)
+        if not isinstance(record, (Items, Entries)) or not parts:
+            return _children_of(record)
+        return (each[place] for each in _columns_of(record) for part in parts if type(part) is range for place in part)
+
+    def _length(self, record: Record | None) -> int:
+        if record is None or isinstance(record, (Attributes, Slots)):
+            return 0
+        parts = self._parts(record)
+        if parts:
+            return sum(len(part) if isinstance(part, range) else 1 for part in parts)
+        return len(getattr(record, "members", getattr(record, "items", ())))
+
     def _content(self, key: int) -> Any:
         return getattr(self._capture.records.get(key), "content", None)
-
-
-def _length(record: Any) -> int:
-    return 0 if isinstance(record, (Attributes, Slots)) else len(getattr(record, "items", ()))

@@ -99,6 +99,7 @@ from lightning_replica.state.objects.records import (
     set_content,
     slot_of,
 )
+from lightning_replica.state.objects.segments import BrokenUpError, Part, Segment, Segments, rows_of
 from lightning_replica.state.objects.sets import refill
 from lightning_replica.state.objects.shared_memory import (
     Memories,
@@ -143,6 +144,7 @@ class Encoder:
         first: What was reachable when training began, if the other process has that.
         names: The names that objects had then, by ``id``.
         owners: The tensors and arrays that there were then, by the address of their memory.
+        segments: What divides long lists; None if all items are encoded.
     """
 
     def __init__(
@@ -153,17 +155,24 @@ class Encoder:
         first: Capture | None = None,
         names: Mapping[int, str] = MappingProxyType({}),
         owners: Mapping[int, Any] = MappingProxyType({}),
+        segments: Segments | None = None,
     ) -> None:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
-        self._names, self._owners = names, owners
-        self._copies = {id(held.value): copy for held, copy in capture.copies}
+        self._names, self._owners, self._segments = names, owners, segments
+        self._copies = capture.copies_by_id()
+        self._used: dict[int, Segment] = {}
         self._numbers: dict[int, int] = {}
         self._alone: set[int] = set()  # arrays that share their memory with no other one in the other process
         self._sharing = Sharing()
 
-    def finish(self) -> None:
-        """Tell in what was returned which tensors and arrays lie in one memory. Called once, at the end."""
+    def finish(self) -> list[Any]:
+        """Tell in what was returned which tensors and arrays lie in one memory. Called once, at the end.
+
+        Returns:
+            The segments of lists that what was returned refers to.
+        """
         self._sharing.tell()
+        return [segment.sent for segment in self._used.values()]
 
     def attributes(self, record: Attributes, names: frozenset[str] | None = None) -> list[Any]:
         """Return the attributes of a root: pairs of a name and a value.
@@ -183,6 +192,8 @@ class Encoder:
         known = len(self._numbers)
         try:
             return self._encode(value, name, 0)
+        except BrokenUpError:
+            raise
         except Exception as error:  # classes of the user's and of torch run code of their own, or refuse
             self._report(name, f"it cannot be sent to a replacement ({type(error).__name__}: {error})", "replacement")
             self._numbers = {key: number for key, number in self._numbers.items() if number < known}
@@ -196,6 +207,9 @@ class Encoder:
             return ["@", self._anchors.names[key]]
         if key in self._numbers:
             return ["#", self._numbers[key]]
+        if self._segments is not None and key in self._segments.numbers:
+            number, segment = self._segments.numbers[key]
+            return ["#", self._use(segment) - segment.first + number]
         kind = kind_of(value)
         if type(value) is weakref.ref:
             return ["weak", self._encode(value(), name, depth + 1)]
@@ -213,6 +227,11 @@ class Encoder:
             return sent
         # A list, a tensor or an array with attributes, or an array of a class of its own.
         return ["with", identity, _class_of(value), sent, self._pairs([beside], name, depth)]
+
+    def _use(self, segment: Segment) -> int:
+        """Send a segment, and return the number of its first object."""
+        self._used[segment.first] = segment
+        return segment.first
 
     def _identity(self, value: Any, kind: Kind) -> list[Any]:
         """Return the number of an object, and its name when training began: None if it is new, "" if unknown."""
@@ -266,6 +285,8 @@ class Encoder:
         """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
         if id(value) in self._alone:
             return sent
+        if self._segments is not None and (where := address_of(value)) in self._segments.addresses:
+            self._segments.break_up(where)
         sent = self._sharing.add(value, sent)
         owner = None if id(value) in self._names else self._owners.get(address := address_of(value))
         if owner is None or address_of(owner) != address or id(owner) not in self._copies:
@@ -340,6 +361,9 @@ class Encoder:
 
         value = record.value
         if isinstance(record, Entries):
+            divided = None if self._segments is None else self._segments.parts_of(record)
+            if divided is not None:
+                return ["segmented dict", identity, _class_of(value), self._parts(record, divided, name, depth)]
             keys = [self._encode(key, name, depth + 1) for key in record.keys]
             return ["dict", identity, _class_of(value), keys, all_of(record.items)]
         if isinstance(record, Fixed):
@@ -347,6 +371,9 @@ class Encoder:
             return [kind, identity, _class_of(value), all_of(record.items), *_made_class_of(value)]
         if isinstance(record, Items):
             maxlen = value.maxlen if isinstance(value, deque) else None
+            divided = None if self._segments is None else self._segments.parts_of(record)
+            if divided is not None:
+                return ["segmented", identity, _class_of(value), self._parts(record, divided, name, depth), maxlen]
             return [
                 "deque" if isinstance(value, deque) else "list",
                 identity,
@@ -391,6 +418,19 @@ class Encoder:
             return ["cell", identity, *all_of([value for _, value in record.children()])]
         return self._left_out(value)
 
+    def _parts(self, record: Items | Entries, parts: Iterable[Part], name: str, depth: int) -> list[Any]:
+        """Return, for each part, the first number of a segment, or encoded items; of a dict, with encoded keys."""
+        sent: list[Any] = []
+        for part in parts:
+            if isinstance(part, Segment):
+                sent.append(self._use(part))
+                continue
+            items = [self._encode(record.items[place], f"{name}[{place}]", depth + 1) for place in part]
+            if isinstance(record, Entries):
+                items = [[self._encode(record.keys[place], name, depth + 1) for place in part], items]
+            sent.append(items)
+        return sent
+
     def _encode_part(self, part: Any, name: str, depth: int, alone: bool) -> list[Any]:
         if type(part) is dict:
             keys = [self._encode(key, name, depth + 1) for key in part]
@@ -422,6 +462,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self._memories = Memories()
+        self._segments: dict[int, list[Any]] = {}
         self._shared: frozenset[int] | None = None
         self._made: dict[int, Any] = {}
         self._used: set[int] = set()
@@ -432,6 +473,14 @@ class Decoder:
     def _lacks(self, name: str, why: str) -> None:
         self._lacking += 1
         self.report(name, why, "once")
+
+    def make_segments(self, sent: list[Any]) -> None:
+        """Make what the segments of lists hold, which attributes refer to. Called before all others."""
+        for each in sent:
+            first = each[0]
+            self._segments[first], objects = rows_of(each)
+            for number, made in enumerate(objects, start=first):
+                self._keep(number, made)
 
     def put_attributes(self, root: Any, name: str, sent: list[Any]) -> None:
         """Set the attributes of a root."""
@@ -754,13 +803,28 @@ class Decoder:
 
     def _list(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent, maxlen = content
+        return self._listed(number, cls, [sent], maxlen, current, name)
+
+    def _segmented(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, parts, maxlen = content
+        return self._listed(number, cls, parts, maxlen, current, name)
+
+    def _listed(self, number: int, cls: str, parts: list[Any], maxlen: int | None, current: Any, name: str) -> Any:
+        """Return a list or a deque. A part of it is a list of encoded items, or the first number of a segment."""
         made = current if _is_a(current, cls) else _new(cls, deque(maxlen=maxlen) if cls.endswith(":deque") else [])
         if made is None:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         self._keep(number, made)
         there = list(base_of(made).__iter__(made))
-        items = self._all(sent, there if len(there) == len(sent) else [], name)
+        length = sum(len(part if isinstance(part, list) else self._segments[part]) for part in parts)
+        there = there if len(there) == length else []
+        items: list[Any] = []
+        for part in parts:
+            if isinstance(part, list):
+                items += self._all(part, there[len(items) : len(items) + len(part)], name)
+            else:
+                items += self._segments[part]
         if isinstance(made, deque):
             deque.clear(made)
             deque.extend(made, items)
@@ -770,20 +834,33 @@ class Decoder:
 
     def _dict(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent_keys, sent = content
+        return self._entries(number, cls, [[sent_keys, sent]], current, name)
+
+    def _segmented_dict(self, number: int, content: list[Any], current: Any, name: str) -> Any:
+        cls, parts = content
+        return self._entries(number, cls, parts, current, name)
+
+    def _entries(self, number: int, cls: str, parts: list[Any], current: Any, name: str) -> Any:
+        """Return a dict. A part of it is a list of encoded keys and one of items, or the first number of a segment."""
         made = current if _is_a(current, cls) else _new(cls, {})
         if made is None:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         self._keep(number, made)
-        keys = self._all(sent_keys, [], name)
         base = base_of(made)
         known = dict(base.items(made))
-        items = [
-            self._decode(each, known.get(key, MISSING), f"{name}[{key!r}]")
-            for key, each in zip(keys, sent, strict=True)
-        ]
+        pairs: list[Any] = []
+        for part in parts:
+            if isinstance(part, int):
+                pairs += self._segments[part]
+                continue
+            keys = self._all(part[0], [], name)
+            pairs += [
+                (key, self._decode(each, known.get(key, MISSING), f"{name}[{key!r}]"))
+                for key, each in zip(keys, part[1], strict=True)
+            ]
         base.clear(made)
-        for key, item in zip(keys, items, strict=True):
+        for key, item in pairs:
             if item is not MISSING:
                 base.__setitem__(made, key, item)
         return made
@@ -1136,6 +1213,8 @@ _READERS: Final[Mapping[str, Callable[[Decoder, int, list[Any], Any, str], Any]]
     "random": Decoder._random,
     "rebuilt": Decoder._rebuilt,
     "script": Decoder._script,
+    "segmented": Decoder._segmented,
+    "segmented dict": Decoder._segmented_dict,
     "set": Decoder._set,
     "stream": Decoder._stream,
     "tensor": Decoder._tensor,
