@@ -398,6 +398,7 @@ class Recorder:
         reached: set[int] | None,
         container: int | None = None,
         known: Set[int] = frozenset(),
+        added: Sequence[tuple[str, Any]] | None = None,
     ) -> None:
         """Record an object and all that it leads to.
 
@@ -407,6 +408,7 @@ class Recorder:
             reached: Gets the ``id`` of each tensor and array; None in the middle of a training.
             container: The key of the large container that the object is in.
             known: The ``id`` of each object that it has led to before.
+            added: What it leads to besides what it has led to before; None if that is to be found out.
         """
         ahead = [(key, first, container)]
         while ahead:
@@ -433,7 +435,8 @@ class Recorder:
                 if inside is not None and not refilled:
                     self._in_turn[key] = key
             self._compare_in_each_window(key, record)
-            leading = self._leading(record, known if record is first else frozenset())
+            of_first = added if record is first else None
+            leading = self._leading(record, known if record is first else frozenset()) if of_first is None else of_first
             found = [self._reached(record, name, value, reached, inside) for name, value in leading]
             ahead += [(*each, inside) for each in chain.from_iterable(found)][::-1]
 
@@ -571,13 +574,14 @@ class Recorder:
             record = self._records[key]
             if isinstance(record, Unknown):
                 self._tell_of_unknown(record)
-            renewed = record.renewed()
-            known, container = self._note_dropped(record, renewed), self._in_turn.get(key)
+            renewed, container = record.renewed(), self._in_turn.get(key)
+            added = renewed.added_to(record)
+            known = self._note_dropped(record, renewed) if added is None else frozenset[int]()
             if container == key or (container is None and _size_of(record) > _FEW):
                 self._refilled[key] = record.value
                 self._in_turn.pop(key, None)
                 container = None
-            self._add(key, renewed, None, container, known)
+            self._add(key, renewed, None, container, known, added)
         dropped = max(_DROPPED, len(self._records) // _KEPT_OF)
         if self._dropped > dropped or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()

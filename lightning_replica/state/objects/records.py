@@ -92,6 +92,10 @@ class Record:
         """Return whether the object is as it was."""
         raise NotImplementedError
 
+    def added_to(self, before: "Record") -> Sequence[tuple[str, Any]] | None:
+        """Return what an object leads to besides all that it led to before, as `leading`; None if it has lost some."""
+        return None
+
     def put_back(self, stands: Stands) -> None:
         """Make the object as it was."""
         raise NotImplementedError
@@ -264,6 +268,10 @@ def fixed_of(cls: Any, items: list[Any]) -> Any:
         return cls(items)
 
 
+def _begins_with(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) >= len(before) and all(map(operator.is_, now, before))
+
+
 class Items(Record):
     """The items of a list or a deque."""
 
@@ -283,6 +291,12 @@ class Items(Record):
 
     def referred(self) -> Iterable[Any]:
         return self.items
+
+    def added_to(self, before: Record) -> Sequence[tuple[str, Any]] | None:
+        if not isinstance(before, Items) or not _begins_with(self.items, before.items):
+            return None
+        new = enumerate(self.items[len(before.items) :], start=len(before.items))
+        return [(f"[{place}]", value) for place, value in new if leads_on(value)]
 
     def is_same(self) -> bool:
         return self._holds(self.items)
@@ -377,6 +391,15 @@ class Entries(Record):
         pairs = zip(self.keys, self.items, strict=True)
         values = ((f"[{short(key)}]", value) for key, value in pairs if id(value) not in known and leads_on(value))
         return itertools.chain(values, self._key_children(known))
+
+    def added_to(self, before: Record) -> Sequence[tuple[str, Any]] | None:
+        if not isinstance(before, Entries) or not _begins_with(self.keys, before.keys):
+            return None
+        count = len(before.keys)
+        if not _begins_with(self.items, before.items) or not all(type(key) in ATOMS for key in self.keys[count:]):
+            return None
+        new = zip(self.keys[count:], self.items[count:], strict=True)
+        return [(f"[{short(key)}]", value) for key, value in new if leads_on(value)]
 
     def referred(self) -> Iterable[Any]:
         return [*self.items, *self.keys]

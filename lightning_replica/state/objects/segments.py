@@ -63,7 +63,7 @@ class Segment:
         records: What each of them held; None for a tensor or an array that has a copy instead.
         copies: What tensors and arrays held; None for other objects, and for those with a record.
         addresses: Where the memory of tensors and arrays lies.
-        sent: What is sent: the first number, how many rows there are, the outline of each, and the leaves as bytes.
+        sent: What is sent: the first number, how many rows there are, the outline of each, and the leaves.
     """
 
     flat: Sequence[Any]
@@ -72,18 +72,13 @@ class Segment:
     records: Sequence[Record | None]
     copies: Sequence[Copy]
     addresses: frozenset[int]
-    sent: list[Any]
+    sent: bytes
     keys: Sequence[int] = field(init=False)
     inverted: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", [id(each) for each in self.objects])
         object.__setattr__(self, "inverted", [~key for key in self.keys])
-
-    @property
-    def nbytes(self) -> int:
-        """How much is sent, in bytes."""
-        return len(self.sent[-1])
 
     def is_same(self, records: Mapping[int, Record], copies: Mapping[int, Copy]) -> bool:
         """Return whether all objects hold what they held, and have got no attributes."""
@@ -259,7 +254,8 @@ class Segments:
             raise _UnlikeError
         keys = [*map(id, objects)]
         try:
-            columns = plain.pack([_column(each) for each in zip(*rows, strict=True)])
+            columns = [_column(each) for each in zip(*rows, strict=True)]
+            sent = plain.pack([self._next, len(rows), outline, columns])
         except Exception as error:  # torch stacks no tensors of some types
             raise _UnlikeError from error
         return Segment(
@@ -269,7 +265,7 @@ class Segments:
             [*map(self._capture.records.get, keys)],
             [*map(self._copies.get, keys)],
             frozenset(addresses),
-            [self._next, len(rows), outline, columns],
+            sent,
         )
 
     def _outline(self, value: Any, leaves: list[Any], objects: list[Any], addresses: set[int], depth: int) -> Outline:
@@ -342,22 +338,22 @@ def _column(leaves: Sequence[Any]) -> Any:
     return list(leaves)
 
 
-def rows_of(sent: list[Any]) -> tuple[list[Any], list[Any]]:
+def rows_of(sent: bytes) -> tuple[int, list[Any], list[Any]]:
     """Make what a segment holds.
 
     Args:
         sent: What `Segment.sent` was.
 
     Returns:
-        The rows, and all objects in the order of their numbers. A row of a dict is a key and an item.
+        The first number, the rows, and all objects in the order of their numbers. A row of a dict is a key and an item.
 
     Raises:
         TransferError: If it was something else.
     """
-    _, count, outline, data = sent
-    columns = plain.unpack(data, placed=True)
+    first, count, outline, columns = plain.unpack(sent, placed=True)
     objects: list[Any] = []
-    return [_made(outline, row, count, iter(columns), objects) for row in range(count)], objects
+    rows = [_made(outline, row, count, iter(columns), objects) for row in range(count)]
+    return first, rows, objects
 
 
 def _made(outline: Outline, row: int, count: int, columns: Iterator[Any], objects: list[Any]) -> Any:

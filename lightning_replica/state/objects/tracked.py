@@ -3,7 +3,7 @@
 Both can be had as plain data for another process, which holds the same objects as they were in the beginning.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -241,7 +241,7 @@ def _changed(
     first: Capture | None,
     all_changed: bool,
     known: frozenset[int],
-    touched: Iterable[int] | None = None,
+    touched: Set[int] | None = None,
 ) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the names of the attributes that have changed since ``first`` or are gone, root by root.
 
@@ -254,12 +254,8 @@ def _changed(
     """
     if first is None:
         return
-    records = capture.records
-    keys = records if touched is None else (key for key in touched if key in records)
-    moved = {key for key in keys if first.records.get(key) is not records[key]}
-    before = {id(held.value): held_copy for held, held_copy in first.copies}
-    moved |= {id(held.value) for held, now in capture.copies if _has_changed(held.changes, now, before, held.value)}
-    if not moved and not all_changed:
+    moved = _Moved(capture, first, touched)
+    if not moved.any() and not all_changed:
         return
     for root in capture.roots:
         record, before_it = capture.attributes_of(root), first.records.get(id(root.value))
@@ -275,11 +271,30 @@ def _changed(
             yield root.name, names
 
 
-def _has_changed(changes: int, now: Any, before: Mapping[int, Any], value: Any) -> bool:
-    return id(value) not in before or (changes > 0 and before[id(value)] is not now)
+class _Moved:
+    """The keys of what holds something else than before; there may be many, so they are not put together."""
+
+    def __init__(self, capture: Capture, first: Capture, touched: Set[int] | None) -> None:
+        self._now, self._before = capture.records, first.records
+        self._touched = capture.records.keys() if touched is None else touched
+        before = first.copies_by_id()
+        self._written = {
+            id(held.value)
+            for held, now in capture.copies
+            if id(held.value) not in before or (held.changes > 0 and before[id(held.value)] is not now)
+        }
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._written or (key in self._touched and self._is_other(key))
+
+    def any(self) -> bool:
+        return bool(self._written) or any(map(self._is_other, self._touched))
+
+    def _is_other(self, key: int) -> bool:
+        return key in self._now and self._before.get(key) is not self._now[key]
 
 
-def _has_moved(now: Any, then: Any, moved: set[int], capture: Capture, known: frozenset[int]) -> bool:
+def _has_moved(now: Any, then: Any, moved: _Moved, capture: Capture, known: frozenset[int]) -> bool:
     if now is not then and not (type(now) in ATOMS and is_same_atom(now, then)):
         return True
     return any(key in moved for key in _keys_under(now, capture, known))
@@ -342,7 +357,7 @@ class _Sizes:
         records = [self._capture.records[key] for key in keys if key in self._capture.records]
         lengths = [*map(self._length, records)]
         segments = [part for record in records for part in self._parts(record) if isinstance(part, Segment)]
-        size = sum(segment.nbytes for segment in segments)
+        size = sum(len(segment.sent) for segment in segments)
         size += sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
         size += sum(each.nbytes for key in keys if isinstance(each := self._content(key), Tensor))
         return size > self.limits.large_bytes or max(lengths, default=0) > self.limits.many

@@ -477,8 +477,8 @@ class Decoder:
     def make_segments(self, sent: list[Any]) -> None:
         """Make what the segments of lists hold, which attributes refer to. Called before all others."""
         for each in sent:
-            first = each[0]
-            self._segments[first], objects = rows_of(each)
+            first, rows, objects = rows_of(each)
+            self._segments[first] = rows
             for number, made in enumerate(objects, start=first):
                 self._keep(number, made)
 
