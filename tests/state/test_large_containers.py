@@ -164,3 +164,23 @@ def test_items_that_lead_to_nothing_may_be_many(make: Callable[[int], Any]) -> N
 def test_too_many_objects_are_named() -> None:
     recorded = Recorded([[] for _ in range(200_001)])
     assert set(recorded.told) == {"it.content: too many objects are reachable: changes in some are not seen"}
+
+
+@pytest.mark.parametrize("size", [1, SIZE])
+@pytest.mark.parametrize("holds", [list, dict.fromkeys])
+def test_attributes_that_tensors_get_later(holds: Callable[[Any], Any], size: int) -> None:
+    """Before, a tensor that had none when it was met had none for ever."""
+    content = [torch.tensor(float(number)) for number in range(size)]
+    recorded = Recorded(holds(content))
+    without = recorded.take()
+    first: Any = content[0]
+    first.seen = [1]
+    for _ in range(SIZE):  # it is compared in its turn
+        taken = recorded.take()
+        if ~id(first) in taken.records:
+            break
+    first.seen.append(2)
+    taken.put_back(recorded._report)
+    assert first.seen == [1]
+    without.put_back(recorded._report)
+    assert not hasattr(first, "seen")

@@ -36,6 +36,7 @@ from lightning_replica.state.objects.contents import (
     Held,
     copy_of,
     is_content,
+    is_marked,
     late,
     plain_of,
     same_content,
@@ -147,11 +148,11 @@ class Root:
 class Content(Record):
     """What a tensor or an array in a large container held."""
 
-    __slots__ = ("copy", "writes")
+    __slots__ = ("copy", "is_marked", "writes")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.copy, self.writes = copy_of(value), self._count()
+        self.copy, self.writes, self.is_marked = copy_of(value), self._count(), is_marked(value)
 
     def _count(self) -> int:
         countable = type(self.value) is Tensor and not self.value.is_inference()
@@ -162,9 +163,11 @@ class Content(Record):
         return self.writes >= 0 and data_version(self.value) != self.writes
 
     def is_same(self) -> bool:
-        return same_content(plain_of(self.value), self.copy)
+        return self.is_marked == is_marked(self.value) and same_content(plain_of(self.value), self.copy)
 
     def put_back(self, stands: Callable[[Any], Any]) -> None:
+        if self.is_marked:
+            self.copy.is_marked = True
         Held(self.value, self.name).put_back(self.copy)
         self.writes = self._count()
 
@@ -583,7 +586,8 @@ class Recorder:
                 container = None
             self._add(key, renewed, None, container, known, added)
         dropped = max(_DROPPED, len(self._records) // _KEPT_OF)
-        if self._dropped > dropped or self._dropped_bytes > _DROPPED_BYTES:
+        marked = any(isinstance(each := self._records[key], Content) and each.is_marked for key in changed)
+        if marked or self._dropped > dropped or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()
         return True
 

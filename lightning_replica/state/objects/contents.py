@@ -49,7 +49,7 @@ class Held:
         changes: How often it has been seen to change.
         learns: Whether it is a tensor that required a gradient when it was last taken. Copies have an attribute of
             this name if it did.
-        is_marked: Whether it is a tensor that had attributes of the user's when it was last taken.
+        is_marked: Whether it is a tensor that had attributes of the user's when it was last taken; likewise.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -59,7 +59,7 @@ class Held:
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
-        self.learns, self.is_marked = _learns(value), _is_marked(value)
+        self.learns, self.is_marked = _learns(value), is_marked(value)
         self._sample: Copy = None
         self._place = 0
         self.writes = self._count()
@@ -74,16 +74,18 @@ class Held:
         self.writes = self._count()
         self.copy = copy_of(self.value)
         self.nbytes = self.copy.nbytes
-        self.learns, self.is_marked = _learns(self.value), _is_marked(self.value)
+        self.learns, self.is_marked = _learns(self.value), is_marked(self.value)
         if self.learns:
             self.copy.learns = True
+        if self.is_marked:
+            self.copy.is_marked = True
 
     def is_written(self) -> bool:
         """Return whether torch has counted a write since the last copy or look, or it learns or has attributes now."""
         return (
             self._count() != self.writes
             or _learns(self.value) != self.learns
-            or _is_marked(self.value) != self.is_marked
+            or is_marked(self.value) != self.is_marked
         )
 
     def put_back(self, copy: Copy) -> None:
@@ -91,6 +93,8 @@ class Held:
         if _learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
             with suppress(RuntimeError):  # a view cannot
                 self.value.detach_().grad = None
+        if is_marked(self.value) and not hasattr(copy, "is_marked"):
+            vars(self.value).clear()
         content = plain_of(self.value)
         if same_content(content, copy):
             return
@@ -107,7 +111,7 @@ class Held:
         """Compare a part with what it held when it was last looked at; look at another part from then on."""
         row = _row(self.value)
         changed = self.is_written() or (self._sample is not None and not same_content(self._part(row), self._sample))
-        self.writes, self.learns, self.is_marked = self._count(), _learns(self.value), _is_marked(self.value)
+        self.writes, self.learns, self.is_marked = self._count(), _learns(self.value), is_marked(self.value)
         if self.copy is None:
             self._place = (self._place + _PART) % max(1, len(row) - _PART + 1)
             self._sample = copy_of(self._part(row))
@@ -154,7 +158,8 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _is_marked(value: Any) -> bool:
+def is_marked(value: Any) -> bool:
+    """Return whether a value is a tensor with attributes of the user's."""
     return isinstance(value, Tensor) and bool(vars(value))
 
 
