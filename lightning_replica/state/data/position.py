@@ -293,12 +293,15 @@ class ExactLoader:
         if not before.batches and not self._feed.workers:
             before = before._replace(epoch=self._sampler_epoch())
         random = b"" if before.batches or self._feed.workers else self._rng_state()
+        self._tell_of_changed_between_batches()
         with self._sources.loading():
             item = self._next()
         if item is END:
             self._ended = True
             raise StopIteration
         self._tell_of_changed_by_loading()
+        if self._goes_on_by_itself:
+            self._sources.note_loaded()
         left = self._sources.state(begins=False) if self._feed.skips else None
         kept = _Kept(item[0], before, random, item[1], self._rng_state(), left)
         self._kept.append(kept)
@@ -339,6 +342,7 @@ class ExactLoader:
             self._replay_beside()
         begun, generator, sources = self._rng_state(), self._generator_state(), self._sources.state()
         self._kept, self._drawn, self._ended, self._final = [], 0, False, None
+        self._sources.begin_to_load()
         copied = self._copied.state_at_start()
         if inherited is not None and inherited.begun is None and inherited.seeded is not None:
             workers, reused, copied = inherited.workers, True, inherited.copied
@@ -369,6 +373,7 @@ class ExactLoader:
     def _replay(self) -> None:
         """Start the loader again at `_state`, with no batch kept."""
         state = self._state
+        self._sources.begin_to_load()
         if state.begun is None:
             state = state._replace(
                 begun=self._rng_state(), generator=self._generator_state(), copied=self._copied.state_at_start()
@@ -399,6 +404,22 @@ class ExactLoader:
                     self._report(
                         f"{owner}.{name}", "loading data changes it, and a batch that comes again is not loaded again"
                     )
+
+    @property
+    def _goes_on_by_itself(self) -> bool:
+        """Whether this process iterates data that it cannot skip: what the iteration keeps is out of reach."""
+        return not self._feed.workers and not self._feed.skips
+
+    def _tell_of_changed_between_batches(self) -> None:
+        """Report what code changes in iterable data while that is iterated: it does not go back."""
+        if not self._goes_on_by_itself:
+            return
+        for name in self._sources.changed_since_loaded():
+            why = (
+                "code changes it between two batches of data that has no length and no workers. It does not go back,"
+                " and a replacement begins the iteration with what it is then. Change it where an epoch begins"
+            )
+            self._report(name, why)
 
     def _compare_length(self, state: LoaderState) -> None:
         """Report that this process draws from other data than the one that was in the middle of them."""

@@ -40,7 +40,7 @@ from lightning_replica.core.user_code import UserCode, is_users_class
 from lightning_replica.state.code_variables import variables_of
 from lightning_replica.state.objects.capture import Anchors, Root
 from lightning_replica.state.objects.kinds import slots_of
-from lightning_replica.state.objects.tracked import MIRRORED, Limits, Tracked, changed_between
+from lightning_replica.state.objects.tracked import MIRRORED, Limits, Taken, Tracked, changed_between
 
 _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
@@ -107,6 +107,7 @@ class Sources:
         self._anchors = Anchors.of(self._anchored)
         self._tracked = Tracked(report, copied_bytes=_COPIED_BYTES)
         self._packed: tuple[Any, bytes] = None, b""
+        self._loaded: Taken | None = None
         if self._roots:
             self._tracked.begin(self._roots, self._anchors)
         self._owners = list(self._owners_among(training.owners))
@@ -137,6 +138,23 @@ class Sources:
                 owner: known.get(owner, frozenset()) | found.get(owner, frozenset()) for owner in {*known, *found}
             }
             self._roots = [*self._own_roots, *map(self._with_changed, self._owners)]
+
+    def begin_to_load(self) -> None:
+        """Forget what was there after the last batch: another iteration begins."""
+        self._loaded = None
+
+    def note_loaded(self) -> None:
+        """Note what is there after a batch was loaded."""
+        self._loaded = self._tracked.take(self._roots, self._anchors, window=False) if self._roots else None
+
+    def changed_since_loaded(self) -> list[str]:
+        """Return the names of what has changed since `note_loaded`."""
+        if self._loaded is None:
+            return []
+        now = self._tracked.take(self._roots, self._anchors, window=False)
+        return sorted(
+            f"{owner}.{name}" for owner, names in changed_between(self._loaded, now).items() for name in names
+        )
 
     def _with_changed(self, owner: Root) -> Root:
         return replace(owner, only=tuple(sorted(self.changed_by_loading.get(owner.name, ()))))

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.devices.host import rng_state, set_rng_state
@@ -129,11 +137,11 @@ class Remembers(Sampler[int]):
     """Keeps what it has yielded in a list that becomes too large to be kept with each position."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.seen: list[Any] = []
 
     def __iter__(self) -> Iterator[int]:
         for index in range(30):
-            self.seen += [index] * 500
+            self.seen += [index, (index,)] * 250
             yield index
 
 
@@ -181,6 +189,29 @@ def test_weights_of_a_sampler_that_hooks_change(replaced: bool) -> None:
     assert [numbers(iter(exact), 2), numbers(iter(exact), 4)] == expected
     assert float(sampler.weights[3]) == 20.0
     assert not inexact.known
+
+
+class Stream(IterableDataset[int]):
+    """Keeps where it is, and goes by what hooks set."""
+
+    def __init__(self) -> None:
+        self.place, self.level = 0, 1
+
+    def __iter__(self) -> Iterator[int]:
+        for self.place in range(12):
+            yield self.place * self.level
+
+
+@pytest.mark.parametrize("changes", ["between epochs", "between batches"])
+def test_hooks_that_change_a_stream_while_it_is_iterated(changes: str) -> None:
+    inexact, data = Inexact(), Stream()
+    exact = ExactLoader(DataLoader(data, batch_size=3), rng_state, set_rng_state, inexact.report)
+    for number in range(3):
+        batches = iter(exact)
+        data.level = number
+        for _ in batches:
+            data.level += changes == "between batches"
+    assert [*inexact.known] == ["Stream of the loader.level"] * (changes == "between batches")
 
 
 def test_data_of_another_length_are_named() -> None:
