@@ -38,7 +38,7 @@ LAYERS, WARM_UP = 12, 5
 WIDTHS = (256, 512, 1024)
 PARTS: dict[str, list[tuple[type, str]]] = {
     "snapshots": [(LightningHostState, "begin_window"), (LightningHostState, "enter_commit")],
-    "mirrors": [(Snapshot, "private_bytes"), (Mirrors, "begin"), (Mirrors, "settle"), (Mirrors, "digests")],
+    "mirrors": [(Snapshot, "private"), (Mirrors, "begin"), (Mirrors, "settle"), (Mirrors, "digests")],
     "guard": [(Guard, name) for name in ("keep", "digest", "compare", "check", "renew")],
 }
 

@@ -1,8 +1,9 @@
 """The format of what ranks send each other: plain data and tensors as bytes that can be read without running code.
 
 There are two formats. `pack` is for data that is packed twice a step: JSON, followed by the memory of tensors and
-bytes. `save` is ``torch.save``, which supports more types, read with ``weights_only=True``. Neither reader unpickles
-freely, so bytes from outside cannot make code run.
+bytes. As `Pieces`, the bytes that were given stay the same objects, so that who has sent them need not do so again.
+`save` is ``torch.save``, which supports more types, read with ``weights_only=True``. Neither reader unpickles freely,
+so bytes from outside cannot make code run.
 """
 
 import collections
@@ -12,9 +13,9 @@ import json
 import math
 import pathlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -53,6 +54,31 @@ class NotPlainError(ConfigurationError):
     """A value cannot be sent to another rank. The message names the type that prevents it."""
 
 
+class Pieces:
+    """Bytes in pieces, which can be packed like bytes.
+
+    Attributes:
+        parts: The pieces. Some may be the same objects as in the pieces of an earlier time.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Iterable[bytes] = ()) -> None:
+        self.parts = tuple(parts)
+
+    def __bool__(self) -> bool:
+        return any(self.parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+
+_BYTES: Final = frozenset((bytes, Pieces))
+
+
 def pack(value: Any) -> bytes:
     """Return ``value`` as bytes: None, bool, int, float, str, bytes, dense tensors, lists, tuples and dicts of these.
 
@@ -62,7 +88,13 @@ def pack(value: Any) -> bytes:
         NotPlainError: If ``value`` contains anything else.
     """
     blobs: list[Any] = []
-    return _joined(json.dumps(_to_json(value, blobs)).encode(), blobs)
+    return b"".join(_parts(json.dumps(_to_json(value, blobs)).encode(), blobs))
+
+
+def pack_in_pieces(value: Any) -> Pieces:
+    """Return what `pack` does, in pieces: bytes and `Pieces` in ``value`` are pieces of it."""
+    blobs: list[Any] = []
+    return _in_pieces(json.dumps(_to_json(value, blobs)).encode(), blobs)
 
 
 def pack_lists(value: Any) -> bytes:
@@ -70,22 +102,34 @@ def pack_lists(value: Any) -> bytes:
 
     `unpack` would return tuples as lists, and numeric keys as strings.
     """
+    return bytes(pack_lists_in_pieces(value))
+
+
+def pack_lists_in_pieces(value: Any) -> Pieces:
+    """Return what `pack_lists` does, in pieces."""
     blobs: list[Any] = []
     marks = 0
 
     def add(found: Any) -> Any:
         nonlocal marks
         node = _to_json(found, blobs)
-        marks += 1 if type(found) is bytes else json.dumps(node).count(_MARKED)
+        marks += 1 if type(found) in _BYTES else json.dumps(node).count(_MARKED)
         return node
 
     text = json.dumps(value, default=add, check_circular=False)
     # A dict of the user's may have the mark as a key. In a string of the user's, quotes are escaped.
-    return pack(value) if "NaN" in text or text.count(_MARKED) != marks else _joined(text.encode(), blobs)
+    if "NaN" in text or text.count(_MARKED) != marks:
+        return pack_in_pieces(value)
+    return _in_pieces(text.encode(), blobs)
 
 
-def _joined(text: bytes, blobs: list[Any]) -> bytes:
-    return b"".join((_HEAD.pack(_MAGIC, len(text), sum(map(len, blobs))), text, *blobs))
+def _parts(text: bytes, blobs: list[Any]) -> list[Any]:
+    return [_HEAD.pack(_MAGIC, len(text), sum(map(len, blobs))), text, *blobs]
+
+
+def _in_pieces(text: bytes, blobs: list[Any]) -> Pieces:
+    # The memory of a tensor may be written to later.
+    return Pieces(part if type(part) is bytes else bytes(part) for part in _parts(text, blobs))
 
 
 def unpack(data: bytes, placed: bool = False) -> Any:
@@ -130,6 +174,9 @@ def _to_json(value: Any, blobs: list[Any]) -> Any:
         return {_MARK: "tuple", "items": [_to_json(item, blobs) for item in value]}
     if kind is bytes:
         blobs.append(value)
+        return {_MARK: "bytes", "size": len(value)}
+    if kind is Pieces:
+        blobs += value.parts
         return {_MARK: "bytes", "size": len(value)}
     if isinstance(value, Tensor) and is_plain(value):
         return _tensor_to_json(value, blobs)

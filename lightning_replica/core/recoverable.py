@@ -5,6 +5,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
+from lightning_replica.core.plain import Pieces
+
 Kind: TypeAlias = Literal["batch", "tail"]
 """Where training resumes: at the start of a batch window, or in the tail of the step before it.
 
@@ -90,8 +92,8 @@ class HostState(Protocol):
     def settings_advice(self) -> str:
         """Advice for the user if the settings of ranks differ."""
 
-    def private(self, kind: Kind, step: int) -> bytes:
-        """Return the part of a snapshot that belongs to this rank alone, as it is mirrored to the peers."""
+    def private(self, kind: Kind, step: int) -> Pieces:
+        """Return the part of a snapshot that belongs to this rank alone, as it is mirrored to the peers, packed."""
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Take another rank's snapshot as this rank's own. Called on a replacement."""

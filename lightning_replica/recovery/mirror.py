@@ -7,11 +7,19 @@ enters it). So when a commit has succeeded on any rank, every peer holds the pri
 step begins. A checksum reveals a message that a fault cut short; the planner then goes back to the tail. The message
 before the commit also carries the digest of the rank's shard, so that peers can compare their bits before any of them
 enters the commit.
+
+[Note: only what is new]
+Most of a private state is as it was in the message before: outputs that a list collects, states of metrics and
+callbacks. A state is given in pieces, and a piece that was in the message before, as the same object, is sent as a
+number. Peers have it: who takes part in an all-gather has the message of the one before whole, or its world is rolled
+back and all connect anew. In case a peer's copy was damaged, every `_WHOLE_EVERY`-th message has all pieces in it.
 """
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,14 +27,81 @@ from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
 from lightning_replica.core.digests import Digest
+from lightning_replica.core.plain import Pieces
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.recoverable import Kind
 from lightning_replica.core.works import Work, track
 from lightning_replica.recovery.planner import Mirror
 
-_HEADER = struct.Struct("<qqqqqq")  # step, length of the payload, CRC-32 of payload and digest, digest
+_HEADER = struct.Struct("<qqqqqqq")  # step, number of pieces, length of what follows, CRC-32 of all that, digest
+_PIECE = struct.Struct("<qqqq")  # number, length, CRC-32, whether it is in this message
 _NO_DIGEST = (-1, 0, 0)
 _START_BYTES = 8 * 1024  # grows with the first message that needs more
+_SMALL_BYTES = 256  # a smaller piece is always sent, in one with its neighbours
+_WHOLE_EVERY = 64
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a state.
+
+    Attributes:
+        number: By which the peers know it; 0 if it is sent once.
+        data: The bytes.
+        crc: Their CRC-32.
+    """
+
+    number: int
+    data: bytes
+    crc: int
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a peer has sent, with all its pieces."""
+
+    step: int
+    pieces: tuple[_Piece, ...]
+    digest: Digest | None
+
+    @property
+    def payload(self) -> bytes:
+        return b"".join(piece.data for piece in self.pieces)
+
+
+_Row: TypeAlias = "Tensor | _Message | None"
+"""What has come from a peer: unread, read, or damaged."""
+
+
+class _Sender:
+    """Numbers the pieces that this rank sends, and remembers which of them its last message had."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._last: dict[int, _Piece] = {}
+
+    def pieces(self, payload: Pieces) -> tuple[list[_Piece], frozenset[int]]:
+        """Return the pieces of a message, and the numbers of those that the message before had, too."""
+        found, small = list[_Piece](), list[bytes]()
+        for data in payload.parts:
+            if len(data) < _SMALL_BYTES:
+                small.append(data)
+                continue
+            found += self._joined(small)
+            small = []
+            known = self._last.get(id(data))
+            if known is None:
+                known = _Piece(self._next, data, zlib.crc32(data))
+                self._next += 1
+            found.append(known)
+        found += self._joined(small)
+        before = frozenset(piece.number for piece in self._last.values())
+        self._last = {id(piece.data): piece for piece in found if piece.number}
+        return found, before
+
+    def _joined(self, small: list[bytes]) -> list[_Piece]:
+        data = b"".join(small)
+        return [_Piece(0, data, zlib.crc32(data))] if data else []
 
 
 class Mirrors:
@@ -39,19 +114,25 @@ class Mirrors:
 
     def __init__(self, rank: int, wait: Callable[[Work], None]) -> None:
         self._rank, self._wait = rank, wait
-        self._capacity = _START_BYTES
+        self._sender, self._count = _Sender(), 0
+        # By whether a message has all pieces, how much is sent; and the most that one without them has needed since.
+        self._room, self._most = {True: _START_BYTES, False: _START_BYTES}, 0
         # Newest last. After a fault the same state is sent again; the older copy is kept until the newer is complete.
-        self._rows: dict[tuple[Kind, int], list[list[Tensor]]] = {}
-        self._pending: tuple[Work, Kind, int, bytes, Digest | None] | None = None
+        self._rows: dict[tuple[Kind, int], list[list[_Row]]] = {}
+        self._received: dict[int, dict[int, _Piece]] = {}  # by place of a peer, the pieces of its last message
+        self._pending: tuple[Work, Kind, int, bytes, bool] | None = None
 
     def connect(self, group: dist.ProcessGroup, peers: tuple[int, ...]) -> None:
         """Use ``group``, whose members are ``peers``, from now on. Rows received so far are kept."""
         self._group, self._peers = group, peers
-        self._pending = None
-        self._capacity = _START_BYTES  # the same on a replacement as on every other rank
+        for (_, step), known in self._rows.items():
+            known[:] = [[self._message(place, row, step) for place, row in enumerate(rows)] for rows in known]
+        # The same on a replacement as on every other rank:
+        self._sender, self._count, self._received = _Sender(), 0, {}
+        self._room, self._most, self._pending = {True: _START_BYTES, False: _START_BYTES}, 0, None
 
     @ranged("mirror")
-    def begin(self, kind: Kind, step: int, payload: bytes, digest: Digest | None = None) -> None:
+    def begin(self, kind: Kind, step: int, payload: Pieces, digest: Digest | None = None) -> None:
         """Start to send ``payload`` to the peers and to receive theirs. Collective among peers.
 
         Args:
@@ -65,21 +146,39 @@ class Mirrors:
             return
         if kind == "batch":  # every rank has completed the steps before this window
             self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= step}
-        self._pending = (self._launch(kind, step, payload, digest), kind, step, payload, digest)
+        is_whole = self._count % _WHOLE_EVERY == 0
+        self._count += 1
+        pieces, known = self._sender.pieces(payload)
+        message = _pack(step, pieces, frozenset() if is_whole else known, digest)
+        self._pending = (self._launch(kind, step, message, self._room[is_whole]), kind, step, message, is_whole)
 
     @ranged("mirror_wait")
     def settle(self) -> None:
         """Wait for what `begin` started. If a payload did not fit, send again with more room."""
         if self._pending is None:
             return
-        work, kind, step, payload, digest = self._pending
+        work, kind, step, message, is_whole = self._pending
         self._wait(work)
-        needed = max(_HEADER.unpack_from(as_bytes(row))[1] for row in self._rows[kind, step][-1]) + _HEADER.size
-        if needed > self._capacity:
-            self._capacity = 1 << needed.bit_length()
-            self._wait(self._launch(kind, step, payload, digest))
-        self._rows[kind, step] = self._rows[kind, step][-1:]
+        needed = max(_needed(row) for row in self._rows[kind, step][-1] if isinstance(row, Tensor))
+        if needed > self._room[is_whole]:
+            self._wait(self._launch(kind, step, message, _room_for(needed)))
+        rows = [self._message(place, row, step) for place, row in enumerate(self._rows[kind, step][-1])]
+        rows[self._peers.index(self._rank)] = None  # this rank has its own
+        self._rows[kind, step] = [[*rows]]
+        for place, found in enumerate(rows):
+            if found is not None:
+                self._received[place] = {piece.number: piece for piece in found.pieces}
+        self._make_room(needed, is_whole)
         self._pending = None
+
+    def _make_room(self, needed: int, is_whole: bool) -> None:
+        """Choose how much the next messages may need, the same on all peers."""
+        if is_whole:
+            self._room = {True: _room_for(needed), False: _room_for(self._most)}
+            self._most = 0
+        else:
+            self._most = max(self._most, needed)
+            self._room[False] = max(self._room[False], _room_for(needed))
 
     def keep(self, kind: Kind, step: int) -> None:
         """Drop everything except ``kind`` at ``step``, to which all ranks have just returned."""
@@ -95,62 +194,94 @@ class Mirrors:
         )
 
     def digests(self, step: int) -> dict[int, Digest]:
-        """Return the shard digests that this rank and its peers took before the commit that leads to ``step``.
+        """Return the shard digests that the peers took before the commit that leads to ``step``.
 
         A peer whose message is not whole is left out.
         """
         rows = self._rows.get(("tail", step), [[]])[-1]
-        read = {peer: _read(row, step) for peer, row in zip(self._peers, rows, strict=False)}
-        return {peer: message[1] for peer, message in read.items() if message is not None and message[1] is not None}
+        read = {self._peers[place]: self._message(place, row, step) for place, row in enumerate(rows)}
+        return {peer: found.digest for peer, found in read.items() if found is not None and found.digest is not None}
 
     def payload(self, mirror: Mirror) -> bytes:
         """Return the private state that ``mirror``, one of `held`, stands for."""
-        payload = self._find(mirror)
-        if payload is None:
+        message = self._find(mirror)
+        if message is None:
             raise KeyError(f"{mirror} is not whole")
-        return payload
+        return message.payload
 
     def share(self, target: int, kind: Kind, step: int, own: bytes) -> dict[int, bytes]:
         """Return the peers' states for a replacement ``target``: this rank's own, ``own``, and those held here."""
         found = {peer: self._find(Mirror(peer, kind, step)) for peer in self._peers if peer not in (self._rank, target)}
-        return {self._rank: own} | {peer: payload for peer, payload in found.items() if payload is not None}
+        return {self._rank: own} | {peer: each.payload for peer, each in found.items() if each is not None}
 
     def adopt(self, kind: Kind, step: int, payloads: dict[int, bytes]) -> None:
         """Store what a peer has shared: a second fault may come before all ranks have mirrored their states again."""
-        rows = [torch.zeros(_HEADER.size, dtype=torch.uint8) for _ in self._peers]
-        for peer, payload in payloads.items():
-            rows[self._peers.index(peer)] = torch.frombuffer(bytearray(_pack(step, payload, None)), dtype=torch.uint8)
-        self._rows[kind, step] = [rows]
+        shared = {peer: _Message(step, (_Piece(0, payload, 0),), None) for peer, payload in payloads.items()}
+        self._rows[kind, step] = [[shared.get(peer) for peer in self._peers]]
 
-    def _find(self, mirror: Mirror) -> bytes | None:
+    def _find(self, mirror: Mirror) -> _Message | None:
         place = self._peers.index(mirror.rank)
-        read = (_read(rows[place], mirror.step) for rows in self._rows[mirror.kind, mirror.step])
-        return next((bytes(message[0]) for message in read if message is not None), None)
+        read = (self._message(place, rows[place], mirror.step) for rows in self._rows[mirror.kind, mirror.step])
+        return next((message for message in read if message is not None), None)
 
-    def _launch(self, kind: Kind, step: int, payload: bytes, digest: Digest | None) -> Work:
-        data = _pack(step, payload, digest)[: self._capacity]
-        message = torch.empty(self._capacity, dtype=torch.uint8)  # what follows the data is not looked at
+    def _message(self, place: int, row: _Row, step: int) -> _Message | None:
+        """Return what has come from the peer at ``place``; None if it is not whole."""
+        if isinstance(row, Tensor):
+            return _read(as_bytes(row), step, self._received.get(place, {}))
+        return row
+
+    def _launch(self, kind: Kind, step: int, data: bytes, room: int) -> Work:
+        data = data[:room]
+        message = torch.empty(room, dtype=torch.uint8)  # what follows the data is not looked at
         as_bytes(message)[: len(data)] = data
-        rows = list(torch.zeros(len(self._peers), self._capacity, dtype=torch.uint8).unbind())
-        self._rows.setdefault((kind, step), []).append(rows)
+        rows = list(torch.zeros(len(self._peers), room, dtype=torch.uint8).unbind())
+        self._rows.setdefault((kind, step), []).append([*rows])
         # `dist.all_gather` is not used: its checks take as long as the call itself.
         return track(self._group.allgather([rows], [message]))
 
 
-def _pack(step: int, payload: bytes, digest: Digest | None) -> bytes:
+def _room_for(needed: int) -> int:
+    return max(_START_BYTES, 1 << needed.bit_length())
+
+
+def _needed(row: Tensor) -> int:
+    length: int = _HEADER.unpack_from(as_bytes(row))[2]
+    return _HEADER.size + length
+
+
+def _pack(step: int, pieces: Sequence[_Piece], known: frozenset[int], digest: Digest | None) -> bytes:
+    """Return a message with all pieces but for the data of those that are ``known``."""
     found = _NO_DIGEST if digest is None else digest.plain
-    return _HEADER.pack(step, len(payload), _crc(payload, found), *found) + payload
+    table = [_PIECE.pack(piece.number, len(piece.data), piece.crc, piece.number not in known) for piece in pieces]
+    entries = b"".join(table)
+    data = [piece.data for piece in pieces if piece.number not in known]
+    length = len(entries) + sum(map(len, data))
+    head = _HEADER.pack(step, len(pieces), length, _crc(step, entries, found), *found)
+    return b"".join((head, entries, *data))
 
 
-def _read(row: Tensor, step: int) -> "tuple[memoryview, Digest | None] | None":
-    """Return the payload and digest of a message of ``step``, or None if it is not whole."""
-    data = as_bytes(row)
-    sent, length, crc, *found = _HEADER.unpack_from(data)
-    payload = data[_HEADER.size : _HEADER.size + length]
-    if not length or sent != step or len(payload) != length or _crc(payload, found) != crc:
+def _read(data: memoryview, step: int, known: Mapping[int, _Piece]) -> _Message | None:
+    """Return a message of ``step`` with all pieces, or None if it is not whole."""
+    sent, count, length, crc, *found = _HEADER.unpack_from(data)
+    body = data[_HEADER.size : _HEADER.size + length]
+    entries = body[: count * _PIECE.size]
+    if sent != step or count <= 0 or len(body) != length or len(entries) != count * _PIECE.size:
         return None
-    return payload, None if tuple(found) == _NO_DIGEST else Digest.of(found)
+    if _crc(step, entries, found) != crc:
+        return None
+    pieces, start = list[_Piece](), len(entries)
+    for number, size, own, is_here in _PIECE.iter_unpack(entries):
+        piece = known.get(number)
+        if is_here:
+            piece = _Piece(number, bytes(body[start : start + size]), own)
+            start += size
+            if zlib.crc32(piece.data) != own:
+                return None
+        if piece is None or (len(piece.data), piece.crc) != (size, own):
+            return None
+        pieces.append(piece)
+    return _Message(step, tuple(pieces), None if tuple(found) == _NO_DIGEST else Digest.of(found))
 
 
-def _crc(payload: "bytes | memoryview", found: Sequence[int]) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<qqq", *found)))
+def _crc(step: int, entries: "bytes | memoryview", found: Sequence[int]) -> int:
+    return zlib.crc32(entries, zlib.crc32(struct.pack("<qqqq", step, *found)))

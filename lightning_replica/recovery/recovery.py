@@ -339,7 +339,7 @@ class Recovery:
 
     def _give(self, channel: Channel, move: Move, plan: Plan, state: Recoverable, host: HostState) -> None:
         if move.host:
-            own = host.private(plan.kind, plan.step)
+            own = bytes(host.private(plan.kind, plan.step))
             channel.send_plain(
                 {
                     "replicated": host.export(plan.kind, plan.step),

@@ -287,9 +287,9 @@ class LightningHostState:
         """Return the hyperparameters of all param groups, from the snapshot of the tail that leads to ``step``."""
         return param_groups.hyperparameters(self._held["tail", step].replicated["groups"])
 
-    def private(self, kind: Kind, step: int) -> bytes:
+    def private(self, kind: Kind, step: int) -> plain.Pieces:
         """Return the private part of a snapshot, which is mirrored."""
-        return self._held[kind, step].private_bytes()
+        return self._held[kind, step].private()
 
     def adopt(self, kind: Kind, step: int, replicated: bytes, private: bytes) -> None:
         """Adopt the snapshot that a peer sent as this rank's own."""

@@ -1,20 +1,28 @@
-"""Metrics under way: what `self.log` and torchmetrics have accumulated in this epoch on this rank."""
+"""Metrics under way: what `self.log` and torchmetrics have accumulated in this epoch on this rank.
 
+Metrics like AUROC keep all predictions of an epoch in lists. Of these, only what is new is copied and packed.
+"""
+
+import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_replica._compat.lightning_names import _Metadata, _ResultCollection, _ResultMetric, _Sync, pl
+from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
+from lightning_replica.core import plain
 from lightning_replica.state.objects.contents import plain_of, with_class_of
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 _TENSORS_OF_OBJECTS = ("_forward_cache", "_computed")
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _META_OPTIONAL = ("dataloader_idx", "metric_attribute")
+_PART_ITEMS: Final = 32  # of a long list, which are packed together
+_LONG: Final = 2 * _PART_ITEMS
 _REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
@@ -37,11 +45,110 @@ def import_results(
     results.batch = results.batch_size = None
 
 
-def copy_states(tree: Tree) -> list[dict[str, Any]]:
-    """Return copies of the states of all torchmetrics objects in a tree."""
-    names = ("_update_count", "_computed")
+class CopiedList(list[Any]):
+    """Copies of what a list held, which nobody changes.
+
+    Attributes:
+        parts: The first items, packed; those after them have not been packed yet.
+    """
+
+    def __init__(self, items: Iterable[Any], parts: list[bytes]) -> None:
+        super().__init__(items)
+        self.parts = parts
+
+    def pack(self) -> list[bytes]:
+        """Return the items, packed in parts. Most are the same objects as those of the list it was copied from.
+
+        Raises:
+            NotPlainError: If an item cannot be packed.
+        """
+        whole = len(self) // _PART_ITEMS
+        for place in range(len(self.parts), whole):
+            self.parts.append(plain.pack(self[place * _PART_ITEMS : (place + 1) * _PART_ITEMS]))
+        return [*self.parts[:whole], plain.pack(self[whole * _PART_ITEMS :])]
+
+
+class MetricStates:
+    """Copies the states of all torchmetrics objects of a module, and of lists what is new since the last time."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], tuple[list[Any], list[int], CopiedList]] = {}
+
+    def copy(self, tree: Tree) -> list[dict[str, Any]]:
+        """Return copies of the states."""
+        names = ("_update_count", "_computed")
+        return [
+            {name: self._copy(place, metric, name) for name in (*metric._defaults, *names)}
+            for place, metric in enumerate(tree.all_of(Metric))
+        ]
+
+    def _copy(self, place: int, metric: Metric, name: str) -> Any:
+        value = getattr(metric, name)
+        # Code of torchmetrics is known to raise a tensor's version when it writes to the tensor.
+        if type(value) is not list or len(value) < _LONG or not type(metric).__module__.startswith("torchmetrics."):
+            self._known.pop((place, name), None)
+            return _clone(value)
+        versions = _versions_of(value)
+        if versions is None:
+            return _clone(value)
+        before, versions_before, copies = self._known.get((place, name), ([], [], CopiedList((), [])))
+        count = min(len(value), len(before))
+        is_same = all(map(operator.is_, value, before)) and versions[:count] == versions_before[:count]
+        count *= is_same
+        parts = copies.parts if count == len(copies) else copies.parts[: count // _PART_ITEMS]
+        copied = CopiedList([*copies[:count], *map(_clone, value[count:])], parts)
+        self._known[place, name] = list(value), versions, copied
+        return copied
+
+
+def _versions_of(values: list[Any]) -> list[int] | None:
+    """Return the versions of tensors; None if something else is among them, or torch counts no writes to one."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return None
+    try:
+        return list(map(data_version, values))
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def as_lists(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return states without classes of this package, for checkpoints."""
     return [
-        {name: _clone(getattr(metric, name)) for name in (*metric._defaults, *names)} for metric in tree.all_of(Metric)
+        {name: list(value) if isinstance(value, CopiedList) else value for name, value in each.items()}
+        for each in states
+    ]
+
+
+def pack_states(states: list[dict[str, Any]], keep: Callable[[dict[str, Any]], dict[str, Any]]) -> plain.Pieces:
+    """Pack states, whose long lists are packed in parts.
+
+    Args:
+        states: What `MetricStates.copy` has returned.
+        keep: Returns what can be packed of a state.
+    """
+    rows = []
+    for state in states:
+        long, rest = dict[str, list[bytes]](), dict[str, Any]()
+        for name, value in state.items():
+            try:
+                if isinstance(value, CopiedList):
+                    long[name] = value.pack()
+                    continue
+            except plain.NotPlainError:
+                pass  # `keep` tells of it
+            rest[name] = list(value) if isinstance(value, CopiedList) else value
+        rows.append([rest, long])
+    try:
+        return plain.pack_in_pieces(rows)
+    except plain.NotPlainError:
+        return plain.pack_in_pieces([[keep(rest), long] for rest, long in rows])
+
+
+def unpack_states(packed: bytes) -> list[dict[str, Any]]:
+    """Return what `pack_states` was given."""
+    return [
+        rest | {name: [item for part in parts for item in plain.unpack(part)] for name, parts in long.items()}
+        for rest, long in plain.unpack(packed)
     ]
 
 

@@ -37,7 +37,14 @@ from lightning_replica.state.data.in_loops import training_fetches, training_loa
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.data_setup import DataSetup
 from lightning_replica.state.frozen import FrozenValues
-from lightning_replica.state.metrics import copy_states, export_results, import_results, put_states
+from lightning_replica.state.metrics import (
+    MetricStates,
+    export_results,
+    import_results,
+    pack_states,
+    put_states,
+    unpack_states,
+)
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.own_states import Logged, Own, States
@@ -101,7 +108,7 @@ class Snapshot:
     extras: bytes = b""
     metric_states: list[dict[str, Any]] = field(default_factory=list)
     reached: Taken = field(default_factory=Taken)
-    mirrored: bytes = b""
+    mirrored: bytes | plain.Pieces = b""
     attributes: bytes = b""
     data_setups: list[DataSetup | None] = field(default_factory=list)
     sent: tuple[list[Any], ...] = ()
@@ -131,22 +138,21 @@ class Snapshot:
         """Whether the hooks that follow still have to see the previous batch."""
         return self.place in ("tail", "batch_end") if self.fresh else self.kind == "tail"
 
-    def private_bytes(self) -> bytes:
-        """Return the private part, as it is mirrored: plain data and tensors."""
+    def private(self) -> plain.Pieces:
+        """Return the private part, as it is mirrored: plain data and tensors, packed."""
         loaders = [[list(state) for state in states] for states in (self.loaders, self.validation)]
         setups = [None if setup is None else list(setup) for setup in self.data_setups]
         rest = [self.loss, self.fresh, self._packed_states(), self.mirrored, self.own, setups, list(self.fetching)]
         packed = [self.extras, self.attributes, self.packed_buffers]
-        return plain.pack_lists([self.rng, self.results, *loaders, *rest, *packed])
+        return plain.pack_lists_in_pieces([self.rng, self.results, *loaders, *rest, *packed])
 
-    def _packed_states(self) -> bytes:
+    def private_bytes(self) -> bytes:
+        """Return the same as bytes."""
+        return bytes(self.private())
+
+    def _packed_states(self) -> plain.Pieces:
         """Pack the metric states. They are the user's, and may hold tuples, and values that cannot be packed."""
-        if not self.metric_states:
-            return b""
-        try:
-            return plain.pack(self.metric_states)
-        except plain.NotPlainError:
-            return plain.pack([_plain_part(state) for state in self.metric_states])
+        return pack_states(self.metric_states, _plain_part) if self.metric_states else plain.Pieces()
 
     def replicated_bytes(self) -> bytes:
         """Return the replicated part.
@@ -173,14 +179,14 @@ class Snapshot:
 
     @classmethod
     def of_private(cls, kind: Kind, step: int, private: bytes) -> "Snapshot":
-        """Return a snapshot with the private part alone, made from what `private_bytes` returned."""
+        """Return a snapshot with the private part alone, made from what `private` returned."""
         parts = plain.unpack(private)
         rng, results, loaders, validation, loss, fresh, states, kept, own, setups, fetching, *packed = parts
         extras, attributes, buffers = packed
         taken = cls(kind, step, {}, rng, results, loss=loss, fresh=fresh, own=own, extras=extras, attributes=attributes)
         taken.loaders, taken.validation = ([LoaderState.of(each) for each in of] for of in (loaders, validation))
         taken.fetching = Fetching.of(fetching)
-        taken.metric_states = plain.unpack(states) if states else []
+        taken.metric_states = unpack_states(states) if states else []
         taken.take_over(kept)
         taken.take_over_buffers(buffers)
         taken.data_setups = [None if setup is None else DataSetup(*setup) for setup in setups]
@@ -235,18 +241,20 @@ class Copies:
         self.schedulers = States("scheduler", report)
         self.structure: Structure | None = None
         self.tree: Tree | None = None
+        self.metrics = MetricStates()
         self._logged, self._own = Logged(), Own()
-        self._mirrored: tuple[Taken | None, bytes] = None, b""
+        self._mirrored: tuple[Taken | None, plain.Pieces] = None, plain.Pieces()
 
     def own(self, replicated: dict[str, Any]) -> bytes:
         """Pack the part of ``replicated``, just taken with these copies, that may differ between ranks."""
         schedulers = [self.schedulers.packed(str(place)) for place in range(len(replicated["schedulers"]))]
         return self._own.pack(schedulers, self.callbacks.packed, self._logged.pack(replicated["logged"]))
 
-    def mirrored(self, reached: Taken) -> bytes:
+    def mirrored(self, reached: Taken) -> plain.Pieces:
         """Pack the part of what `Reachable.take` returned that is mirrored; empty if nothing has changed."""
         if self._mirrored[0] is not reached:
-            self._mirrored = reached, plain.pack(self.reachable.private(reached)) if reached.changed else b""
+            packed = plain.pack_in_pieces(self.reachable.private(reached)) if reached.changed else plain.Pieces()
+            self._mirrored = reached, packed
         return self._mirrored[1]
 
 
@@ -377,7 +385,7 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     """
     tree = copies.tree = Tree.of(trainer.lightning_module, copies.tree)
     replicated = _capture(trainer, tree, copies, kind == "batch", whole)
-    taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree)
+    taken = take_private(trainer, Snapshot(kind, step, replicated, device.rng_state(), []), tree, copies.metrics)
     taken.own = copies.own(replicated)
     taken.reached = copies.reachable.take(tree, kind == "batch", whole)
     taken.mirrored = copies.mirrored(taken.reached)
@@ -387,10 +395,10 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     return taken
 
 
-def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree) -> Snapshot:
+def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree, metrics: MetricStates) -> Snapshot:
     """Complete a snapshot with the state that belongs to this rank, and return it."""
     snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
-    snapshot.metric_states = copy_states(tree)
+    snapshot.metric_states = metrics.copy(tree)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
     states, snapshot.fetching = training_fetches(trainer).state(back)

@@ -169,7 +169,7 @@ class Training:
             return
         taken = self.host.begin_window(self.state.step, whole=self._told_to_end)
         self.records.taken("batch", taken.step)
-        self._session.mirrors.begin("batch", taken.step, taken.private_bytes())
+        self._session.mirrors.begin("batch", taken.step, taken.private())
         if self._told_to_end:
             self._session.mirrors.settle()
             self._session.world.generations.give_up("All ranks have agreed to save and end.", asked=True)
@@ -263,7 +263,7 @@ class Training:
             taken = self.host.enter_commit(state.step + 1, output)
             self.records.taken("tail", taken.step)
             found = state.digest()
-            session.mirrors.begin("tail", taken.step, taken.private_bytes(), found)
+            session.mirrors.begin("tail", taken.step, taken.private(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
         flags = Flags(self._sigterm.noted, self.asked_to_save, lengths.is_last(self._trainer))
@@ -339,7 +339,7 @@ class Training:
                 self._after_commit(self._tail_commit)
         taken = self.host.begin(loaded)
         if self.recoverable:
-            self._session.mirrors.begin("tail", taken.step, taken.private_bytes())
+            self._session.mirrors.begin("tail", taken.step, taken.private())
             self._session.mirrors.settle()
             self._compare_builds(self.host.signature(taken))
         self._session.arm()

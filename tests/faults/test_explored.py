@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_replica import RecoveryCallback
 from lightning_replica.core.digests import Digest
+from lightning_replica.core.plain import Pieces
 from lightning_replica.core.recoverable import Kind
 from lightning_replica.recovery.mirror import Mirrors
 from tests.support import job, world
@@ -75,13 +76,13 @@ class Acts(RecoveryCallback):
 def train(case: Story, out: Path) -> None:
     acts, begin = Acts(case, out), Mirrors.begin
 
-    def begin_and_lose(self: Mirrors, kind: Kind, step: int, payload: bytes, digest: Digest | None = None) -> None:
+    def begin_and_lose(self: Mirrors, kind: Kind, step: int, payload: Pieces, digest: Digest | None = None) -> None:
         begin(self, kind, step, payload, digest)
         if (kind, step) == ("batch", STEP) and acts.to_come(0):
             self.settle()
             for at, of in case.lost:
                 if at == acts.rank:
-                    self._rows[kind, step][-1][self._peers.index(of)].zero_()
+                    self._rows[kind, step][-1][self._peers.index(of)] = None
 
     Mirrors.begin = begin_and_lose  # type: ignore[method-assign]
     job.run(case, out, (acts,))

@@ -1,8 +1,10 @@
+"""What peers keep for each other: any size, only what is new, and nothing that is not whole."""
+
 from typing import Any
 
-import torch
-
 from lightning_replica.core.digests import Digest
+from lightning_replica.core.plain import Pieces
+from lightning_replica.recovery import mirror
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.planner import Mirror
 from tests.support.ranks import open_world, run_ranks
@@ -25,9 +27,9 @@ def exchange(rank: int, store: Any) -> Any:
     seen = []
     for step, sizes in enumerate([(10, 10, 10), (10, 50_000, 10), (200_000, 1, 60_000)]):
         digests = {peer: Digest(7, -(2**62) + peer, peer == step) for peer in range(3)}
-        mirrors.begin("tail", step, payload(rank, sizes[rank]), digests[rank])
+        mirrors.begin("tail", step, Pieces([payload(rank, sizes[rank])]), digests[rank])
         mirrors.settle()
-        assert mirrors.digests(step) == digests
+        assert mirrors.digests(step) == {peer: digests[peer] for peer in range(3) if peer != rank}
         seen.append(
             all(
                 mirrors.payload(Mirror(peer, "tail", step)) == payload(peer, sizes[peer])
@@ -36,7 +38,7 @@ def exchange(rank: int, store: Any) -> Any:
             )
         )
     steps = sorted({mirror.step for mirror in mirrors.held()})
-    mirrors.begin("batch", 2, b"batch")
+    mirrors.begin("batch", 2, Pieces([b"batch"]))
     mirrors.settle()
     assert mirrors.digests(3) == {}
     kept = sorted({(mirror.kind, mirror.step) for mirror in mirrors.held()})
@@ -64,27 +66,37 @@ def damage(rank: int, store: Any) -> Any:
     open_world(rank, store, 2)
     mirrors = Mirrors(rank, wait)
     mirrors.connect(world_group(), (0, 1))
-    mirrors.begin("tail", 4, b"private")
-    mirrors.settle()
-    assert mirrors.digests(4) == {}  # none was sent
-    whole = [mirror.rank for mirror in mirrors.held()]
-    # The newer copy of the same state is cut short; the older one still serves.
-    (rows,) = mirrors._rows.values()
-    rows.append([torch.zeros_like(row) for row in rows[0]])
-    older = [mirror.rank for mirror in mirrors.held()]
-    for row in rows[0]:
-        row[50] += 1  # in the payload
-    return [whole, older, [mirror.rank for mirror in mirrors.held()]]
+    found = []
+    for place in (40, 70, 90):  # in the head, in the table, in the payload
+        mirrors.begin("tail", 4, Pieces([b"private"]))
+        mirrors.settle()
+        assert mirrors.digests(4) == {}  # none was sent
+        found.append([mirror.rank for mirror in mirrors.held()])
+        # The newer copy of the same state is cut short; the older one still serves.
+        mirrors.begin("tail", 4, Pieces([b"private"]))
+        settled(mirrors)[1 - rank][place:] = 0
+        found.append([mirror.rank for mirror in mirrors.held()])
+        mirrors._rows["tail", 4][0] = [None, None]
+        found.append([mirror.rank for mirror in mirrors.held()])
+        mirrors._pending = None
+    return found
+
+
+def settled(mirrors: Mirrors) -> list[Any]:
+    """What has come of the message under way, before it is looked at."""
+    assert mirrors._pending is not None
+    wait(mirrors._pending[0])
+    return mirrors._rows["tail", 4][-1]
 
 
 def lie(rank: int, store: Any) -> Any:
     open_world(rank, store, 2)
     mirrors = Mirrors(rank, wait)
     mirrors.connect(world_group(), (0, 1))
-    mirrors.begin("tail", 4, b"private", Digest(9, 8, False))
+    mirrors.begin("tail", 4, Pieces([b"private"]), Digest(9, 8, False))
+    for row in settled(mirrors):
+        row[40] += 1  # in the digest
     mirrors.settle()
-    for row in mirrors._rows["tail", 4][-1]:
-        row[32] += 1  # in the digest
     return list(mirrors.digests(4))
 
 
@@ -93,4 +105,46 @@ def test_a_damaged_digest_is_not_heard() -> None:
 
 
 def test_a_damaged_message_is_not_held() -> None:
-    assert run_ranks(2, damage) == [[[1], [1], []], [[0], [0], []]]
+    assert run_ranks(2, damage) == [[[1], [1], []] * 3, [[0], [0], []] * 3]
+
+
+def grow(rank: int, store: Any) -> Any:
+    """Each message has a piece more than the one before. Returns how much was sent, and what was not whole."""
+    open_world(rank, store, 2)
+    mirrors = Mirrors(rank, wait)
+    mirrors.connect(world_group(), (0, 1))
+    mirror._WHOLE_EVERY = 16
+    pieces: list[bytes] = []
+    sent, lost, whole = [], [], True
+    for step in range(1, 40):
+        pieces.append(bytes([step, rank]) * 4000)
+        if step == 30:
+            del pieces[3:20]
+        mirrors.begin("batch", step, Pieces([b"small", *pieces, b"s", bytes([step])]))
+        assert mirrors._pending is not None
+        sent.append(len(mirrors._pending[3]))
+        if step == 36:
+            wait(mirrors._pending[0])
+            mirrors.connect(world_group(), (0, 1))  # before it was read
+        else:
+            mirrors.settle()
+        other = Mirror(1 - rank, "batch", step)
+        expected = b"small" + b"".join(bytes([each[0], 1 - rank]) * 4000 for each in pieces) + b"s" + bytes([step])
+        if other in mirrors.held():
+            whole &= mirrors.payload(other) == expected
+        else:
+            lost.append(step)
+        if step == 20:  # a bit flips in what is kept
+            received = mirrors._received[1 - rank]
+            number = max(received)
+            received[number] = mirror._Piece(number, received[number].data, received[number].crc + 1)
+    return [sent, lost, whole, mirrors._room[False]]
+
+
+def test_only_what_is_new_is_sent() -> None:
+    for sent, lost, whole, room in run_ranks(2, grow):
+        assert whole
+        assert lost == [*range(21, 33)]  # until a message has all pieces
+        all_of_it = [step for step, size in enumerate(sent, start=1) if size > 20_000]
+        assert all_of_it == [17, 33, 37]
+        assert room == 16 * 1024

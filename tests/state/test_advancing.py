@@ -485,7 +485,7 @@ def test_a_metric_state_keeps_its_class() -> None:
     labelled: Any = torch.ones(()).as_subclass(Labelled)
     labelled.labels = ["x"]
     metric.mean_value = labelled
-    taken = metrics.copy_states(Tree.of(metric))
+    taken = metrics.MetricStates().copy(Tree.of(metric))
     metric.mean_value = torch.zeros(())
     metrics.put_states([metric], taken)
     assert type(metric.mean_value) is Labelled

@@ -45,6 +45,7 @@ from lightning_replica.state.objects.tracked import MIRRORED, Limits, Taken, Tra
 _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
     scope="fault",
+    segments_bytes=MIRRORED.large_bytes,
 )
 # Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
 _OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))

@@ -30,12 +30,14 @@ class Limits(NamedTuple):
         many: More objects than these, or more items in one container, are too many.
         why: What it means that an attribute is left out.
         scope: What that concerns.
+        segments_bytes: More than this in segments is too large; peers get these once.
     """
 
     large_bytes: int
     many: int
     why: str
     scope: Scope
+    segments_bytes: int = 4 * 2**20
 
 
 MIRRORED: Final = Limits(
@@ -43,6 +45,7 @@ MIRRORED: Final = Limits(
     1000,
     "it is too large to be mirrored in every step, so a replaced rank takes that of a peer",
     "replacement",
+    64 * 2**20,
 )
 SAVED: Final = Limits(64 * 2**20, 200_000, "it is too large for a checkpoint", "resume")
 # No root is called so:
@@ -357,8 +360,9 @@ class _Sizes:
         records = [self._capture.records[key] for key in keys if key in self._capture.records]
         lengths = [*map(self._length, records)]
         segments = [part for record in records for part in self._parts(record) if isinstance(part, Segment)]
-        size = sum(len(segment.sent) for segment in segments)
-        size += sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
+        if sum(len(segment.sent) for segment in segments) > self.limits.segments_bytes:
+            return True
+        size = sum(self._bytes.get(key, 0) for key in keys) + 8 * sum(lengths)
         size += sum(each.nbytes for key in keys if isinstance(each := self._content(key), Tensor))
         return size > self.limits.large_bytes or max(lengths, default=0) > self.limits.many
 

@@ -43,6 +43,7 @@ from lightning_replica.state import snapshot as snapshots
 from lightning_replica.state.data.fetches import Fetching
 from lightning_replica.state.data.in_loops import training_fetches, training_loaders
 from lightning_replica.state.data.loader_state import LoaderState
+from lightning_replica.state.metrics import MetricStates, as_lists
 from lightning_replica.state.objects.tracked import LEFT_OUT
 from lightning_replica.state.reachable import SAVED_HOOKS
 from lightning_replica.state.snapshot import Place, Snapshot
@@ -88,7 +89,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
         rng = training.device.rng_state()
         loss, extras = training.host.outputs(training.state.step)
         taken = Snapshot("tail", 0, host, rng, [], loss=loss, extras=extras, fresh=True)
-        snapshots.take_private(trainer, taken, tree)
+        snapshots.take_private(trainer, taken, tree, MetricStates())
         training.share_buffers()
         host["buffers_due"], packed = training.host.own_buffers()
         taken.take_over_buffers(packed)
@@ -175,9 +176,9 @@ def _private(taken: Snapshot) -> dict[str, Any]:
         "fetching": tuple(taken.fetching),
         "validation": [tuple(state) for state in taken.validation],
         "loss": taken.loss,
-        "metric_states": taken.metric_states,
+        "metric_states": as_lists(taken.metric_states),
         "extras": taken.extras or None,  # pickle writes empty bytes as a call, which is not read again
-        "objects": taken.mirrored or None,
+        "objects": bytes(taken.mirrored) or None,
         "buffers": taken.packed_buffers or None,
         "attributes": taken.attributes or None,
     }
