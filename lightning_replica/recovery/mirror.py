@@ -128,7 +128,7 @@ class Mirrors:
         for (_, step), known in self._rows.items():
             known[:] = [[self._message(place, row, step) for place, row in enumerate(rows)] for rows in known]
         # The same on a replacement as on every other rank:
-        self._sender, self._count, self._received = _Sender(), 0, {}
+        self._count, self._received = 0, {}  # so the first message has all pieces
         self._room, self._most, self._pending = {True: _START_BYTES, False: _START_BYTES}, 0, None
 
     @ranged("mirror")
