@@ -115,7 +115,7 @@ class Mirrors:
     def __init__(self, rank: int, wait: Callable[[Work], None]) -> None:
         self._rank, self._wait = rank, wait
         self._sender, self._count = _Sender(), 0
-        # By whether a message has all pieces, how much is sent; and the most that one without them has needed since.
+        # How much is sent, by whether a message has all pieces; and the most that others have needed since such a one.
         self._room, self._most = {True: _START_BYTES, False: _START_BYTES}, 0
         # Newest last. After a fault the same state is sent again; the older copy is kept until the newer is complete.
         self._rows: dict[tuple[Kind, int], list[list[_Row]]] = {}
@@ -262,22 +262,22 @@ def _pack(step: int, pieces: Sequence[_Piece], known: frozenset[int], digest: Di
 
 def _read(data: memoryview, step: int, known: Mapping[int, _Piece]) -> _Message | None:
     """Return a message of ``step`` with all pieces, or None if it is not whole."""
-    sent, count, length, crc, *found = _HEADER.unpack_from(data)
+    sent, count, length, table_crc, *found = _HEADER.unpack_from(data)
     body = data[_HEADER.size : _HEADER.size + length]
     entries = body[: count * _PIECE.size]
     if sent != step or count <= 0 or len(body) != length or len(entries) != count * _PIECE.size:
         return None
-    if _crc(step, entries, found) != crc:
+    if _crc(step, entries, found) != table_crc:
         return None
     pieces, start = list[_Piece](), len(entries)
-    for number, size, own, is_here in _PIECE.iter_unpack(entries):
+    for number, size, crc, is_here in _PIECE.iter_unpack(entries):
         piece = known.get(number)
         if is_here:
-            piece = _Piece(number, bytes(body[start : start + size]), own)
+            piece = _Piece(number, bytes(body[start : start + size]), crc)
             start += size
-            if zlib.crc32(piece.data) != own:
+            if zlib.crc32(piece.data) != crc:
                 return None
-        if piece is None or (len(piece.data), piece.crc) != (size, own):
+        if piece is None or (len(piece.data), piece.crc) != (size, crc):
             return None
         pieces.append(piece)
     return _Message(step, tuple(pieces), None if tuple(found) == _NO_DIGEST else Digest.of(found))

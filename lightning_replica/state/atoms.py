@@ -6,6 +6,18 @@ from typing import Any, Final
 ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
+_HUGE: Final = 1 << 1000  # Python writes longer numbers in time that grows with the square of their length, or refuses
+
+
+def is_plain_atom(value: Any) -> bool:
+    """Return whether JSON keeps a value of a type in `ATOMS`: no huge number, and no halves of characters in a text."""
+    if type(value) is int:
+        return -_HUGE < value < _HUGE
+    if type(value) is not str or value.isascii():
+        return True
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def is_same_atom(a: Any, b: Any) -> bool:
     """Return whether two values of types in `ATOMS` are the same: 0.0 equals -0.0, but does not divide like it.
 

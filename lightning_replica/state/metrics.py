@@ -49,7 +49,8 @@ class CopiedList(list[Any]):
     """Copies of what a list held, which nobody changes.
 
     Attributes:
-        parts: The first items, packed; those after them have not been packed yet.
+        parts: The first items, packed; those after them have not been packed yet. A longer list that begins with the
+            same items may have the same object, to which both only append.
     """
 
     def __init__(self, items: Iterable[Any], parts: list[bytes]) -> None:
@@ -153,7 +154,7 @@ def unpack_states(packed: bytes) -> list[dict[str, Any]]:
 
 
 def put_states(modules: Iterable[torch.nn.Module], states: list[dict[str, Any]]) -> None:
-    """Restore the states that `copy_states` returned."""
+    """Restore the states that `MetricStates.copy` returned."""
     metrics = [module for module in modules if isinstance(module, Metric)]
     for metric, state in zip(metrics, states, strict=True):
         for name, value in state.items():

@@ -1,7 +1,7 @@
 """Lists and dicts that grow: what is sent in segments is what is there, whatever has been done to it."""
 
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_replica.state.objects import segments
 from lightning_replica.state.objects.signature import differences, signature_of
@@ -58,7 +59,7 @@ ROWS: dict[str, Callable[[int], Any]] = {
     "not numbers": lambda n: float("nan"),
     "texts": lambda n: f"\u00e4{n}",
     "dicts": lambda n: {"loss": torch.tensor(n / 3), "n": n, "text": str(n), "!": None},
-    "tuples": lambda n: (torch.tensor(n), [torch.ones(2, 1) * n, np.arange(3) + n], (n, "a")),
+    "tuples": lambda n: (torch.tensor(n), [torch.ones(2, 1) * n], (n, "a")),
     "arrays": lambda n: np.array([[n]], dtype=np.int16),
     "arrays without axes": lambda n: np.array(n / 3),
     "numbers of NumPy": lambda n: np.float32(n / 3),
@@ -81,7 +82,7 @@ def test_rows_of_a_kind(make: Callable[[int], Any]) -> None:
         received(copies)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "dicts", "tuples", "arrays"])
+@pytest.mark.parametrize("kind", ["tensors", "dicts", "tuples"])
 def test_they_are_encoded_once(kind: str) -> None:
     module = module_of()
     copies = Copies(module)
@@ -93,7 +94,7 @@ def test_they_are_encoded_once(kind: str) -> None:
     module.rows.append(ROWS[kind](0))
     again = copies.private()[0]
     assert all(a is b for a, b in zip(first[1], again[1], strict=False))
-    objects = {"tensors": 1, "dicts": 2, "tuples": 6, "arrays": 1}[kind]
+    objects = {"tensors": 1, "dicts": 2, "tuples": 5}[kind]
     assert in_segments(copies) == 9 * LENGTH * objects
 
 
@@ -212,26 +213,86 @@ def test_a_key_that_is_a_tensor() -> None:
     assert [*found.table] == found.others
 
 
+class Part(nn.Module):
+    rows: Any
+    recent: Any
+    last: Any
+
+
+def module_with_parts() -> Any:
+    module = module_of()
+    for name in ("first", "second"):
+        part = Part()
+        part.rows, part.recent, part.last = [], deque(maxlen=3 * LENGTH), None
+        setattr(module, name, part)
+    return module
+
+
+def attributes(module: Any) -> list[Any]:
+    parts = [each for part in (module.first, module.second) for each in (part.rows, part.recent, part.last)]
+    return [module.rows, module.table, module.recent, module.last, module.others, module.begun, *parts]
+
+
+def relations(module: Any) -> list[Any]:
+    """What all attributes lead to, in the order in which it is met: contents, who is who, and who shares memory."""
+    met: dict[int, int] = {}
+    found, extents = list[Any](), list[tuple[int, int]]()
+
+    def visit(value: Any) -> None:
+        if type(value) in (int, float, str, bool, type(None)):
+            found.append(repr(value))
+            return
+        if id(value) in met:
+            found.append(met[id(value)])
+            return
+        met[id(value)] = len(met)
+        found.append(type(value))
+        if isinstance(value, torch.Tensor):
+            found.append((value.dtype, value.shape, value.stride(), value.requires_grad, value.tolist()))
+            extents.append((value.data_ptr(), value.nbytes))
+        elif isinstance(value, np.ndarray):
+            found.append((value.dtype, value.shape, value.tolist()))
+            extents.append((value.__array_interface__["data"][0], value.nbytes))
+        elif isinstance(value, dict):
+            for each in (*value.keys(), *value.values()):
+                visit(each)
+        else:
+            for each in value:
+                visit(each)
+
+    visit(attributes(module))
+    pairs = [(n, m) for n in range(len(extents)) for m in range(n)]
+    shared = [(n, m) for n, m in pairs if overlap(extents[n], extents[m])]
+    return [found, [(n, m, extents[n][0] - extents[m][0]) for n, m in shared]]
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
+
+
 def row(dice: random.Random, module: Any) -> Any:
-    known = [*module.rows, *module.recent, *module.table.values(), module.last, *module.begun]
+    known = [each for one in attributes(module) for each in (one.values() if isinstance(one, dict) else one or ())]
     tensors = [each for each in known if isinstance(each, torch.Tensor)]
-    kind = dice.randrange(12)
+    kind = dice.randrange(14)
     if kind < 5:
-        return torch.tensor([dice.random()])
+        return torch.tensor([dice.random(), 1.0])
     if kind < 7:
         return {"loss": torch.tensor(dice.random()), "n": dice.randrange(9)}
-    if kind < 8:
+    if kind < 9 and known:
         return dice.choice(known)
-    if kind < 9 and tensors:
-        return dice.choice(tensors).view(-1)
     if kind < 10 and tensors:
-        return dice.choice(tensors).numpy()
-    return dice.random()
+        return dice.choice(tensors).detach().view(-1)
+    if kind < 11 and tensors:
+        return dice.choice(tensors).detach().numpy()
+    if kind < 12 and tensors:
+        return torch.from_numpy(dice.choice(tensors).detach().reshape(-1).numpy()[-1:])
+    return dice.choice([dice.random(), "\ud83d\ude00", 1 << 2000, [dice.random()]])
 
 
 def act(dice: random.Random, module: Any) -> None:
-    rows, table, recent = module.rows, module.table, module.recent
-    action = dice.randrange(14)
+    part = dice.choice([module, module.first, module.second])
+    rows, recent, table = part.rows, part.recent, module.table
+    action = dice.randrange(15)
     if action < 4:
         rows += [row(dice, module) for _ in range(dice.randrange(3 * LENGTH))]
     elif action < 6:
@@ -240,7 +301,7 @@ def act(dice: random.Random, module: Any) -> None:
         for _ in range(dice.randrange(2 * LENGTH)):
             table[dice.randrange(5 * LENGTH)] = row(dice, module)
     elif action < 9:
-        module.last = row(dice, module)
+        part.last = [row(dice, module)]
     elif action < 10 and rows:
         rows[dice.randrange(len(rows))] = row(dice, module)
     elif action < 11 and rows:
@@ -248,21 +309,79 @@ def act(dice: random.Random, module: Any) -> None:
     elif action < 12 and table:
         del table[dice.choice([*table])]
     elif action < 13:
-        for each in (*rows, *recent, *table.values()):
+        for each in (*rows, *recent):
             if isinstance(each, torch.Tensor) and dice.random() < 0.2:
                 each.data.add_(1)
             elif isinstance(each, dict) and dice.random() < 0.2:
                 each["n"] = dice.randrange(9)
+    elif action < 14:
+        module.rows, module.first.rows = module.first.rows, module.rows
     elif dice.random() < 0.3:
         rows.clear()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**9))
-def test_whatever_is_done(seed: int) -> None:
-    dice, module = random.Random(seed), module_of()
+@given(st.integers(0, 10**9), st.booleans())
+def test_whatever_is_done(seed: int, goes_back: bool) -> None:
+    dice, module = random.Random(seed), module_with_parts()
     copies = Copies(module)
-    copies.take()
+    before = copies.take()
     for _ in range(25):
         act(dice, module)
-        received(copies)
+        taken = copies.take()
+        found = module_with_parts()
+        there = put_sent(found, copies.private(taken)).inexact.known.values()
+        assert relations(found) == relations(module) or any("not in this replacement" in each.why for each in there)
+        if goes_back and dice.random() < 0.2:
+            copies.put(before)
+        before = taken
+
+
+def test_a_list_that_is_divided_after_something_in_it_was_sent() -> None:
+    """The modules are sent one after the other. Before, what a later one divided was there twice."""
+    module = module_with_parts()
+    copies = Copies(module)
+    copies.take()
+    for number in range(12 * LENGTH):
+        module.second.recent.append({"loss": torch.tensor(number)})
+        if number % 3 == 0:
+            module.last = [module.second.recent[len(module.second.recent) // 2]]
+        found = module_with_parts()
+        put_sent(found, copies.private())
+        assert relations(found) == relations(module)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_gradients_of_tensors_in_a_large_container(learns: bool) -> None:
+    module = module_of()
+    copies = Copies(module)
+    module.rows = [torch.tensor([float(n)], requires_grad=learns) for n in range(1200)]
+    taken = copies.take()
+    module.rows[3].requires_grad_(not learns)
+    for _ in range(60):  # it is compared in its turn
+        later = copies.take()
+    found = module_of()
+    put_sent(found, copies.private(later))
+    if not learns:  # so many leaves of graphs are left to a peer
+        assert found.rows[3].requires_grad
+    copies.put(taken)
+    assert module.rows[3].requires_grad is learns
+    copies.put(later)
+    assert module.rows[3].requires_grad is not learns
+
+
+def test_another_deque_and_another_default() -> None:
+    module = module_of()
+    module.recent, module.table = deque([1], maxlen=2), defaultdict(int)
+    copies = Copies(module)
+    taken = copies.take()
+    module.recent, module.others = deque([1, 2, 3], maxlen=10), defaultdict(list, {n: [n] for n in range(3 * LENGTH)})
+    module.table.default_factory = list
+    found = module_of()
+    found.recent, found.table = deque([1], maxlen=2), defaultdict(int)
+    put_sent(found, copies.private())
+    assert found.recent == deque([1, 2, 3])
+    assert found.recent.maxlen == 10
+    assert found.others.default_factory is found.table.default_factory is list
+    copies.put(taken)
+    assert module.table.default_factory is int

@@ -170,7 +170,7 @@ class Sources:
             return None
         taken = self._tracked.take(self._roots, self._anchors, begins)
         if self._packed[0] is not taken:
-            self._packed = taken, plain.pack(self._tracked.mirrored(taken, _LIMITS))
+            self._packed = taken, plain.pack(self._tracked.encoded(taken, _LIMITS))  # the same bytes for the same
         return self._packed[1]
 
     def put(self, state: bytes | None) -> None:

@@ -34,10 +34,11 @@ from lightning_replica.state.objects.contents import (
     Contents,
     Copy,
     Held,
-    copy_of,
     is_content,
     is_marked,
     late,
+    learns,
+    marked_copy_of,
     plain_of,
     same_content,
 )
@@ -148,11 +149,14 @@ class Root:
 class Content(Record):
     """What a tensor or an array in a large container held."""
 
-    __slots__ = ("copy", "is_marked", "writes")
+    __slots__ = ("copy", "has_attributes", "writes")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.copy, self.writes, self.is_marked = copy_of(value), self._count(), is_marked(value)
+        self.copy, self.writes, self.has_attributes = marked_copy_of(value), self._count(), self._has_attributes()
+
+    def _has_attributes(self) -> tuple[bool, bool]:
+        return learns(self.value), is_marked(self.value)
 
     def _count(self) -> int:
         countable = type(self.value) is Tensor and not self.value.is_inference()
@@ -163,11 +167,9 @@ class Content(Record):
         return self.writes >= 0 and data_version(self.value) != self.writes
 
     def is_same(self) -> bool:
-        return self.is_marked == is_marked(self.value) and same_content(plain_of(self.value), self.copy)
+        return self.has_attributes == self._has_attributes() and same_content(plain_of(self.value), self.copy)
 
     def put_back(self, stands: Callable[[Any], Any]) -> None:
-        if self.is_marked:
-            self.copy.is_marked = True
         Held(self.value, self.name).put_back(self.copy)
         self.writes = self._count()
 
@@ -586,7 +588,7 @@ class Recorder:
                 container = None
             self._add(key, renewed, None, container, known, added)
         dropped = max(_DROPPED, len(self._records) // _KEPT_OF)
-        marked = any(isinstance(each := self._records[key], Content) and each.is_marked for key in changed)
+        marked = any(isinstance(each := self._records[key], Content) and any(each.has_attributes) for key in changed)
         if marked or self._dropped > dropped or self._dropped_bytes > _DROPPED_BYTES:
             self._walk()
         return True

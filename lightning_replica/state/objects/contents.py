@@ -59,7 +59,7 @@ class Held:
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
-        self.learns, self.is_marked = _learns(value), is_marked(value)
+        self.learns, self.is_marked = learns(value), is_marked(value)
         self._sample: Copy = None
         self._place = 0
         self.writes = self._count()
@@ -72,25 +72,19 @@ class Held:
     def take(self) -> None:
         """Copy the content."""
         self.writes = self._count()
-        self.copy = copy_of(self.value)
+        self.copy = marked_copy_of(self.value)
         self.nbytes = self.copy.nbytes
-        self.learns, self.is_marked = _learns(self.value), is_marked(self.value)
-        if self.learns:
-            self.copy.learns = True
-        if self.is_marked:
-            self.copy.is_marked = True
+        self.learns, self.is_marked = learns(self.value), is_marked(self.value)
 
     def is_written(self) -> bool:
         """Return whether torch has counted a write since the last copy or look, or it learns or has attributes now."""
         return (
-            self._count() != self.writes
-            or _learns(self.value) != self.learns
-            or is_marked(self.value) != self.is_marked
+            self._count() != self.writes or learns(self.value) != self.learns or is_marked(self.value) != self.is_marked
         )
 
     def put_back(self, copy: Copy) -> None:
         """Write the content of ``copy`` if the present one is another."""
-        if _learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
+        if learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
             with suppress(RuntimeError):  # a view cannot
                 self.value.detach_().grad = None
         if is_marked(self.value) and not hasattr(copy, "is_marked"):
@@ -111,7 +105,7 @@ class Held:
         """Compare a part with what it held when it was last looked at; look at another part from then on."""
         row = _row(self.value)
         changed = self.is_written() or (self._sample is not None and not same_content(self._part(row), self._sample))
-        self.writes, self.learns, self.is_marked = self._count(), _learns(self.value), is_marked(self.value)
+        self.writes, self.learns, self.is_marked = self._count(), learns(self.value), is_marked(self.value)
         if self.copy is None:
             self._place = (self._place + _PART) % max(1, len(row) - _PART + 1)
             self._sample = copy_of(self._part(row))
@@ -154,7 +148,8 @@ def _fill_array(array: Any, values: Any) -> None:
     array.flags.writeable = False
 
 
-def _learns(value: Any) -> bool:
+def learns(value: Any) -> bool:
+    """Return whether a value is a tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -302,6 +297,16 @@ def copy_of(value: Any) -> Any:
     """Return a copy of what a tensor or an array holds."""
     content = plain_of(value)
     return content.clone() if isinstance(content, Tensor) else content.copy()
+
+
+def marked_copy_of(value: Any) -> Any:
+    """Return a copy that says by attributes whether a tensor learns and has attributes of the user's; see `Held`."""
+    copy = copy_of(value)
+    if learns(value):
+        copy.learns = True
+    if is_marked(value):
+        copy.is_marked = True
+    return copy
 
 
 def with_class_of(content: Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import itertools
 import operator
 import threading
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
@@ -93,7 +93,7 @@ class Record:
         raise NotImplementedError
 
     def added_to(self, before: "Record") -> Sequence[tuple[str, Any]] | None:
-        """Return what an object leads to besides all that it led to before, as `leading`; None if it has lost some."""
+        """Return what an object leads to now and did not before; None if all of it has to be looked at."""
         return None
 
     def put_back(self, stands: Stands) -> None:
@@ -372,16 +372,23 @@ def mapping_of(view: Any) -> Any:
 class Entries(Record):
     """The entries of a dict of any class."""
 
-    __slots__ = ("base", "items", "keys")
+    __slots__ = ("base", "factory", "items", "keys")
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        self.base = base_of(value)
+        self.base, self.factory = base_of(value), self._factory_of(value)
         self.keys, self.items = list(self.base.keys(value)), list(self.base.values(value))
+
+    @staticmethod
+    def _factory_of(value: Any) -> Any:
+        return value.default_factory if isinstance(value, defaultdict) else None
 
     def children(self) -> Iterable[tuple[str, Any]]:
         values = ((f"[{short(key)}]", value) for key, value in zip(self.keys, self.items, strict=True))
-        return itertools.chain(values, self._key_children(frozenset()))
+        return itertools.chain(values, self._key_children(frozenset()), self._factory_child())
+
+    def _factory_child(self) -> Iterable[tuple[str, Any]]:
+        return () if self.factory is None else ((".default_factory", self.factory),)
 
     def _key_children(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
         keys = (key for key in self.keys if type(key) not in ATOMS and id(key) not in known)
@@ -390,29 +397,35 @@ class Entries(Record):
     def leading(self, known: Set[int]) -> Iterable[tuple[str, Any]]:
         pairs = zip(self.keys, self.items, strict=True)
         values = ((f"[{short(key)}]", value) for key, value in pairs if id(value) not in known and leads_on(value))
-        return itertools.chain(values, self._key_children(known))
+        factory = self._factory_child() if id(self.factory) not in known else ()
+        return itertools.chain(values, self._key_children(known), factory)
 
     def added_to(self, before: Record) -> Sequence[tuple[str, Any]] | None:
         if not isinstance(before, Entries) or not _begins_with(self.keys, before.keys):
             return None
         count = len(before.keys)
+        if self.factory is not before.factory:
+            return None
         if not _begins_with(self.items, before.items) or not all(type(key) in ATOMS for key in self.keys[count:]):
             return None
         new = zip(self.keys[count:], self.items[count:], strict=True)
         return [(f"[{short(key)}]", value) for key, value in new if leads_on(value)]
 
     def referred(self) -> Iterable[Any]:
-        return [*self.items, *self.keys]
+        return [*self.items, *self.keys, *(child for _, child in self._factory_child())]
 
     def is_same(self) -> bool:
         value, base = self.value, self.base
         return (
             base.__len__(value) == len(self.keys)
+            and self._factory_of(value) is self.factory
             and all(map(operator.is_, base.keys(value), self.keys))
             and all(map(operator.is_, base.values(value), self.items))
         )
 
     def put_back(self, stands: Stands) -> None:
+        if isinstance(self.value, defaultdict):
+            self.value.default_factory = stands(self.factory)
         keys, items = list(map(stands, self.keys)), list(map(stands, self.items))
         if self.is_same() and all(map(operator.is_, (*keys, *items), (*self.keys, *self.items))):
             return

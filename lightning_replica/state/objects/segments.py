@@ -21,25 +21,24 @@ from torch import Tensor
 
 from lightning_replica.core import plain
 from lightning_replica.errors import TransferError
-from lightning_replica.state.atoms import ATOMS
+from lightning_replica.state.atoms import ATOMS, is_plain_atom
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import Copy, is_content
 from lightning_replica.state.objects.records import Entries, Fixed, Items, Record
-from lightning_replica.state.objects.shared_memory import address_of
+from lightning_replica.state.objects.shared_memory import OwnedMemory, is_of_array
 
 SEGMENT_ITEMS: Final = 32
 _FIRST_NUMBER: Final = 1 << 40  # behind all numbers that an `Encoder` gives
 _NEAR: Final = 4 * SEGMENT_ITEMS  # rows before a segment that are not in one
 _DEEP: Final = 8
 _NUMBERS: Final = "biufc"  # kinds of NumPy's numbers
-_STRINGS: Final = frozenset((str,))
-_ATOM, _NUMBER, _TENSOR, _ARRAY, _LIST, _TUPLE, _DICT = "atom", "number", "tensor", "array", "list", "tuple", "dict"
+_ATOM, _NUMBER, _TENSOR, _LIST, _TUPLE, _DICT = "atom", "number", "tensor", "list", "tuple", "dict"
 _ENTRY: Final = "entry"
 
 Outline: TypeAlias = list[Any]
 """How a row is built: an item of a list, or a key and an item of a dict.
 
-``[_ATOM]``, ``[_NUMBER, dtype]``, ``[_TENSOR, dtype, shape, device]``, ``[_ARRAY, dtype, shape]``,
+``[_ATOM]``, ``[_NUMBER, dtype]``, ``[_TENSOR, dtype, shape, device]``,
 ``[_LIST or _TUPLE, outlines]``, ``[_DICT, keys, outlines]`` or ``[_ENTRY, outlines]``.
 """
 
@@ -60,9 +59,9 @@ class Segment:
         flat: The items; of a dict, the keys too, each before its item.
         first: The number of the first object in it.
         objects: The objects in it that others can refer to, in the order of their numbers.
-        records: What each of them held; None for a tensor or an array that has a copy instead.
-        copies: What tensors and arrays held; None for other objects, and for those with a record.
-        addresses: Where the memory of tensors and arrays lies.
+        records: What each of them held; None for a tensor that has a copy instead.
+        copies: What tensors held; None for other objects, and for those with a record.
+        addresses: Where the memory of tensors lies.
         sent: What is sent: the first number, how many rows there are, the outline of each, and the leaves.
     """
 
@@ -71,14 +70,16 @@ class Segment:
     objects: Sequence[Any]
     records: Sequence[Record | None]
     copies: Sequence[Copy]
-    addresses: frozenset[int]
+    addresses: Sequence[int]
     sent: bytes
     keys: Sequence[int] = field(init=False)
-    inverted: Sequence[int] = field(init=False)
+    inverted: Sequence[int] = field(init=False)  # the keys of records of attributes
+    tensors: Sequence[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", [id(each) for each in self.objects])
         object.__setattr__(self, "inverted", [~key for key in self.keys])
+        object.__setattr__(self, "tensors", [each for each in self.objects if isinstance(each, Tensor)])
 
     def is_same(self, records: Mapping[int, Record], copies: Mapping[int, Copy]) -> bool:
         """Return whether all objects hold what they held, and have got no attributes."""
@@ -86,6 +87,7 @@ class Segment:
             all(map(operator.is_, map(records.get, self.keys), self.records))
             and all(map(operator.is_, map(copies.get, self.keys), self.copies))
             and not any(map(records.__contains__, self.inverted))
+            and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
         )
 
     def is_at(self, flat: Sequence[Any], place: int) -> bool:
@@ -103,15 +105,17 @@ class Segments:
 
     Attributes:
         numbers: By ``id`` of an object in a segment, its number and the segment.
-        addresses: Where the memory of tensors and arrays in segments lies, with the key of the container.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[int, tuple[int, Segment]] = {}
-        self.addresses: dict[int, int] = {}
+        self._owned: dict[int, Tensor] = {}  # by the address of their memory
+        self._key_at: dict[int, int] = {}  # likewise, the container that they are in
+        self._memory = OwnedMemory(self._owned)
+        self._may_divide = False
         self._next = _FIRST_NUMBER
         self._of: dict[int, tuple[Any, list[Segment]]] = {}  # by key of a container; with it, so that it stays
-        self._unfit: dict[int, Any] = {}  # tensors and arrays that share memory with something else, by ``id``
+        self._unfit: dict[int, Any] = {}  # tensors that share memory with something else, by ``id``
         self._divided: dict[int, list[Part]] = {}
         self._capture, self._anchors = Capture(), Anchors({})
         self._copies: Mapping[int, Copy] = MappingProxyType({})
@@ -136,9 +140,12 @@ class Segments:
             owners: The tensors and arrays that there were then, by the address of their memory.
         """
         if anchors is not self._anchors or names is not self._names:
-            self._of, self.numbers, self.addresses = {}, {}, {}
+            self._of, self.numbers = {}, {}
+            self._owned.clear()
+            self._key_at.clear()
+            self._memory.changed()
         self._capture, self._copies, self._anchors = capture, copies, anchors
-        self._names, self._owners, self._divided = names, owners, {}
+        self._names, self._owners, self._divided, self._may_divide = names, owners, {}, True
         records = capture.records
         for key, (value, known) in [*self._of.items()]:
             is_there = _is_of(records.get(key), value)
@@ -150,25 +157,31 @@ class Segments:
         if not isinstance(record, Entries) and type(record) is not Items:
             return None
         key = id(record.value)
-        if len(record.items) < 2 * SEGMENT_ITEMS and key not in self._of:
-            return None
-        if key not in self._divided:
-            self._divided[key] = [*self._divide(key, record)]
-        return self._divided[key]
+        is_long = len(record.items) >= 2 * SEGMENT_ITEMS or key in self._of
+        if self._may_divide and is_long and key not in self._divided:
+            self._divided[key] = self._divide(key, record)
+        return self._divided.get(key)
 
-    def break_up(self, address: int) -> None:
-        """Encode what lies at an address by itself from now on, because something else shares that memory.
+    def divide_no_more(self) -> None:
+        """Leave all lists as they are until `begin`: what is encoded now refers to segments by their numbers."""
+        self._may_divide = False
+
+    def leave_memory_of(self, value: Any) -> None:
+        """Make sure that a tensor or an array, which is encoded by itself, shares no memory with what is in a segment.
 
         Raises:
-            BrokenUpError: Always.
+            BrokenUpError: If it does. That is in no segment from then on.
         """
-        key = self.addresses[address]
-        (broken,) = (each for each in self._of[key][1] if address in each.addresses)
-        self._unfit |= {id(each): each for each in broken.objects if _has_memory(each) and address_of(each) == address}
-        self._drop(key, [broken])
-        raise BrokenUpError
+        address = self._memory.address_of(value)
+        if address:
+            key, tensor = self._key_at[address], self._owned[address]
+            self._unfit[id(tensor)] = tensor
+            (broken,) = (each for each in self._of[key][1] if address in each.addresses)
+            self._drop(key, [broken])
+            raise BrokenUpError
 
-    def _divide(self, key: int, record: Items | Entries) -> Iterator[Part]:
+    def _divide(self, key: int, record: Items | Entries) -> list[Part]:
+        parts: list[Part] = []
         value, flat, width = record.value, _flat(record), 1 if isinstance(record, Items) else 2
         _, known = self._of.pop(key, (None, []))
         count, start = len(record.items), 0
@@ -177,14 +190,14 @@ class Segments:
             if place is None:
                 self._forget(segment)
                 continue
-            yield from self._seal(key, value, flat, width, range(start, place))
+            parts += self._seal(key, value, flat, width, range(start, place))
             self._of.setdefault(key, (value, []))[1].append(segment)
-            yield segment
+            parts.append(segment)
             start = place + len(segment.flat) // width
         # Not the newest rows: for some steps, others refer to their memory, too.
         end = max(start, count - SEGMENT_ITEMS)
-        yield from self._seal(key, value, flat, width, range(start, end))
-        yield range(end, count)
+        parts += self._seal(key, value, flat, width, range(start, end))
+        return [*parts, range(end, count)]
 
     def _find(self, segment: Segment, flat: Sequence[Any], width: int, start: int) -> int | None:
         """Return the place of the first row of a segment; None if it is not there any more.
@@ -197,25 +210,26 @@ class Segments:
                 return place
         return None
 
-    def _seal(self, key: int, value: Any, flat: Sequence[Any], width: int, rows: range) -> Iterator[Part]:
+    def _seal(self, key: int, value: Any, flat: Sequence[Any], width: int, rows: range) -> list[Part]:
         """Make segments of some rows. What is left over has one of its own if it is long enough the next time."""
-        start = rows.start
+        parts, start = list[Part](), rows.start
         for place in range(rows.start, rows.stop - SEGMENT_ITEMS + 1, SEGMENT_ITEMS):
             start = place + SEGMENT_ITEMS
             try:
                 segment = self._encode(flat[place * width : start * width], width)
             except _UnlikeError:
-                yield range(place, start)
+                parts.append(range(place, start))
                 continue
             self._of.setdefault(key, (value, []))[1].append(segment)
             self._learn(key, segment)
-            yield segment
-        if start < rows.stop:
-            yield range(start, rows.stop)
+            parts.append(segment)
+        return [*parts, range(start, rows.stop)] if start < rows.stop else parts
 
     def _learn(self, key: int, segment: Segment) -> None:
         self.numbers |= {each: (segment.first + n, segment) for n, each in enumerate(segment.keys)}
-        self.addresses |= dict.fromkeys(segment.addresses, key)
+        self._owned.update(zip(segment.addresses, segment.tensors, strict=True))
+        self._key_at.update(dict.fromkeys(segment.addresses, key))
+        self._memory.changed()
         self._next += len(segment.keys) + 1  # one of numbers and texts alone has a number, too
 
     def _drop(self, key: int, segments: Sequence[Segment]) -> None:
@@ -229,7 +243,8 @@ class Segments:
         for each in segment.keys:
             del self.numbers[each]
         for address in segment.addresses:
-            del self.addresses[address]
+            del self._owned[address], self._key_at[address]
+        self._memory.changed()
 
     def _encode(self, flat: Sequence[Any], width: int) -> Segment:
         """Encode rows.
@@ -238,7 +253,7 @@ class Segments:
             _UnlikeError: If they are not alike, or if something in them is not new or cannot be in a segment.
         """
         objects: list[Any] = []
-        addresses: set[int] = set()
+        addresses: dict[int, None] = {}
         rows: list[list[Any]] = []
         outline: Outline | None = None
         for place in range(0, len(flat), width):
@@ -264,25 +279,27 @@ class Segments:
             objects,
             [*map(self._capture.records.get, keys)],
             [*map(self._copies.get, keys)],
-            frozenset(addresses),
+            [*addresses],
             sent,
         )
 
-    def _outline(self, value: Any, leaves: list[Any], objects: list[Any], addresses: set[int], depth: int) -> Outline:
-        if type(value) in ATOMS:
+    def _outline(
+        self, value: Any, leaves: list[Any], objects: list[Any], addresses: dict[int, None], depth: int
+    ) -> Outline:
+        if type(value) in ATOMS and is_plain_atom(value):
             leaves.append(value)
             return [_ATOM]
         if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
             leaves.append(value)
             return [_NUMBER, value.dtype.str]
         key, record = id(value), self._capture.records.get(id(value))
-        known = (self._names, self._anchors.names, self.numbers, self._unfit)
-        if any(key in each for each in known) or ~key in self._capture.records or depth > _DEEP:
+        barred = (self._names, self._anchors.names, self.numbers, self._unfit)
+        if any(key in each for each in barred) or ~key in self._capture.records or depth > _DEEP:
             raise _UnlikeError
         objects.append(value)
-        if type(value) is Tensor or type(value) is np.ndarray:
-            return self._outline_of_content(value, record, leaves, addresses)
-        if type(value) is dict and isinstance(record, Entries) and {*map(type, record.keys)} <= _STRINGS:
+        if type(value) is Tensor:
+            return self._outline_of_tensor(value, record, leaves, addresses)
+        if type(value) is dict and isinstance(record, Entries) and all(map(_is_plain_text, record.keys)):
             inner = [self._outline(each, leaves, objects, addresses, depth + 1) for each in record.items]
             return [_DICT, list(record.keys), inner]
         if type(value) is tuple and (record is None or isinstance(record, Fixed)):
@@ -291,37 +308,34 @@ class Segments:
             return [_LIST, [self._outline(each, leaves, objects, addresses, depth + 1) for each in record.items]]
         raise _UnlikeError
 
-    def _outline_of_content(self, value: Any, record: Record | None, leaves: list[Any], addresses: set[int]) -> Outline:
+    def _outline_of_tensor(
+        self, value: Tensor, record: Record | None, leaves: list[Any], addresses: dict[int, None]
+    ) -> Outline:
         copy = record.copy if isinstance(record, Content) else self._copies.get(id(value)) if record is None else None
-        address = address_of(value)
-        is_shared = (
-            address in addresses
-            or address in self.addresses
-            or address in self._owners
-            or self._anchors.has_memory_of(value)
-        )
-        if copy is None or is_shared or not address or not is_content(value):
+        if copy is None or not is_content(value) or value.requires_grad or not _owns_memory(value):
             raise _UnlikeError
-        addresses.add(address)
+        address = value.data_ptr()
+        is_shared = any(address in each for each in (addresses, self._owned, self._owners))
+        if not address or is_shared or self._anchors.has_memory_of(value):
+            raise _UnlikeError
+        addresses[address] = None
         leaves.append(copy)
-        if isinstance(value, Tensor):
-            if not value.is_contiguous() or value.requires_grad or value.untyped_storage().nbytes() != value.nbytes:
-                raise _UnlikeError
-            return [_TENSOR, str(copy.dtype)[6:], list(copy.shape), str(copy.device)]
-        is_number = value.dtype.kind in _NUMBERS and value.dtype.isnative and value.size > 0
-        if value.base is not None or not value.flags.c_contiguous or not is_number:
-            raise _UnlikeError
-        return [_ARRAY, copy.dtype.str, list(copy.shape)]
+        return [_TENSOR, str(copy.dtype)[6:], list(copy.shape), str(copy.device)]
+
+
+def _owns_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has all of its memory for itself, as far as it can know. That of an array it shares."""
+    return not is_of_array(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+
+
+def _is_plain_text(key: Any) -> bool:
+    return type(key) is str and is_plain_atom(key)
 
 
 def _flat(record: Items | Entries) -> Sequence[Any]:
     if isinstance(record, Items):
         return record.items
     return [*chain.from_iterable(zip(record.keys, record.items, strict=True))]
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
 
 
 def _is_of(record: Record | None, value: Any) -> bool:
@@ -333,7 +347,7 @@ def _column(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     if isinstance(first, Tensor):
         return torch.stack(list(leaves))
-    if isinstance(first, np.ndarray | np.generic):
+    if isinstance(first, np.generic):
         return np.stack(leaves).tobytes()
     return list(leaves)
 
@@ -368,8 +382,6 @@ def _made(outline: Outline, row: int, count: int, columns: Iterator[Any], object
     objects.append(None)
     if kind == _TENSOR:
         made = next(columns)[row].clone()
-    elif kind == _ARRAY:
-        made = np.frombuffer(next(columns), dtype=np.dtype(rest[0])).reshape(count, *rest[1])[row, ...].copy()
     elif kind == _DICT:
         made = {key: _made(each, row, count, columns, objects) for key, each in zip(*rest, strict=True)}
     elif kind in (_LIST, _TUPLE):

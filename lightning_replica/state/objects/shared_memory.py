@@ -4,8 +4,9 @@
 another process has both; where it makes them in a step, they are made here.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -101,6 +102,43 @@ def address_of(value: Any) -> int:
         return storage_of(value.base)
     found: int = value.__array_interface__["data"][0]
     return found
+
+
+class OwnedMemory:
+    """Tensors and arrays by the addresses of their memory.
+
+    Args:
+        owners: The same. Who changes it calls `changed`.
+    """
+
+    def __init__(self, owners: Mapping[int, Any]) -> None:
+        self._owners = owners
+        self._sorted: list[int] | None = None
+
+    def changed(self) -> None:
+        """Look at the owners again."""
+        self._sorted = None
+
+    def address_of(self, value: Any) -> int:
+        """Return the address of the owner in whose memory a value lies; 0 if there is none.
+
+        A tensor that was made of an array knows where it begins, and not where the array does.
+        """
+        address = address_of(value)
+        if address in self._owners:
+            return address
+        if not self._owners or not isinstance(value, Tensor) or not is_of_array(value):
+            return 0
+        if self._sorted is None:
+            self._sorted = sorted(self._owners)
+        place = bisect_right(self._sorted, address) - 1
+        before = self._sorted[place] if place >= 0 else 0
+        return before if before and address < before + self._owners[before].nbytes else 0
+
+
+def is_of_array(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in memory that is not torch's own, as that of an array."""
+    return storage_of(local_of(tensor)) != 0 and not local_of(tensor).untyped_storage().resizable()
 
 
 def array_over(owner: Tensor, offset: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Any:

@@ -172,13 +172,13 @@ class Tracked:
         changed = dict(_changed(taken.capture, self._unsaved, False, known))
         return self.encoded(Taken(taken.capture, taken.anchors, changed), SAVED)
 
-    def mirrored(self, taken: Taken, limits: Limits = MIRRORED) -> list[Any]:
-        """Return what `encoded` does, in less time if it is called in every step."""
+    def mirrored(self, taken: Taken) -> list[Any]:
+        """Return what `encoded` does, in less time in every step. For the same state, the bytes may be others."""
         while True:
             copies = taken.capture.copies_by_id()
             self._segments.begin(taken.capture, copies, taken.anchors, self._names, self._owners)
             with suppress(BrokenUpError):
-                return self.encoded(taken, limits, self._segments)
+                return self.encoded(taken, MIRRORED, self._segments)
 
     def encoded(self, taken: Taken, limits: Limits | None = None, segments: Segments | None = None) -> list[Any]:
         """Return what has changed since the beginning, as plain data.
@@ -194,21 +194,22 @@ class Tracked:
         """
         known = _known(taken.capture, taken.anchors)
         sizes = _Sizes(taken.capture, limits, known, segments) if limits is not None else None
-        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names, self._owners, segments)
-        sent, left = [], list[str]()
+        wanted, left = list[tuple[Root, frozenset[str]]](), list[str]()
         for root in taken.capture.roots:
             names = taken.changed.get(root.name, frozenset())
-            if not names:
-                continue
-            record = taken.capture.attributes_of(root)
-            if sizes is not None:
+            if names and sizes is not None:
+                record = taken.capture.attributes_of(root)
                 large = {name for name in names if sizes.is_large(record, name)}
                 for name in large:
                     self._report(f"{root.name}.{name}", sizes.limits.why, sizes.limits.scope)
                 names -= large
                 left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
-                sent.append([root.name, encoder.attributes(record, names)])
+                wanted.append((root, names))
+        if segments is not None:
+            segments.divide_no_more()
+        encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names, self._owners, segments)
+        sent = [[root.name, encoder.attributes(taken.capture.attributes_of(root), names)] for root, names in wanted]
         used = encoder.finish()
         return [*([[_SEGMENTS, used]] if used else []), *sent, *([[LEFT_OUT, left]] if left else [])]
 

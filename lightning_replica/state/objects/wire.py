@@ -41,7 +41,7 @@ from lightning_replica._compat.torch import of_class
 from lightning_replica.core.inexact import Report
 from lightning_replica.core.user_code import CACHE
 from lightning_replica.errors import TransferError
-from lightning_replica.state.atoms import ATOMS, is_same_atom
+from lightning_replica.state.atoms import ATOMS, is_plain_atom, is_same_atom
 from lightning_replica.state.objects.caches import Cache, Call, Entry
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import fill, is_content, plain_of
@@ -103,6 +103,7 @@ from lightning_replica.state.objects.segments import BrokenUpError, Part, Segmen
 from lightning_replica.state.objects.sets import refill
 from lightning_replica.state.objects.shared_memory import (
     Memories,
+    OwnedMemory,
     Place,
     Sharing,
     address_of,
@@ -159,6 +160,7 @@ class Encoder:
     ) -> None:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
         self._names, self._owners, self._segments = names, owners, segments
+        self._memory = OwnedMemory(owners)
         self._copies = capture.copies_by_id()
         self._used: dict[int, Segment] = {}
         self._numbers: dict[int, int] = {}
@@ -201,7 +203,7 @@ class Encoder:
 
     def _encode(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in ATOMS:
-            return value
+            return value if is_plain_atom(value) else _encode_odd(value)
         key = id(value)
         if key in self._anchors.names:
             return ["@", self._anchors.names[key]]
@@ -285,10 +287,11 @@ class Encoder:
         """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
         if id(value) in self._alone:
             return sent
-        if self._segments is not None and (where := address_of(value)) in self._segments.addresses:
-            self._segments.break_up(where)
+        if self._segments is not None:
+            self._segments.leave_memory_of(value)
         sent = self._sharing.add(value, sent)
-        owner = None if id(value) in self._names else self._owners.get(address := address_of(value))
+        address = 0 if id(value) in self._names else self._memory.address_of(value)
+        owner = self._owners.get(address)
         if owner is None or address_of(owner) != address or id(owner) not in self._copies:
             return sent  # nothing refers to it any more, or there is none
         return ["beside", self._names[id(owner)], self._sharing.add(owner, []), sent]
@@ -363,9 +366,13 @@ class Encoder:
         if isinstance(record, Entries):
             divided = None if self._segments is None else self._segments.parts_of(record)
             if divided is not None:
-                return ["segmented dict", identity, _class_of(value), self._parts(record, divided, name, depth)]
-            keys = [self._encode(key, name, depth + 1) for key in record.keys]
-            return ["dict", identity, _class_of(value), keys, all_of(record.items)]
+                sent = ["segmented dict", identity, _class_of(value), self._parts(record, divided, name, depth)]
+            else:
+                keys = [self._encode(key, name, depth + 1) for key in record.keys]
+                sent = ["dict", identity, _class_of(value), keys, all_of(record.items)]
+            if isinstance(value, collections.defaultdict):
+                sent.append(self._encode(record.factory, f"{name}.default_factory", depth + 1))
+            return sent
         if isinstance(record, Fixed):
             kind = "tuple" if isinstance(value, tuple) else "frozenset"
             return [kind, identity, _class_of(value), all_of(record.items), *_made_class_of(value)]
@@ -811,7 +818,8 @@ class Decoder:
 
     def _listed(self, number: int, cls: str, parts: list[Any], maxlen: int | None, current: Any, name: str) -> Any:
         """Return a list or a deque. A part of it is a list of encoded items, or the first number of a segment."""
-        made = current if _is_a(current, cls) else _new(cls, deque(maxlen=maxlen) if cls.endswith(":deque") else [])
+        fits = _is_a(current, cls) and getattr(current, "maxlen", None) == maxlen
+        made = current if fits else _new(cls, deque(maxlen=maxlen) if cls.endswith(":deque") else [])
         if made is None:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
@@ -833,20 +841,24 @@ class Decoder:
         return made
 
     def _dict(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, sent_keys, sent = content
-        return self._entries(number, cls, [[sent_keys, sent]], current, name)
+        cls, sent_keys, sent, *factory = content
+        return self._entries(number, cls, [[sent_keys, sent]], factory, current, name)
 
     def _segmented_dict(self, number: int, content: list[Any], current: Any, name: str) -> Any:
-        cls, parts = content
-        return self._entries(number, cls, parts, current, name)
+        cls, parts, *factory = content
+        return self._entries(number, cls, parts, factory, current, name)
 
-    def _entries(self, number: int, cls: str, parts: list[Any], current: Any, name: str) -> Any:
+    def _entries(self, number: int, cls: str, parts: list[Any], factory: list[Any], current: Any, name: str) -> Any:
         """Return a dict. A part of it is a list of encoded keys and one of items, or the first number of a segment."""
         made = current if _is_a(current, cls) else _new(cls, {})
         if made is None:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         self._keep(number, made)
+        for sent in factory:
+            now = made.default_factory
+            found = self._decode(sent, MISSING if now is None else now, f"{name}.default_factory")
+            made.default_factory = None if found is MISSING else found
         base = base_of(made)
         known = dict(base.items(made))
         pairs: list[Any] = []
@@ -972,6 +984,12 @@ def _attribute_of(value: Any, name: str) -> Any:
         return getattr(value, name, MISSING)
     except Exception:
         return MISSING
+
+
+def _encode_odd(value: int | str) -> list[Any]:
+    if isinstance(value, int):
+        return ["integer", f"{value:x}"]
+    return ["halves", value.encode("utf-8", "surrogatepass")]
 
 
 def _encode_atom(value: Any) -> Any:
@@ -1236,6 +1254,8 @@ _PATHS: Final[Mapping[str, Any]] = {
 }
 _ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
     "complex": complex,
+    "integer": lambda digits: int(digits, 16),
+    "halves": lambda data: data.decode("utf-8", "surrogatepass"),
     "device": torch.device,
     "dtype": _dtype_named,
     "range": range,
