@@ -171,6 +171,8 @@ class Content(Record):
 
     def put_back(self, stands: Callable[[Any], Any]) -> None:
         Held(self.value, self.name).put_back(self.copy)
+        if not self.has_attributes[1] and is_marked(self.value):
+            vars(self.value).clear()
         self.writes = self._count()
 
 
@@ -231,6 +233,8 @@ class Capture:
                     report(held.name, "it has changed in the step that is repeated, and cannot be restored", "once")
             except Exception as error:  # it is a part of another one, in a way that cannot be written to
                 report(held.name, _not_put_back(error), "once")
+            if ~id(held.value) not in self.records and is_marked(held.value):
+                vars(held.value).clear()  # it had no attributes then
         for record in self.records.values():
             try:
                 record.put_back(stands)

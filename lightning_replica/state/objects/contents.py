@@ -49,7 +49,7 @@ class Held:
         changes: How often it has been seen to change.
         learns: Whether it is a tensor that required a gradient when it was last taken. Copies have an attribute of
             this name if it did.
-        is_marked: Whether it is a tensor that had attributes of the user's when it was last taken; likewise.
+        is_marked: Whether it is a tensor that had attributes of the user's when it was last taken.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -87,8 +87,6 @@ class Held:
         if learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
             with suppress(RuntimeError):  # a view cannot
                 self.value.detach_().grad = None
-        if is_marked(self.value) and not hasattr(copy, "is_marked"):
-            vars(self.value).clear()
         content = plain_of(self.value)
         if same_content(content, copy):
             return
@@ -300,12 +298,10 @@ def copy_of(value: Any) -> Any:
 
 
 def marked_copy_of(value: Any) -> Any:
-    """Return a copy that says by attributes whether a tensor learns and has attributes of the user's; see `Held`."""
+    """Return a copy that says by an attribute whether a tensor learns; see `Held`."""
     copy = copy_of(value)
     if learns(value):
         copy.learns = True
-    if is_marked(value):
-        copy.is_marked = True
     return copy
 
 
