@@ -10,9 +10,10 @@ enters the commit.
 
 [Note: only what is new]
 Most of a private state is as it was in the message before: outputs that a list collects, states of metrics and
-callbacks. A state is given in pieces, and a piece that was in the message before, as the same object, is sent as a
-number. Peers have it: who takes part in an all-gather has the message of the one before whole, or its world is rolled
-back and all connect anew. In case a peer's copy was damaged, every `_WHOLE_EVERY`-th message has all pieces in it.
+callbacks. A state consists of pieces. A piece that was in the message before, as the same object, is sent as a number.
+A peer has that piece: it takes part in an exchange only after it has read the message before, and after any fault all
+ranks connect again and send all pieces. Every `_WHOLE_EVERY`-th message has all pieces in it, too, because a peer's
+copy may have been damaged.
 """
 
 import struct
@@ -33,11 +34,11 @@ from lightning_replica.core.recoverable import Kind
 from lightning_replica.core.works import Work, track
 from lightning_replica.recovery.planner import Mirror
 
-_HEADER = struct.Struct("<qqqqqqq")  # step, number of pieces, length of what follows, CRC-32 of all that, digest
+_HEADER = struct.Struct("<qqqqqqq")  # step, number of pieces, length of what follows, CRC-32 of the table, digest
 _PIECE = struct.Struct("<qqqq")  # number, length, CRC-32, whether it is in this message
 _NO_DIGEST = (-1, 0, 0)
 _START_BYTES = 8 * 1024  # grows with the first message that needs more
-_SMALL_BYTES = 256  # a smaller piece is always sent, in one with its neighbours
+_SMALL_BYTES = 256  # smaller pieces are joined and always sent
 _WHOLE_EVERY = 64
 
 
@@ -71,6 +72,37 @@ class _Message:
 
 _Row: TypeAlias = "Tensor | _Message | None"
 """What has come from a peer: unread, read, or damaged."""
+
+
+class _Capacity:
+    """How many bytes a rank sends and receives of each peer, the same on all peers; messages are cut off behind that.
+
+    Messages with all their pieces and others have capacities of their own.
+    """
+
+    def __init__(self) -> None:
+        self.whole = self.partial = _START_BYTES
+        self._largest = 0  # partial message since the last whole one
+
+    def of(self, is_whole: bool) -> int:
+        return self.whole if is_whole else self.partial
+
+    def learn(self, needed: int, is_whole: bool) -> None:
+        """Choose the capacities for the next messages. All peers have seen the same messages.
+
+        Args:
+            needed: What the largest message of an exchange needed.
+            is_whole: Whether these messages had all their pieces.
+        """
+        if is_whole:
+            self.whole, self.partial, self._largest = _room_for(needed), _room_for(self._largest), 0
+        else:
+            self._largest = max(self._largest, needed)
+            self.partial = max(self.partial, _room_for(needed))
+
+
+def _room_for(needed: int) -> int:
+    return max(_START_BYTES, 1 << needed.bit_length())
 
 
 class _Sender:
@@ -115,8 +147,7 @@ class Mirrors:
     def __init__(self, rank: int, wait: Callable[[Work], None]) -> None:
         self._rank, self._wait = rank, wait
         self._sender, self._count = _Sender(), 0
-        # How much is sent, by whether a message has all pieces; and the most that others have needed since such a one.
-        self._room, self._most = {True: _START_BYTES, False: _START_BYTES}, 0
+        self._capacity = _Capacity()
         # Newest last. After a fault the same state is sent again; the older copy is kept until the newer is complete.
         self._rows: dict[tuple[Kind, int], list[list[_Row]]] = {}
         self._received: dict[int, dict[int, _Piece]] = {}  # by place of a peer, the pieces of its last message
@@ -127,9 +158,8 @@ class Mirrors:
         self._group, self._peers = group, peers
         for (_, step), known in self._rows.items():
             known[:] = [[self._message(place, row, step) for place, row in enumerate(rows)] for rows in known]
-        # The same on a replacement as on every other rank:
-        self._count, self._received = 0, {}  # so the first message has all pieces
-        self._room, self._most, self._pending = {True: _START_BYTES, False: _START_BYTES}, 0, None
+        self._count, self._received, self._pending = 0, {}, None  # the first message has all pieces
+        self._capacity = _Capacity()  # the same on a replacement as on every other rank
 
     @ranged("mirror")
     def begin(self, kind: Kind, step: int, payload: Pieces, digest: Digest | None = None) -> None:
@@ -150,7 +180,7 @@ class Mirrors:
         self._count += 1
         pieces, known = self._sender.pieces(payload)
         message = _pack(step, pieces, frozenset() if is_whole else known, digest)
-        self._pending = (self._launch(kind, step, message, self._room[is_whole]), kind, step, message, is_whole)
+        self._pending = self._launch(kind, step, message, self._capacity.of(is_whole)), kind, step, message, is_whole
 
     @ranged("mirror_wait")
     def settle(self) -> None:
@@ -160,7 +190,7 @@ class Mirrors:
         work, kind, step, message, is_whole = self._pending
         self._wait(work)
         needed = max(_needed(row) for row in self._rows[kind, step][-1] if isinstance(row, Tensor))
-        if needed > self._room[is_whole]:
+        if needed > self._capacity.of(is_whole):
             self._wait(self._launch(kind, step, message, _room_for(needed)))
         rows = [self._message(place, row, step) for place, row in enumerate(self._rows[kind, step][-1])]
         rows[self._peers.index(self._rank)] = None  # this rank has its own
@@ -168,17 +198,8 @@ class Mirrors:
         for place, found in enumerate(rows):
             if found is not None:
                 self._received[place] = {piece.number: piece for piece in found.pieces}
-        self._make_room(needed, is_whole)
+        self._capacity.learn(needed, is_whole)
         self._pending = None
-
-    def _make_room(self, needed: int, is_whole: bool) -> None:
-        """Choose how much the next messages may need, the same on all peers."""
-        if is_whole:
-            self._room = {True: _room_for(needed), False: _room_for(self._most)}
-            self._most = 0
-        else:
-            self._most = max(self._most, needed)
-            self._room[False] = max(self._room[False], _room_for(needed))
 
     def keep(self, kind: Kind, step: int) -> None:
         """Drop everything except ``kind`` at ``step``, to which all ranks have just returned."""
@@ -230,18 +251,14 @@ class Mirrors:
             return _read(as_bytes(row), step, self._received.get(place, {}))
         return row
 
-    def _launch(self, kind: Kind, step: int, data: bytes, room: int) -> Work:
-        data = data[:room]
-        message = torch.empty(room, dtype=torch.uint8)  # what follows the data is not looked at
+    def _launch(self, kind: Kind, step: int, data: bytes, capacity: int) -> Work:
+        data = data[:capacity]
+        message = torch.empty(capacity, dtype=torch.uint8)  # what follows the data is not looked at
         as_bytes(message)[: len(data)] = data
-        rows = list(torch.zeros(len(self._peers), room, dtype=torch.uint8).unbind())
+        rows = list(torch.zeros(len(self._peers), capacity, dtype=torch.uint8).unbind())
         self._rows.setdefault((kind, step), []).append([*rows])
         # `dist.all_gather` is not used: its checks take as long as the call itself.
         return track(self._group.allgather([rows], [message]))
-
-
-def _room_for(needed: int) -> int:
-    return max(_START_BYTES, 1 << needed.bit_length())
 
 
 def _needed(row: Tensor) -> int:

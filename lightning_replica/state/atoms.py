@@ -5,12 +5,11 @@ from typing import Any, Final
 
 ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
-
-_HUGE: Final = 1 << 1000  # Python writes longer numbers in time that grows with the square of their length, or refuses
+_HUGE: Final = 1 << 1000  # Python refuses to write numbers of more than 4300 digits
 
 
 def is_plain_atom(value: Any) -> bool:
-    """Return whether JSON keeps a value of a type in `ATOMS`: no huge number, and no halves of characters in a text."""
+    """Return whether JSON keeps a value of a type in `ATOMS`: not a huge number, nor a text with lone surrogates."""
     if type(value) is int:
         return -_HUGE < value < _HUGE
     if type(value) is not str or value.isascii():

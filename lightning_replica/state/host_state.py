@@ -241,7 +241,7 @@ class LightningHostState:
         """
         taken = self._take("tail", 0)
         taken.replicated["attributes"] = plain.pack(self._copies.reachable.whole(taken.reached))
-        return taken.replicated_bytes(), taken.private_bytes()
+        return taken.replicated_bytes(), bytes(taken.private())
 
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
         """Restore what `result` returned in earlier processes; the weights are in place already."""

@@ -1,6 +1,8 @@
 """Metrics under way: what `self.log` and torchmetrics have accumulated in this epoch on this rank.
 
-Metrics like AUROC keep all predictions of an epoch in lists. Of these, only what is new is copied and packed.
+Metrics like AUROC keep all predictions of an epoch in lists. Of these, only what is new is copied and packed. Code of
+torchmetrics raises a tensor's version when it writes to the tensor. Other code may write through ``.data``; so the
+content of some tensors is compared in each snapshot, in turn, and what is found late is reported.
 """
 
 import operator
@@ -15,7 +17,8 @@ from lightning_replica._compat.lightning_names import _Metadata, _ResultCollecti
 from lightning_replica._compat.torch import data_version
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
-from lightning_replica.state.objects.contents import plain_of, with_class_of
+from lightning_replica.core.inexact import Report, warn
+from lightning_replica.state.objects.contents import late, plain_of, same_content, with_class_of
 
 _TENSORS = ("value", "cumulated_batch_size", "_forward_cache", "_computed")
 _TENSORS_OF_OBJECTS = ("_forward_cache", "_computed")
@@ -23,6 +26,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 _META_OPTIONAL = ("dataloader_idx", "metric_attribute")
 _PART_ITEMS: Final = 32  # of a long list, which are packed together
 _LONG: Final = 2 * _PART_ITEMS
+_IN_TURN: Final = 8  # tensors of a long list whose content is compared in one snapshot
 _REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
@@ -70,14 +74,20 @@ class CopiedList(list[Any]):
 
 
 class MetricStates:
-    """Copies the states of all torchmetrics objects of a module, and of lists what is new since the last time."""
+    """Copies the states of all torchmetrics objects of a module, and of lists what is new since the last time.
 
-    def __init__(self) -> None:
+    Args:
+        report: Called with what was written to in a way that was seen late.
+    """
+
+    def __init__(self, report: Report = warn) -> None:
+        self._report, self._turn = report, 0
         self._known: dict[tuple[int, str], tuple[list[Any], list[int], CopiedList]] = {}
 
     def copy(self, tree: Tree) -> list[dict[str, Any]]:
         """Return copies of the states."""
         names = ("_update_count", "_computed")
+        self._turn += 1
         return [
             {name: self._copy(place, metric, name) for name in (*metric._defaults, *names)}
             for place, metric in enumerate(tree.all_of(Metric))
@@ -85,7 +95,6 @@ class MetricStates:
 
     def _copy(self, place: int, metric: Metric, name: str) -> Any:
         value = getattr(metric, name)
-        # Code of torchmetrics is known to raise a tensor's version when it writes to the tensor.
         if type(value) is not list or len(value) < _LONG or not type(metric).__module__.startswith("torchmetrics."):
             self._known.pop((place, name), None)
             return _clone(value)
@@ -95,11 +104,20 @@ class MetricStates:
         before, versions_before, copies = self._known.get((place, name), ([], [], CopiedList((), [])))
         count = min(len(value), len(before))
         is_same = all(map(operator.is_, value, before)) and versions[:count] == versions_before[:count]
+        if is_same and self._is_written(value, copies, count):
+            title = f"{type(metric).__name__}.{name}"
+            self._report(title, late(-(-count // _IN_TURN)), "once")
+            is_same = False
         count *= is_same
         parts = copies.parts if count == len(copies) else copies.parts[: count // _PART_ITEMS]
         copied = CopiedList([*copies[:count], *map(_clone, value[count:])], parts)
         self._known[place, name] = list(value), versions, copied
         return copied
+
+    def _is_written(self, values: list[Any], copies: CopiedList, count: int) -> bool:
+        """Return whether one of some tensors has another content than its copy; each time of others."""
+        places = {(self._turn * _IN_TURN + n) % count for n in range(_IN_TURN)} if count else ()
+        return not all(same_content(plain_of(values[place]), copies[place]) for place in places)
 
 
 def _versions_of(values: list[Any]) -> list[int] | None:

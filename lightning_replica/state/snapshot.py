@@ -146,10 +146,6 @@ class Snapshot:
         packed = [self.extras, self.attributes, self.packed_buffers]
         return plain.pack_lists_in_pieces([self.rng, self.results, *loaders, *rest, *packed])
 
-    def private_bytes(self) -> bytes:
-        """Return the same as bytes."""
-        return bytes(self.private())
-
     def _packed_states(self) -> plain.Pieces:
         """Pack the metric states. They are the user's, and may hold tuples, and values that cannot be packed."""
         return pack_states(self.metric_states, _plain_part) if self.metric_states else plain.Pieces()
@@ -241,7 +237,7 @@ class Copies:
         self.schedulers = States("scheduler", report)
         self.structure: Structure | None = None
         self.tree: Tree | None = None
-        self.metrics = MetricStates()
+        self.metrics = MetricStates(report)
         self._logged, self._own = Logged(), Own()
         self._mirrored: tuple[Taken | None, plain.Pieces] = None, plain.Pieces()
 

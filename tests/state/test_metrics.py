@@ -10,6 +10,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from lightning_replica._compat.lightning_names import _ResultCollection
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
+from lightning_replica.core.inexact import Inexact
 from lightning_replica.state import metrics
 from lightning_replica.state.metrics import CopiedList, MetricStates, as_lists, pack_states, unpack_states
 
@@ -91,3 +92,16 @@ def test_lists_of_a_metric_of_the_users_are_copied_anew() -> None:
     metric.value[3].data.fill_(7)
     (state,) = states.copy(Tree.of(metric))
     assert state["value"][3] == 7
+
+
+def test_what_is_written_without_a_word_is_found_in_its_turn() -> None:
+    metric, inexact = BinaryAUROC(), Inexact()
+    states, tree = MetricStates(inexact.report), Tree.of(metric)
+    for _ in range(100):
+        metric.update(torch.rand(4), torch.randint(2, (4,)))
+    states.copy(tree)
+    metric.preds[3].data.fill_(7)
+    for _ in range(13):
+        (state,) = states.copy(tree)
+    assert state["preds"][3].tolist() == [7] * 4
+    assert [*inexact.known] == ["BinaryAUROC.preds"]

@@ -223,9 +223,9 @@ def scores(taken: Snapshot) -> list[float]:
 
 def test_a_replacement_has_its_own_over_a_peers_and_gives_it_on() -> None:
     own, peer = snapshot_of(1.0, CallbackStates(), [1]), snapshot_of(2.0, CallbackStates(), [3])
-    first = Snapshot.from_bytes("batch", 1, peer.replicated_bytes(), own.private_bytes())
-    second = Snapshot.from_bytes("batch", 1, peer.replicated_bytes(), first.private_bytes())  # lost again at once
-    as_peer = Snapshot.from_bytes("batch", 1, first.replicated_bytes(), peer.private_bytes())  # and the peer then
+    first = Snapshot.from_bytes("batch", 1, peer.replicated_bytes(), bytes(own.private()))
+    second = Snapshot.from_bytes("batch", 1, peer.replicated_bytes(), bytes(first.private()))  # lost again at once
+    as_peer = Snapshot.from_bytes("batch", 1, first.replicated_bytes(), bytes(peer.private()))  # and the peer then
     assert scores(first) == scores(second) == [1.0] * 4
     assert scores(as_peer) == [2.0] * 4
     assert first.replicated["schedulers"][1]["milestones"] == {3: 1}  # a Counter is not plain
@@ -233,6 +233,6 @@ def test_a_replacement_has_its_own_over_a_peers_and_gives_it_on() -> None:
 
 def test_checkpoints_hold_nothing_of_it() -> None:
     taken = snapshot_of(1.0, CallbackStates(), [1])
-    back = Snapshot.of_private("batch", 1, taken.private_bytes())
+    back = Snapshot.of_private("batch", 1, bytes(taken.private()))
     bare = Snapshot("batch", 1, {}, b"random", [])
     assert resume._private(taken) == resume._private(back) == resume._private(bare)

@@ -300,7 +300,7 @@ class ExactLoader:
             self._ended = True
             raise StopIteration
         self._tell_of_changed_by_loading()
-        if self._goes_on_by_itself:
+        if self._changing() is None:
             self._sources.note_loaded()
         left = self._sources.state(begins=False) if self._feed.skips else None
         kept = _Kept(item[0], before, random, item[1], self._rng_state(), left)
@@ -405,14 +405,9 @@ class ExactLoader:
                         f"{owner}.{name}", "loading data changes it, and a batch that comes again is not loaded again"
                     )
 
-    @property
-    def _goes_on_by_itself(self) -> bool:
-        """Whether this process iterates data that it cannot skip: what the iteration keeps is out of reach."""
-        return not self._feed.workers and not self._feed.skips
-
     def _tell_of_changed_between_batches(self) -> None:
         """Report what code changes in iterable data while that is iterated: it does not go back."""
-        if not self._goes_on_by_itself:
+        if self._changing() is not None:
             return
         for name in self._sources.changed_since_loaded():
             why = (

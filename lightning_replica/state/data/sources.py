@@ -45,7 +45,6 @@ from lightning_replica.state.objects.tracked import MIRRORED, Limits, Taken, Tra
 _LIMITS: Final = MIRRORED._replace(
     why="it is too large to be kept with the position of its loader, and goes back to what it held in the beginning",
     scope="fault",
-    segments_bytes=MIRRORED.large_bytes,
 )
 # Of torch's samplers, what other code restores or what is a source itself. Code may change the rest: weights, indices.
 _OF_OTHERS: Final = frozenset(("data_source", "dataset", "sampler", "epoch"))
@@ -170,7 +169,8 @@ class Sources:
             return None
         taken = self._tracked.take(self._roots, self._anchors, begins)
         if self._packed[0] is not taken:
-            self._packed = taken, plain.pack(self._tracked.encoded(taken, _LIMITS))  # the same bytes for the same
+            # Not `mirrored`: the bytes of two states are compared.
+            self._packed = taken, plain.pack(self._tracked.encoded(taken, _LIMITS))
         return self._packed[1]
 
     def put(self, state: bytes | None) -> None:

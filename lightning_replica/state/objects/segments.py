@@ -38,13 +38,13 @@ _ENTRY: Final = "entry"
 Outline: TypeAlias = list[Any]
 """How a row is built: an item of a list, or a key and an item of a dict.
 
-``[_ATOM]``, ``[_NUMBER, dtype]``, ``[_TENSOR, dtype, shape, device]``,
-``[_LIST or _TUPLE, outlines]``, ``[_DICT, keys, outlines]`` or ``[_ENTRY, outlines]``.
+``[_ATOM]``, ``[_NUMBER, dtype]``, ``[_TENSOR, dtype, shape, device]``, ``[_LIST or _TUPLE, outlines]``,
+``[_DICT, keys, outlines]`` or ``[_ENTRY, outlines]``.
 """
 
 
 class BrokenUpError(Exception):
-    """A segment cannot be sent any more, but what was encoded may refer to it."""
+    """A segment is gone that what has been encoded may refer to."""
 
 
 class _UnlikeError(Exception):
@@ -163,14 +163,14 @@ class Segments:
         return self._divided.get(key)
 
     def divide_no_more(self) -> None:
-        """Leave all lists as they are until `begin`: what is encoded now refers to segments by their numbers."""
+        """Keep all segments until `begin`, and make no others: what is encoded now refers to them by number."""
         self._may_divide = False
 
     def leave_memory_of(self, value: Any) -> None:
-        """Make sure that a tensor or an array, which is encoded by itself, shares no memory with what is in a segment.
+        """Check that a tensor or an array, which is encoded by itself, shares no memory with a tensor in a segment.
 
         Raises:
-            BrokenUpError: If it does. That is in no segment from then on.
+            BrokenUpError: If it does. The tensor in the segment is encoded by itself from then on.
         """
         address = self._memory.address_of(value)
         if address:
@@ -366,26 +366,25 @@ def rows_of(sent: bytes) -> tuple[int, list[Any], list[Any]]:
     """
     first, count, outline, columns = plain.unpack(sent, placed=True)
     objects: list[Any] = []
-    rows = [_made(outline, row, count, iter(columns), objects) for row in range(count)]
-    return first, rows, objects
+    return first, [_made(outline, row, iter(columns), objects) for row in range(count)], objects
 
 
-def _made(outline: Outline, row: int, count: int, columns: Iterator[Any], objects: list[Any]) -> Any:
+def _made(outline: Outline, row: int, columns: Iterator[Any], objects: list[Any]) -> Any:
     kind, *rest = outline
     if kind == _ATOM:
         return next(columns)[row]
     if kind == _NUMBER:
         return np.frombuffer(next(columns), dtype=np.dtype(rest[0]))[row]
     if kind == _ENTRY:
-        return tuple(_made(each, row, count, columns, objects) for each in rest[0])
+        return tuple(_made(each, row, columns, objects) for each in rest[0])
     place = len(objects)
     objects.append(None)
     if kind == _TENSOR:
         made = next(columns)[row].clone()
     elif kind == _DICT:
-        made = {key: _made(each, row, count, columns, objects) for key, each in zip(*rest, strict=True)}
+        made = {key: _made(each, row, columns, objects) for key, each in zip(*rest, strict=True)}
     elif kind in (_LIST, _TUPLE):
-        inner = [_made(each, row, count, columns, objects) for each in rest[0]]
+        inner = [_made(each, row, columns, objects) for each in rest[0]]
         made = inner if kind == _LIST else tuple(inner)
     else:
         raise TransferError(f"A segment of a list has {kind!r} in it, which this version does not know.")

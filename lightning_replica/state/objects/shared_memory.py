@@ -124,10 +124,12 @@ class OwnedMemory:
 
         A tensor that was made of an array knows where it begins, and not where the array does.
         """
+        if not self._owners:
+            return 0
         address = address_of(value)
         if address in self._owners:
             return address
-        if not self._owners or not isinstance(value, Tensor) or not is_of_array(value):
+        if not isinstance(value, Tensor) or not is_of_array(value):
             return 0
         if self._sorted is None:
             self._sorted = sorted(self._owners)

@@ -30,14 +30,14 @@ class Limits(NamedTuple):
         many: More objects than these, or more items in one container, are too many.
         why: What it means that an attribute is left out.
         scope: What that concerns.
-        segments_bytes: More than this in segments is too large; peers get these once.
+        segments_bytes: More than this in segments is too large. A peer gets a segment once, so this may be more.
     """
 
     large_bytes: int
     many: int
     why: str
     scope: Scope
-    segments_bytes: int = 4 * 2**20
+    segments_bytes: int = 0
 
 
 MIRRORED: Final = Limits(
@@ -173,7 +173,10 @@ class Tracked:
         return self.encoded(Taken(taken.capture, taken.anchors, changed), SAVED)
 
     def mirrored(self, taken: Taken) -> list[Any]:
-        """Return what `encoded` does, in less time in every step. For the same state, the bytes may be others."""
+        """Return what `encoded` does with the limits `MIRRORED`, and encode again only what has changed.
+
+        The same state may be encoded in other ways from one time to the next.
+        """
         while True:
             copies = taken.capture.copies_by_id()
             self._segments.begin(taken.capture, copies, taken.anchors, self._names, self._owners)
@@ -186,12 +189,12 @@ class Tracked:
         Args:
             taken: What the objects held.
             limits: What is larger is left out, and reported; None for no limits.
-            segments: What divides long lists; None if all items are encoded.
+            segments: The segments of long lists and dicts; None if all items are encoded one by one.
 
         Raises:
-            BrokenUpError: If something shares the memory of what is in a segment. It is in none when this is called
-                again.
+            BrokenUpError: If something shares memory with an object in a segment. That segment is gone; call again.
         """
+        segments = segments or Segments()
         known = _known(taken.capture, taken.anchors)
         sizes = _Sizes(taken.capture, limits, known, segments) if limits is not None else None
         wanted, left = list[tuple[Root, frozenset[str]]](), list[str]()
@@ -206,8 +209,7 @@ class Tracked:
                 left += [f"{root.name}.{name}" for name in sorted(large)]
             if names:
                 wanted.append((root, names))
-        if segments is not None:
-            segments.divide_no_more()
+        segments.divide_no_more()
         encoder = Encoder(taken.capture, taken.anchors, self._report, self._first, self._names, self._owners, segments)
         sent = [[root.name, encoder.attributes(taken.capture.attributes_of(root), names)] for root, names in wanted]
         used = encoder.finish()
@@ -276,7 +278,7 @@ def _changed(
 
 
 class _Moved:
-    """The keys of what holds something else than before; there may be many, so they are not put together."""
+    """The keys of what holds something else than before. They are not collected in a set: there may be many."""
 
     def __init__(self, capture: Capture, first: Capture, touched: Set[int] | None) -> None:
         self._now, self._before = capture.records, first.records
@@ -339,12 +341,10 @@ class _Sizes:
         capture: The capture.
         limits: What is too large.
         known: The ``id`` of each object that has a name of its own.
-        segments: What divides long lists; None if all items are encoded.
+        segments: The segments of long lists and dicts.
     """
 
-    def __init__(
-        self, capture: Capture, limits: Limits, known: frozenset[int], segments: Segments | None = None
-    ) -> None:
+    def __init__(self, capture: Capture, limits: Limits, known: frozenset[int], segments: Segments) -> None:
         self._capture, self.limits, self._known, self._segments = capture, limits, known, segments
         self._bytes = {id(held.value): held.nbytes for held, _ in capture.copies}
 
@@ -368,7 +368,7 @@ class _Sizes:
         return size > self.limits.large_bytes or max(lengths, default=0) > self.limits.many
 
     def _parts(self, record: Record | None) -> Sequence[Part]:
-        return () if self._segments is None else self._segments.parts_of(record) or ()
+        return self._segments.parts_of(record) or ()
 
     def _children(self, record: Record) -> Iterable[Any]:
         """Yield what a record leads to, but for what is in segments."""

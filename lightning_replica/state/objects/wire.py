@@ -145,7 +145,7 @@ class Encoder:
         first: What was reachable when training began, if the other process has that.
         names: The names that objects had then, by ``id``.
         owners: The tensors and arrays that there were then, by the address of their memory.
-        segments: What divides long lists; None if all items are encoded.
+        segments: The segments of long lists and dicts; without any, all items are encoded one by one.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Encoder:
         segments: Segments | None = None,
     ) -> None:
         self._capture, self._anchors, self._report, self._first = capture, anchors, report, first
-        self._names, self._owners, self._segments = names, owners, segments
+        self._names, self._owners, self._segments = names, owners, segments or Segments()
         self._memory = OwnedMemory(owners)
         self._copies = capture.copies_by_id()
         self._used: dict[int, Segment] = {}
@@ -209,9 +209,10 @@ class Encoder:
             return ["@", self._anchors.names[key]]
         if key in self._numbers:
             return ["#", self._numbers[key]]
-        if self._segments is not None and key in self._segments.numbers:
+        if key in self._segments.numbers:
             number, segment = self._segments.numbers[key]
-            return ["#", self._use(segment) - segment.first + number]
+            self._used[segment.first] = segment
+            return ["#", number]
         kind = kind_of(value)
         if type(value) is weakref.ref:
             return ["weak", self._encode(value(), name, depth + 1)]
@@ -229,11 +230,6 @@ class Encoder:
             return sent
         # A list, a tensor or an array with attributes, or an array of a class of its own.
         return ["with", identity, _class_of(value), sent, self._pairs([beside], name, depth)]
-
-    def _use(self, segment: Segment) -> int:
-        """Send a segment, and return the number of its first object."""
-        self._used[segment.first] = segment
-        return segment.first
 
     def _identity(self, value: Any, kind: Kind) -> list[Any]:
         """Return the number of an object, and its name when training began: None if it is new, "" if unknown."""
@@ -287,8 +283,7 @@ class Encoder:
         """Return what is sent for a tensor or an array; with what owns its memory, if that is not sent by itself."""
         if id(value) in self._alone:
             return sent
-        if self._segments is not None:
-            self._segments.leave_memory_of(value)
+        self._segments.leave_memory_of(value)
         sent = self._sharing.add(value, sent)
         address = 0 if id(value) in self._names else self._memory.address_of(value)
         owner = self._owners.get(address)
@@ -364,7 +359,7 @@ class Encoder:
 
         value = record.value
         if isinstance(record, Entries):
-            divided = None if self._segments is None else self._segments.parts_of(record)
+            divided = self._segments.parts_of(record)
             if divided is not None:
                 sent = ["segmented dict", identity, _class_of(value), self._parts(record, divided, name, depth)]
             else:
@@ -378,7 +373,7 @@ class Encoder:
             return [kind, identity, _class_of(value), all_of(record.items), *_made_class_of(value)]
         if isinstance(record, Items):
             maxlen = value.maxlen if isinstance(value, deque) else None
-            divided = None if self._segments is None else self._segments.parts_of(record)
+            divided = self._segments.parts_of(record)
             if divided is not None:
                 return ["segmented", identity, _class_of(value), self._parts(record, divided, name, depth), maxlen]
             return [
@@ -430,7 +425,8 @@ class Encoder:
         sent: list[Any] = []
         for part in parts:
             if isinstance(part, Segment):
-                sent.append(self._use(part))
+                self._used[part.first] = part
+                sent.append(part.first)
                 continue
             items = [self._encode(record.items[place], f"{name}[{place}]", depth + 1) for place in part]
             if isinstance(record, Entries):
@@ -989,7 +985,7 @@ def _attribute_of(value: Any, name: str) -> Any:
 def _encode_odd(value: int | str) -> list[Any]:
     if isinstance(value, int):
         return ["integer", f"{value:x}"]
-    return ["halves", value.encode("utf-8", "surrogatepass")]
+    return ["surrogates", value.encode("utf-8", "surrogatepass")]
 
 
 def _encode_atom(value: Any) -> Any:
@@ -1255,7 +1251,7 @@ _PATHS: Final[Mapping[str, Any]] = {
 _ATOMS: Final[Mapping[str, Callable[..., Any]]] = {
     "complex": complex,
     "integer": lambda digits: int(digits, 16),
-    "halves": lambda data: data.decode("utf-8", "surrogatepass"),
+    "surrogates": lambda data: data.decode("utf-8", "surrogatepass"),
     "device": torch.device,
     "dtype": _dtype_named,
     "range": range,

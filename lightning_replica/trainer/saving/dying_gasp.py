@@ -90,7 +90,7 @@ class DyingGasp:
 
     def _private(self, taken: Snapshot, rank: int) -> bytes:
         if rank == self._rank:
-            return self._training.host.saved(taken).private_bytes()
+            return bytes(self._training.host.saved(taken).private())
         return self._mirrors.payload(Mirror(rank, taken.kind, taken.step))
 
     def _step(self, taken: Snapshot) -> int:
