@@ -122,14 +122,14 @@ class OwnedMemory:
     def address_of(self, value: Any) -> int:
         """Return the address of the owner in whose memory a value lies; 0 if there is none.
 
-        A tensor that was made of an array knows where it begins, and not where the array does.
+        An array, and a tensor that was made of one, may know where they begin, and not where the whole memory does.
         """
         if not self._owners:
             return 0
         address = address_of(value)
         if address in self._owners:
             return address
-        if not isinstance(value, Tensor) or not is_of_array(value):
+        if isinstance(value, Tensor) and not is_of_array(value):
             return 0
         if self._sorted is None:
             self._sorted = sorted(self._owners)
