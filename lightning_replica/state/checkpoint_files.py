@@ -72,13 +72,20 @@ class CheckpointFiles:
             self._written.add(_REMOVED + os.fspath(path))
 
     def _name_missing(self) -> None:
-        """Name checkpoints that callbacks know of, and that are not there: `AsyncCheckpointIO` writes in a thread."""
+        """Name checkpoints that callbacks know of, and that are not there.
+
+        `AsyncCheckpointIO` writes in a thread, and a script may empty its folder when it starts (``force_reset`` of darts).
+        """
         for callback in self._callbacks:
             known = dict.fromkeys((*callback.best_k_models, callback.best_model_path, callback.last_model_path))
             for path in filter(None, known):
                 known_why = self._written.is_there(path) or self._written.is_there(_REMOVED + path)
                 if not known_why and not checkpoint_exists(callback, path):
-                    self._report(path, "it is not there; rank 0 may have been writing it when it was lost", "once")
+                    why = (
+                        "it is not there; rank 0 may have been writing it when it was lost, or your script, which a"
+                        " replacement runs from the top, removes it when it starts"
+                    )
+                    self._report(path, why, "once")
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
