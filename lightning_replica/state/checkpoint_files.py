@@ -74,7 +74,8 @@ class CheckpointFiles:
     def _name_missing(self) -> None:
         """Name checkpoints that callbacks know of, and that are not there.
 
-        `AsyncCheckpointIO` writes in a thread, and a script may empty its folder when it starts (``force_reset`` of darts).
+        `AsyncCheckpointIO` writes in a thread, and a script may empty its folder when it starts
+        (``force_reset`` of darts).
         """
         for callback in self._callbacks:
             known = dict.fromkeys((*callback.best_k_models, callback.best_model_path, callback.last_model_path))
