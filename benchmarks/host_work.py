@@ -50,6 +50,7 @@ class Clock:
         self._inside = False
         self.now: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self.steps: list[dict[str, float]] = []
+        self.began = 0.0
 
     def wrap(self) -> None:
         for part, places in PARTS.items():
@@ -69,23 +70,27 @@ class Clock:
 
         return timed
 
-    def step(self, whole: float) -> None:
-        self.steps.append({**self.now, "whole": whole})
-        self.now = dict.fromkeys(PARTS, 0.0)
+    def step(self) -> None:
+        now = time.perf_counter()
+        self.steps.append({**self.now, "whole": now - self.began})
+        self.now, self.began = dict.fromkeys(PARTS, 0.0), now
+
+
+def clock() -> Clock:
+    """Return the clock. It is kept where recovery does not look: a variable of this script would be state of the run."""
+    found: Clock = vars(sys)["clock_of_benchmark"]
+    return found
 
 
 class Module(L.LightningModule):
     """Square layers; the number of parameter tensors does not depend on their width."""
 
-    def __init__(self, width: int, clock: Clock) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)])
-        self.clock = (clock,)
-        self.began = time.perf_counter()
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        self.clock[0].step(time.perf_counter() - self.began)
-        self.began = time.perf_counter()
+        clock().step()
         loss = self.layers(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
@@ -96,11 +101,11 @@ class Module(L.LightningModule):
 
 def rank_main(ranks: int, steps: int) -> None:
     torch.set_num_threads(1)
-    clock = Clock()
-    clock.wrap()
+    vars(sys)["clock_of_benchmark"] = Clock()
+    clock().wrap()
     rows, raw = [], {}
     for width in WIDTHS:
-        clock.steps.clear()
+        clock().steps.clear()
         trainer = L.Trainer(
             strategy=ReplicaZeroStrategy(),
             accelerator="cpu",
@@ -112,8 +117,8 @@ def rank_main(ranks: int, steps: int) -> None:
             enable_model_summary=False,
         )
         data = TensorDataset(torch.randn(64 * ranks * (steps + WARM_UP), width))
-        trainer.fit(Module(width, clock), DataLoader(data, batch_size=64))
-        measured = clock.steps[WARM_UP:]
+        trainer.fit(Module(width), DataLoader(data, batch_size=64))
+        measured = clock().steps[WARM_UP:]
         parts = [[1e3 * step[part] for step in measured] for part in PARTS]
         total = [sum(step[part] for part in PARTS) for step in measured]
         share = statistics.median(total) / statistics.median(step["whole"] for step in measured)

@@ -36,6 +36,7 @@ _WRITTEN = {
     *(f"_optimizer_step_{when}_hooks" for when in ("pre", "post")),
     *(f"_optimizer_state_dict_{when}_hooks" for when in ("pre", "post")),
 }
+_SCALARS = (bool, int, float, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _T = TypeVar("_T")
 _NOT_LOOKED_INTO = (type, types.ModuleType, *_FUNCTIONS)
@@ -110,7 +111,7 @@ class Watch:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer  # and so no other object has its `id`
-        self.parameters: set[int] = set()
+        self.parameters = _parameters_of(optimizer)
         self._outside, self._inside, self._told = set[str](), set[str](), set[str]()
         self._cut = set[str]()
         self._updates = self._looked_at = 0
@@ -181,17 +182,19 @@ class Watch:
         return _differences(self._left, self._marks()) - self._outside
 
     def _marks(self) -> dict[str, Any]:
-        optimizer = self._optimizer
+        optimizer, of_torch = self._optimizer, _of_torch()
+        own = [(name, value) for name, value in vars(optimizer).items() if name not in of_torch]
+        if all(type(value) in _SCALARS for _, value in own):  # as in torch's own optimizers
+            return {name: (type(value), value) for name, value in own}
         self.parameters |= _parameters_of(optimizer)  # whole ones, and pieces
         groups = optimizer.param_groups
         others = {id(each) for each in (optimizer, optimizer.state, groups, *groups)} | self.parameters
         looks, found = _Looks(_MANY, others), dict[str, Any]()
-        for name, value in vars(optimizer).items():
-            if name not in _of_torch():
-                looks.is_cut = False
-                found[name] = _mark(value, 0, looks)
-                if looks.is_cut:
-                    self._cut.add(name)
+        for name, value in own:
+            looks.is_cut = False
+            found[name] = _mark(value, 0, looks)
+            if looks.is_cut:
+                self._cut.add(name)
         return found
 
 
@@ -249,7 +252,7 @@ def _mark(value: Any, depth: int, looks: _Looks) -> Any:
         return id(value)
     if issubclass(cls, Tensor):
         return id(value), None if value.is_inference() else write_count(value)
-    if issubclass(cls, (bool, int, float, str, bytes)):
+    if issubclass(cls, _SCALARS):
         return cls, value
     for classes, of_value in _OF_CLASSES:
         if issubclass(cls, classes):

@@ -7,7 +7,7 @@ replacement lacks, `names_of` tells the names.
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -36,7 +36,7 @@ class Hooks:
 
     Attributes:
         registered: How many hooks this process had registered by then.
-        tables: All tables that had entries, with their owners and names, and their entries.
+        tables: The tables that had hooks of the user's, with their owners and names, and their entries.
     """
 
     registered: int
@@ -48,15 +48,16 @@ class Hooks:
         registered = registered_hooks()
         if former is not None and former.registered == registered and former._hold():
             return former
-        return cls(registered, [(owner, name, dict(table)) for owner, name, table in _filled(tree)])
+        filled = list(_filled(tree))
+        users = _of_users(filled)
+        return cls(registered, [(owner, name, dict(table)) for owner, name, table in filled if users & table.keys()])
 
     def put_back(self, tree: Tree) -> None:
         """Register what was registered then, and nothing else. Hooks that are not the user's stay as they are."""
         then = {(id(owner), name): entries for owner, name, entries in self.tables}
-        users = {number for *_, entries in self.tables for number, hook in entries.items() if _is_users(hook)}
         filled = list(_filled(tree))
         now = {(id(owner), name): (owner, name) for owner, name, _ in (*self.tables, *filled)}
-        users |= {number for *_, table in filled for number, hook in table.items() if _is_users(hook)}
+        users = _of_users(self.tables) | _of_users(filled)
         for key, (owner, name) in now.items():
             table, before = getattr(owner, name), then.get(key, {})
             if table is None:
@@ -84,6 +85,11 @@ def _filled(tree: Tree) -> Iterator[tuple[Any, str, Table]]:
         for name in _OF_PARAMETERS:
             if table := getattr(parameter, name, None):
                 yield parameter, name, table
+
+
+def _of_users(tables: Iterable[tuple[Any, str, Table]]) -> set[int]:
+    """Return the numbers of the user's hooks. Some tables hold settings of hooks, by the same numbers."""
+    return {number for *_, table in tables for number, hook in table.items() if _is_users(hook)}
 
 
 def names_of(module: nn.Module) -> dict[str, str]:

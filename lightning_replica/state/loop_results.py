@@ -10,7 +10,6 @@ the model, each keeps the N-th part of each parameter. The ranks write these sha
 read, only when another loop begins. So a script with one fit writes nothing.
 """
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -92,9 +91,13 @@ class LoopResults:
         if self._kept is None or self._blobs is None:
             return ""
         (loop, result), self._kept = self._kept, None
-        data = io.BytesIO()
-        torch.save(vars(result), data)
-        self._blobs.put(_name(loop, self._rank), data.getbuffer(), self._rank)
+        try:
+            self._blobs.write(_name(loop, self._rank), lambda file: torch.save(vars(result), file), self._rank)
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch raises an error of its own
+            if not isinstance(cause, OSError):
+                raise
+            return f"Its result could not be written: {cause}. Set TMPDIR to a directory that has room."
         return result.problem
 
     def read(self, loop: int, module: nn.Module) -> tuple[bytes, bytes]:
@@ -124,7 +127,8 @@ class LoopResults:
         try:
             if self._blobs is None:
                 raise RecoveryError("no results are kept")
-            saved: dict[str, Any] = torch.load(io.BytesIO(self._blobs.get(_name(loop, rank))), weights_only=True)
+            with self._blobs.open(_name(loop, rank)) as file:
+                saved: dict[str, Any] = torch.load(file, weights_only=True)
         except RecoveryError as error:
             raise RecoveryError(
                 f"The result of training loop {loop} of this script cannot be read: {error}."

@@ -6,6 +6,7 @@ earlier training loops (state/loop_results.py), and decisions (`Succession.remem
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from lightning_replica.launch.standby import call, imported
 from lightning_replica.state import logger_runs
 from lightning_replica.state.loop_results import LoopResults
 from lightning_replica.stores.interface import Store
+
+log = logging.getLogger(__name__)
 
 
 class Succession:
@@ -92,7 +95,9 @@ class Succession:
         self.loop += 1
         problem = self._results.write()
         if problem:
-            self._store.set(keys.NO_REPLACEMENT, f"this script has trained before. {problem}")
+            why = f"this script has trained before. {problem}"
+            self._store.set(keys.NO_REPLACEMENT, why)
+            log.warning("A rank that is lost in this fit cannot be replaced: %s", why)
         self._store.set(keys.LOOP, str(self.loop))
         if not self._recovers:
             return

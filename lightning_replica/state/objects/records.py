@@ -119,7 +119,7 @@ class Attributes(Record):
         only: Names of the only attributes that count; None for all.
     """
 
-    __slots__ = ("names", "only", "own", "values")
+    __slots__ = ("_all_count", "names", "only", "own", "values")
 
     def __init__(
         self, value: Any, name: str, own: frozenset[str] = frozenset(), only: Sequence[str] | None = None
@@ -129,6 +129,7 @@ class Attributes(Record):
         now = _attributes_of(value)
         self.names = self._names_in(now)
         self.values = [now[each] for each in self.names]
+        self._all_count = not own and only is None and not isinstance(value, type)
 
     def _names_in(self, now: Mapping[str, Any]) -> list[str]:
         if self.only is not None:
@@ -142,6 +143,8 @@ class Attributes(Record):
 
     def is_same(self) -> bool:
         now = _attributes_of(self.value)
+        if self._all_count:  # most objects: there are many
+            return [*now] == self.names and all(map(operator.is_, now.values(), self.values))
         names = self._names_in(now)
         return names == self.names and all(map(operator.is_, map(now.__getitem__, names), self.values))
 

@@ -301,7 +301,9 @@ class _Moved:
 
 
 def _has_moved(now: Any, then: Any, moved: _Moved, capture: Capture, known: frozenset[int]) -> bool:
-    if now is not then and not (type(now) in ATOMS and is_same_atom(now, then)):
+    if type(now) in ATOMS:  # most attributes are, and lead to nothing
+        return now is not then and not is_same_atom(now, then)
+    if now is not then:
         return True
     return any(key in moved for key in _keys_under(now, capture, known))
 
