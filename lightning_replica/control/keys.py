@@ -353,7 +353,7 @@ def node(number: int) -> str:
 
 
 def beat(number: int) -> str:
-    """Return the key of a node's sign of life (`nodes.life`). Written by that node; changes."""
+    """Return the key of a node's heartbeat (`nodes.liveness`). Written by that node; changes."""
     return f"nodes/beat/{number}"
 
 
@@ -361,12 +361,12 @@ NODES_FIRST = "nodes/first"
 """The first placement of nodes. Written once, by the first node that lives. Others are in `generation`."""
 
 
-def heir(number: int) -> str:
+def failover(number: int) -> str:
     """Return the key of the address of the ``number``-th store that takes the place of a lost one.
 
     In the store of a node. Written by its supervisor.
     """
-    return f"heir/{number}"
+    return f"failover/{number}"
 
 
 AGREED = "nodes/agreed"

@@ -139,7 +139,7 @@ class RankEnvironment:
         """Open a new connection to the store of the run."""
         if self.node_store is None:
             return connect(self.store.host, self.store.port)
-        return SharedStore(self.store, self._heir)
+        return SharedStore(self.store, self._failover)
 
     def local_ranks(self) -> LocalRanks | None:
         """Open a new connection to the store of this node's ranks. See `Surroundings.local_ranks`."""
@@ -152,11 +152,11 @@ class RankEnvironment:
         """Open a new connection to the store in which this process reads the log of generations."""
         return self.connect() if self.node_store is None else reach(self.node_store)
 
-    def _heir(self, number: int) -> Address:
+    def _failover(self, number: int) -> Address:
         """Wait for what this node's supervisor says about a lost store. If it says nothing, it ends this process."""
         if self.node_store is None:
             raise RuntimeError("the supervisor's own store is gone")
-        return parse(reach(self.node_store).get(keys.heir(number)).decode())
+        return parse(reach(self.node_store).get(keys.failover(number)).decode())
 
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""

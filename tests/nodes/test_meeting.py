@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes import meeting
-from lightning_replica.nodes.door import Door
-from lightning_replica.nodes.life import Sign
+from lightning_replica.nodes.listener import Listener
+from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import Member, register
 from lightning_replica.nodes.placement import Placement
@@ -40,10 +40,10 @@ def doors() -> Iterator[ExitStack]:
         yield stack
 
 
-def open_door(doors: ExitStack) -> Door:
-    door = Door(HOST)
-    doors.callback(door.close)
-    return door
+def open_door(doors: ExitStack) -> Listener:
+    listener = Listener(HOST)
+    doors.callback(listener.close)
+    return listener
 
 
 class Nodes:
@@ -77,7 +77,7 @@ def test_all_learn_the_same_placement(nnodes: int, spares: int, doors: ExitStack
     assert len(nodes.found) == nnodes + spares
     assert len(set(nodes.found.values())) == 1
     assert len(nodes.found[0].nodes) == nnodes
-    assert store.get(keys.beat(0)).decode() == Sign().to_json()  # as `pulse` expects
+    assert store.get(keys.beat(0)).decode() == Heartbeat().to_json()  # as `heartbeats` expects
 
 
 def test_ranks_follow_the_names_of_the_nodes(doors: ExitStack) -> None:
@@ -90,9 +90,9 @@ def test_ranks_follow_the_names_of_the_nodes(doors: ExitStack) -> None:
 def test_a_node_that_has_died_is_not_counted(doors: ExitStack) -> None:
     """Its machine refuses connections to its port: nobody waits for a time-out."""
     store = serve(HOST)
-    door = Door(HOST)
-    dead = register(store, HOST, door.port, "dead")
-    door.close()
+    listener = Listener(HOST)
+    dead = register(store, HOST, listener.port, "dead")
+    listener.close()
     nodes = Nodes(store, doors)
     nodes.come(2, settings(2, node_timeout_s=1e6))
     assert nodes.found[1] == nodes.found[2]
@@ -135,15 +135,15 @@ def test_who_waits_says_for_whom(
     monkeypatch.setattr(meeting, "_FIRST_WORD_S", 0.0)
     monkeypatch.setattr(meeting, "say", said.append)
     store = serve(HOST)
-    door = Door(HOST)
-    register(store, HOST, door.port, "dead")
-    door.close()
+    listener = Listener(HOST)
+    register(store, HOST, listener.port, "dead")
+    listener.close()
     own = register(store, HOST, open_door(doors).port, "first")
     other = register(store, HOST, open_door(doors).port, "second")
     meets = meeting._Meeting(store, own, settings(4))
     meets.look()
     meets._next_word = 0.0
-    store.set(keys.beat(other.number), Sign(-1).to_json())
+    store.set(keys.beat(other.number), Heartbeat(-1).to_json())
     meets.look()
     assert said[1].startswith("waiting for 2 more of nnodes=4 nodes at 127.0.0.1:1, for up to ")
     assert said[1].endswith(" s. Here: first, second. 1 more have died while they waited.")
