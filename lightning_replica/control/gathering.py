@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_replica import errors
 from lightning_replica.control import keys
-from lightning_replica.control.unreadable import from_json
+from lightning_replica.control.untrusted import from_json
 from lightning_replica.errors import Interrupted, ProtocolError, RecoveryError, ReplicaError
 from lightning_replica.stores.interface import Store
 

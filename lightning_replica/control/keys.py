@@ -15,7 +15,7 @@ PHASE = "phase"
 On several nodes it is "set-up" before; written by the nodes."""
 
 OPTIONS = "options"
-"""What ranks tell the supervisor: options and a directory (`told`). Written once, by the first rank in `fit`."""
+"""What ranks report to the supervisor (`trainer_facts`). Written once, by the first rank in `fit`."""
 
 VERDICT = "verdict"
 """Why the run is given up. Written once, by the rank or the supervisor that gives it up.
@@ -185,7 +185,7 @@ def listens(rank: int) -> str:
 def words(rank: int, number: int) -> str:
     """Return the key of the error with which a process ended, by its rank and the generation in which it began.
 
-    See `last_words`. Written by that process.
+    See `exit_report`. Written by that process.
     """
     return f"words/{rank}/{number}"
 
@@ -259,17 +259,17 @@ def runs(rank: int) -> str:
     return f"runs/{rank}"
 
 
-def once(number: int) -> str:
+def rank0_result(number: int) -> str:
     """Return the key of the result of the ``number``-th task that only rank 0 does before training.
 
     Written by rank 0.
     """
-    return f"once/{number}"
+    return f"rank0/{number}"
 
 
-def once_begun(number: int) -> str:
+def rank0_began(number: int) -> str:
     """Return the key that is present once rank 0 does the ``number``-th of these tasks. Written by rank 0."""
-    return f"once/{number}/begun"
+    return f"rank0/{number}/began"
 
 
 # Keys of the end

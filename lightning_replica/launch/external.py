@@ -197,11 +197,11 @@ class Patience:
 
     Args:
         rank: This rank.
-        told_to_end: Returns whether this process has got SIGTERM, with which the launcher ends the rest of a run.
+        stop_requested: Returns whether this process has got SIGTERM, with which the launcher ends the rest of a run.
     """
 
-    def __init__(self, rank: int, told_to_end: Callable[[], bool]) -> None:
-        self._rank, self._told_to_end = rank, told_to_end
+    def __init__(self, rank: int, stop_requested: Callable[[], bool]) -> None:
+        self._rank, self._stop_requested = rank, stop_requested
         self._said = False
 
     def __call__(self, waited_s: float, missing: Callable[[], list[int]]) -> None:
@@ -213,7 +213,7 @@ class Patience:
         if waited_s < _PATIENCE_S:
             return
         gone = missing()
-        if self._told_to_end() and gone:
+        if self._stop_requested() and gone:
             raise RecoveryError(f"The launcher has ended this run: only it can replace ranks {gone}, which are gone.")
         if not self._said and gone and self._rank == min(set(range(max(gone) + 2)) - set(gone)):
             self._said = True

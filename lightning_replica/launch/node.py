@@ -82,7 +82,7 @@ class Child:
     Attributes:
         rank: Its rank.
         process: The process.
-        generation: The generation that it was born into.
+        generation: The generation in which it was started.
     """
 
     rank: int
@@ -210,7 +210,7 @@ class Node:
         variables = environment.variables(rank, place, os.environ) | self._watch.variables
         if self._logs is not None:
             variables |= self._log_files(self._logs, rank, generation)
-        self._watch.born(rank, replaces=generation > 0)
+        self._watch.started(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
         child = Child(rank, standby or self._start(rank, variables), generation)
         self._children[rank], self.has_had_ranks = child, True

@@ -111,7 +111,7 @@ class Watch:
         """The variables that a rank's environment needs."""
         return {VARIABLE: self._path} if self._path else {}
 
-    def born(self, rank: int, replaces: bool) -> None:
+    def started(self, rank: int, replaces: bool) -> None:
         """Reset the beacon of ``rank`` for a new process."""
         if self._beacons is not None:
             now = time.monotonic()

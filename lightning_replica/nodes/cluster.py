@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.control.unreadable import read
+from lightning_replica.control.untrusted import read
 from lightning_replica.core.messages import say, warn
 from lightning_replica.errors import ProtocolError
 from lightning_replica.exit_codes import GAVE_UP

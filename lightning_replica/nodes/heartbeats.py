@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_replica.control import keys
 from lightning_replica.control.phase import Phase, phase_from
-from lightning_replica.control.unreadable import read
+from lightning_replica.control.untrusted import read
 from lightning_replica.errors import ProtocolError
 from lightning_replica.nodes.listener import is_dead
 from lightning_replica.nodes.liveness import Heartbeat, Liveness
@@ -147,7 +147,7 @@ class Heartbeats:
         self._news.set()
 
     def report_end(self, code: int) -> None:
-        """Report to the other nodes that the ranks of this node have ended, with an exit code. Return when it is written."""
+        """Report to the other nodes that the ranks of this node have ended. Return when it is written."""
         self._code = code
         self._now.set()
         self._end_written.wait(self._settings.node_timeout_s)

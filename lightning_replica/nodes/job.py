@@ -66,7 +66,7 @@ def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = 
         RecoveryOptions(),
         say,
         standbys=standbys,
-        asks=True,
+        expects_facts=True,
         logs=logs,
     )
     cluster = Cluster(settings, stores, node_store, own, listener, placement, supervisor)

@@ -21,7 +21,7 @@ from typing import Final
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.control.unreadable import read
+from lightning_replica.control.untrusted import read
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.nodes.listener import is_dead

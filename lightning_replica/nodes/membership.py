@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.control.unreadable import from_json
+from lightning_replica.control.untrusted import from_json
 from lightning_replica.errors import ConfigurationError, ProtocolError
 from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.placement import Placement

@@ -29,7 +29,7 @@ class IncidentLog:
             rank: This rank.
         """
         known, line = (incident.time, incident.generation), incident.to_json()
-        if incident.teller == rank:
+        if incident.reporter == rank:
             self._write([*filter(None, [self._last]), (known, line)])
         self._last = known, line
 

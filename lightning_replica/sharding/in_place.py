@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_replica.core.works import Check
+from lightning_replica.core.pending_work import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.gathering import gather
 from lightning_replica.sharding.shared import SharedMemory

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica.core.machine import machine
-from lightning_replica.core.works import Check, Work, track, wait
+from lightning_replica.core.pending_work import Check, Work, track, wait
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.layout import Bucket, Range

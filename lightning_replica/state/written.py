@@ -18,20 +18,20 @@ class Written:
     Args:
         store: The store in which a replacement finds the record.
         what: The name of the kind.
-        newborn: Whether this process is a replacement, and begins with its predecessor's record.
+        is_replacement: Whether this process is a replacement, and begins with its predecessor's record.
 
     Attributes:
         begun: What the predecessor has begun to write, and what it has noted with it; None if it has written all of it.
     """
 
-    def __init__(self, store: Store, what: str, newborn: bool) -> None:
+    def __init__(self, store: Store, what: str, is_replacement: bool) -> None:
         self._store, self._key = store, keys.written(what)
         self._since: dict[tuple[Kind, int], list[str]] = {}
         self._there: Counter[str] = Counter()  # what was written before this rank went back, and will be again
         self._back: tuple[Kind, int] | None = None  # the snapshot that this rank has gone back to
         self._anew: set[tuple[Kind, int]] = set()  # snapshots taken since then
         self.begun: tuple[str, Any] | None = None
-        if newborn and store.check([self._key]):
+        if is_replacement and store.check([self._key]):
             since, begun = json.loads(store.get(self._key))
             self._since = {(kind, step): things for kind, step, things in since}
             self.begun = None if begun is None else (begun[0], begun[1])

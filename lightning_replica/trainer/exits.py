@@ -11,7 +11,7 @@ from lightning_replica.core import streams
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
 from lightning_replica.exit_codes import DEVICE_LOST
-from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.environment import RankContext
 from lightning_replica.launch.external import Patience
 
 log = logging.getLogger(__name__)
@@ -28,12 +28,12 @@ class Exits:
     """
 
     def __init__(
-        self, rank: int, surroundings: Surroundings, options: RecoveryOptions, is_armed: Callable[[], bool]
+        self, rank: int, rank_context: RankContext, options: RecoveryOptions, is_armed: Callable[[], bool]
     ) -> None:
-        self._rank, self._surroundings, self._options, self._is_armed = rank, surroundings, options, is_armed
+        self._rank, self._surroundings, self._options, self._is_armed = rank, rank_context, options, is_armed
         self._deadline: threading.Timer | None = None
 
-    def told_to_end(self) -> None:
+    def stop_requested(self) -> None:
         """Start the time limit of a process that has got a SIGTERM. A supervisor keeps the time itself."""
         if self._options.gasp and not self._surroundings.supervised and self._deadline is None:
             self._deadline = threading.Timer(self._options.grace_s / 2, self._give_up)
@@ -46,15 +46,15 @@ class Exits:
         if generations.verdict() is None:
             generations.end(why, asked=True)
 
-    def end_waiting(self, generations: Generations, told_to_end: Callable[[], bool]) -> None:
+    def end_waiting(self, generations: Generations, stop_requested: Callable[[], bool]) -> None:
         """Make a recovery that waits in vain end when this process is told to. A supervisor makes this unnecessary.
 
         Args:
             generations: The log of generations, through which a recovery waits.
-            told_to_end: Returns whether this process was told to end.
+            stop_requested: Returns whether this process was told to end.
         """
         if not self._surroundings.supervised:
-            generations.wait_with(Patience(self._rank, told_to_end))
+            generations.wait_with(Patience(self._rank, stop_requested))
 
     def without_device(self, why: str) -> NoReturn:
         """End this process at once, because anything else might wait for its device. A new process takes its place."""

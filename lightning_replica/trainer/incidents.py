@@ -26,7 +26,9 @@ class Incidents:
 
     def __init__(self, trainer: pl.Trainer, session: Session, hooks: Hooks) -> None:
         self._trainer, self._session, self._hooks = trainer, session, hooks
-        self._account = Account(session.world.generations, session.rank, session.world.size, session.world.born)
+        self._account = Account(
+            session.world.generations, session.rank, session.world.size, session.world.start_generation
+        )
         self._untold: list[Incident] = []
         self._shown = ""  # the last exception whose traceback was printed
         self._batches, self._since = 0, time.monotonic()  # batches begun since the last step, and when the first began
@@ -47,9 +49,9 @@ class Incidents:
         self._nothing_begun()
         self._shown = ""
 
-    def born(self) -> None:
+    def was_replaced(self) -> None:
         """Record the fault because of which this replacement was started."""
-        self._account.fault(self._session.world.born - 1, 0, 0, 0.0)
+        self._account.fault(self._session.world.start_generation - 1, 0, 0, 0.0)
 
     def fault(self, step: int) -> None:
         """Record that a fault has stopped this rank, with ``step`` updates applied."""
@@ -73,7 +75,7 @@ class Incidents:
     def _nothing_begun(self) -> None:
         self._batches, self._since = 0, time.monotonic()
 
-    def tell(self, step: int | None) -> None:
+    def publish(self, step: int | None) -> None:
         """Report the incidents that are over. If a user's hook raises, the rest is reported by the next call.
 
         Args:
@@ -84,7 +86,7 @@ class Incidents:
         while self._untold:
             incident = self._untold.pop(0)
             # The supervisor has said of a run that was asked to end that it was.
-            if incident.teller == self._session.rank and not (incident.failed and generations.was_asked()):
+            if incident.reporter == self._session.rank and not (incident.failed and generations.was_requested()):
                 say(describe(incident))
             self._hooks.incident(incident)
 
@@ -93,6 +95,6 @@ class Incidents:
         try:
             generation, epoch = self._session.world.generations.current, self._trainer.current_epoch
             self._untold.append(self._account.failed(error, generation, step, epoch))
-            self.tell(None)
+            self.publish(None)
         except Exception:
             log.warning("rank %d: the incident could not be reported", self._session.rank, exc_info=True)

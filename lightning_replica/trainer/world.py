@@ -19,12 +19,12 @@ from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
-from lightning_replica.core.works import Ordered, Work, finish, wait
+from lightning_replica.core.pending_work import Ordered, Work, finish, wait
 from lightning_replica.devices.interface import Device, is_apart
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.groups.world import ProcessGroups
-from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.environment import RankContext
 from lightning_replica.launch.external import roll_call
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class World:
         grids: Which rank owns which shard.
         rank: This rank.
         size: Number of ranks.
-        born: The generation that this process was born into.
+        start_generation: The generation in which this process was started.
         device: The device that this rank trains on.
         generations: The log of generations.
         process_groups: All groups of this process.
@@ -63,7 +63,7 @@ class World:
         self,
         grids: Grids,
         rank: int,
-        surroundings: Surroundings,
+        rank_context: RankContext,
         store: dist.Store,
         device: Device,
         timeout_s: float,
@@ -72,16 +72,16 @@ class World:
         orphaned: Callable[[], None],
     ) -> None:
         self.grids, self.rank, self.size, self.device = grids, rank, grids.size, device
-        self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
-        self.born = surroundings.generation
-        gathering = Gathering(store, surroundings.local_ranks())
-        self.generations = Generations(store, self.born, gathering)
+        self._surroundings, self._journal, self._patience_s = rank_context, journal, options.rendezvous_timeout_s
+        self.start_generation = rank_context.generation
+        gathering = Gathering(store, rank_context.local_ranks())
+        self.generations = Generations(store, self.start_generation, gathering)
         self.process_groups = ProcessGroups(
             store, rank, self.size, device, timeout_s, self.check_now, journal, gathering
         )
-        self._watched = Generations(surroundings.near())
+        self._watched = Generations(rank_context.near())
         self.monitor = Monitor(self._watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
-        self.monitor.start(self.born)
+        self.monitor.start(self.start_generation)
         self.is_over = False
         self._groups: Groups | None = None
         self._follower: Callable[[Groups], None] | None = None
@@ -89,7 +89,7 @@ class World:
 
     def open(self) -> None:
         """Open the process groups. A replacement has only handles until it joins the other ranks."""
-        if self.born > 0:
+        if self.start_generation > 0:
             departures.come_back(self.generations.store, self.rank)
             self.process_groups.hold()
         else:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.launch import stacks
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
@@ -74,7 +74,7 @@ def test_a_hook_that_never_returns(untouched: world.Outcome, tmp_path: Path) -> 
     assert re.match(r"rank 1, process \d+: at the end of a batch for [\d.]+ s\n", files["rank1.txt"])
     for rank in (0, 2, 3):
         assert re.match(rf"rank {rank}, process \d+: .* s, waits for others\n", files[f"rank{rank}.txt"])
-        assert "core/works.py" in files[f"rank{rank}.txt"]
+        assert "core/pending_work.py" in files[f"rank{rank}.txt"]
         assert "monitor.py" in files[f"rank{rank}.txt"]  # all threads
 
 
@@ -146,7 +146,7 @@ def fills_the_queue_of_its_device(rank: int, first: bool) -> None:
         time.sleep(1e6)
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
-    works.Ordered(work)
+    pending_work.Ordered(work)
     while not work.is_completed():
         time.sleep(0.01)
 

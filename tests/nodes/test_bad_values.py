@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_replica.control import keys, unreadable
+from lightning_replica.control import keys, untrusted
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.gathering import Gathering
 from lightning_replica.control.generation import Generations
@@ -33,8 +33,8 @@ BAD = [
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(unreadable, "warn", said.append)
-    monkeypatch.setattr(unreadable, "_told", set())
+    monkeypatch.setattr(untrusted, "warn", said.append)
+    monkeypatch.setattr(untrusted, "_told", set())
     return said
 
 

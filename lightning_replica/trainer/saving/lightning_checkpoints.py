@@ -37,7 +37,7 @@ class LightningCheckpoints(LightningCollectives):
 
     _checkpoints: Checkpoints
     _training: Training | None
-    _told_left_out: Sequence[str] = ()
+    _reported_left_out: Sequence[str] = ()
 
     @property
     def training(self) -> Training:
@@ -118,7 +118,7 @@ class LightningCheckpoints(LightningCollectives):
     @property
     def _is_newborn(self) -> bool:
         """Whether this is a replacement that has not joined. Without a session, the module is saved as it is."""
-        return self._session is not None and self._session.newborn
+        return self._session is not None and self._session.is_replacement
 
     @property
     def _is_cut_off(self) -> bool:
@@ -188,15 +188,15 @@ class LightningCheckpoints(LightningCollectives):
                 begun = asdict(begin_run(trainer, directory))
             lineage = Lineage.of_plain(self.broadcast(begun))
         self._checkpoints.publish_to(directory, keep_last, lineage)
-        self._tell_what_is_left_out(trainer)
+        self._report_what_is_left_out(trainer)
         self.session.ending.leave_directory(str(directory.path))
-        training.save_when_asked(partial(self._save_planned, trainer, training, directory))
+        training.save_on_request(partial(self._save_planned, trainer, training, directory))
 
-    def _tell_what_is_left_out(self, trainer: pl.Trainer) -> None:
+    def _report_what_is_left_out(self, trainer: pl.Trainer) -> None:
         """Say at the start of a fit what its sharded checkpoints will lack, once."""
         left = left_out(trainer) if trainer.is_global_zero and not self._is_newborn else []
-        if left and left != self._told_left_out:
-            self._told_left_out = left
+        if left and left != self._reported_left_out:
+            self._reported_left_out = left
             warn(
                 f"checkpoints in directories hold tensors and plain data only, and lack: {'; '.join(left)}."
                 " `save_hyperparameters(ignore=[...])` leaves it out everywhere. A run that starts again needs none of"

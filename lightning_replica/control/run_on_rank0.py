@@ -11,10 +11,12 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.stores.interface import Store
 
 _POLL_S = 0.05
-_numbers = itertools.count()  # of this process: every rank runs the same script, and so calls `once` in the same order
+_numbers = (
+    itertools.count()
+)  # of this process: every rank runs the same script, and so calls `run_on_rank0` in the same order
 
 
-def once(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> str:
+def run_on_rank0(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> str:
     """Call ``work`` on rank 0, and return its result on every rank. A replacement gets the same result.
 
     Once rank 0 works, the wait has no time-out, as ``work`` may have much to read.
@@ -29,7 +31,7 @@ def once(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> 
         ConfigurationError: On every rank, if ``work`` raised it; on the other ranks, if rank 0 makes no such call.
     """
     number = next(_numbers)
-    key, begun = keys.once(number), keys.once_begun(number)
+    key, begun = keys.rank0_result(number), keys.rank0_began(number)
     if rank == 0 and not store.check([key]):
         store.set(begun, "yes")  # an empty value would count as none
         try:

@@ -23,7 +23,7 @@ from lightning_replica.stores.interface import Store
 
 
 @dataclass(frozen=True)
-class LastWords:
+class ExitReport:
     """What a process reports about its own end.
 
     Attributes:
@@ -39,7 +39,7 @@ class LastWords:
     place: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> "LastWords":
+    def of(cls, rank: int, error: BaseException) -> "ExitReport":
         """Describe an error of a rank."""
         own = not is_of_others(error)
         said = str(error).strip().splitlines()
@@ -50,7 +50,7 @@ class LastWords:
         store.set(keys.words(self.rank, generation), json.dumps(asdict(self)))
 
     @classmethod
-    def heard(cls, store: Store, processes: Iterable[tuple[int, int]]) -> "list[LastWords]":
+    def heard(cls, store: Store, processes: Iterable[tuple[int, int]]) -> "list[ExitReport]":
         """Return what processes have left in the store, own errors first.
 
         Args:
