@@ -158,7 +158,7 @@ def opening(name: str) -> str:
     return f"opening/{name}"
 
 
-def beside(number: int, use: int) -> str:
+def barrier(number: int, use: int) -> str:
     """Return the topic of the ``use``-th task that ranks do beside training in a generation."""
     return f"beside/{number}/{use}"
 
@@ -340,7 +340,7 @@ NODES_COME = "nodes/come"
 NODES_FACTS = "nodes/facts"
 """The name of the node that came first, and how it was started, as JSON. Written once, by that node."""
 
-APART = "apart"
+SEPARATE = "apart"
 """Present if the holders of every shard stand on different nodes. Written by every rank."""
 
 NODES_LEFT = "nodes/left"

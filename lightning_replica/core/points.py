@@ -111,7 +111,7 @@ def goes_on() -> None:
 
 
 @contextmanager
-def beside_training() -> Iterator[None]:
+def off_training_path() -> Iterator[None]:
     """Hide the points of this thread from the watcher inside the block: the thread works beside the rank's steps."""
     _thread.beside = True
     try:

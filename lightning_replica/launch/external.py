@@ -223,7 +223,7 @@ class Patience:
             )
 
 
-def roll_call(
+def census(
     generations: Generations, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int
 ) -> list[dict[str, Any]]:
     """Leave ``plain`` in the store, and return what all ranks that have come have left there.

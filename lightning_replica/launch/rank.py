@@ -15,7 +15,7 @@ from lightning_replica.control.phase import phase_of
 from lightning_replica.core import entry
 from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import crashes, stacks
-from lightning_replica.launch.beacons import VARIABLE, sign_in
+from lightning_replica.launch.beacons import VARIABLE, register
 from lightning_replica.launch.environment import RankEnvironment, rank_here
 from lightning_replica.launch.exit_report import ExitReport, show
 
@@ -41,7 +41,7 @@ class SupervisedRank:
         _ignore_hangup()
         if VARIABLE in os.environ:
             with contextlib.suppress(OSError):  # `Beacon` reports it
-                sign_in(os.environ[VARIABLE], self.rank, stacks.answer())
+                register(os.environ[VARIABLE], self.rank, stacks.answer())
         self._print = sys.excepthook
         sys.excepthook = self._hook
 

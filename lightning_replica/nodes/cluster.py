@@ -294,7 +294,7 @@ class Cluster:
         No shard is lost with them: its other holders stand in other slots.
         """
         slots = self._placement.crowd(self._own.number)[:1]  # one at a time: others may hold the same shards
-        if not slots or not self._generations.store.check([keys.APART]):
+        if not slots or not self._generations.store.check([keys.SEPARATE]):
             return
         if not self._has_recovered():
             self._later(_AGAIN_S, self._fill)

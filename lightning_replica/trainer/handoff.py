@@ -48,7 +48,7 @@ class Handoff:
     """
 
     def __init__(
-        self, store: Store, rank: int, alike: Sequence[int], rank_context: RankContext, options: RecoveryOptions
+        self, store: Store, rank: int, same_part: Sequence[int], rank_context: RankContext, options: RecoveryOptions
     ) -> None:
         self._store, self._rank, self.is_replacement = store, rank, rank_context.generation > 0
         self._start_generation, self._supervised = rank_context.generation, rank_context.supervised
@@ -57,7 +57,7 @@ class Handoff:
         blobs = None if spool is None else Blobs(spool, None if rank_context.shares_spool else store)
         self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.is_replacement else 0, blobs, kept)
         self.loop, self.armed = 0, False
-        self._results = LoopResults(blobs if kept else None, rank, alike)
+        self._results = LoopResults(blobs if kept else None, rank, same_part)
         self._when_joined: list[Callable[[], None]] = []
         self._decided: Counter[str] = Counter()
 

@@ -78,7 +78,7 @@ class Session:
         self._show_progress(is_replacement)
         store = rank_context.connect()
         self.ending = Ending(store, grids.size, rank_context.supervised)
-        self.handoff = Handoff(store, rank, grids.alike(rank), rank_context, options)
+        self.handoff = Handoff(store, rank, grids.same_part(rank), rank_context, options)
         self.exits = Exits(rank, rank_context, options, lambda: self.handoff.armed)
         journal, orphaned = self.handoff.journal, self.exits.as_orphan
         self.world = World(grids, rank, rank_context, store, device, timeout_s, options, journal, orphaned)
@@ -121,7 +121,7 @@ class Session:
             world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s, together_of
         )
         if not together:
-            world.generations.store.set(keys.APART, "")
+            world.generations.store.set(keys.SEPARATE, "")
         if together and self.rank == 0:
             log.warning(
                 "Shards %s are held by several ranks of one node: losing that node loses them. Choose `replicas` so"

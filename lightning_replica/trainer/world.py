@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica.checkpoint.together import TogetherBeside
+from lightning_replica.checkpoint.barrier import StoreBarrier
 from lightning_replica.control import departures, keys
 from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.generation import Generations
@@ -20,12 +20,12 @@ from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
 from lightning_replica.core.pending_work import Ordered, Work, finish, wait
-from lightning_replica.devices.interface import Device, is_apart
+from lightning_replica.devices.interface import Device, is_separate
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.launch.environment import RankContext
-from lightning_replica.launch.external import roll_call
+from lightning_replica.launch.external import census
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class World:
         self.is_over = False
         self._groups: Groups | None = None
         self._follower: Callable[[Groups], None] | None = None
-        self._beside = (-1, 0)  # generation, and number of the newest call of `beside` in it
+        self._barriers = (-1, 0)  # generation, and number of the newest barrier in it
 
     def open(self) -> None:
         """Open the process groups. A replacement has only handles until it joins the other ranks."""
@@ -140,7 +140,7 @@ class World:
         """
         if self._journal.mode == "reading":
             return  # the journal has answered; a replacement that has not joined yet ignores new generations
-        if isinstance(work, dist.Work) and tensor is not None and is_apart(self.device, tensor):
+        if isinstance(work, dist.Work) and tensor is not None and is_separate(self.device, tensor):
             wait(Ordered(work), self.check_now)
             finish(self.check_now)
         else:
@@ -155,25 +155,25 @@ class World:
         """Draw a conclusion with the ranks that are left: by the supervisor's record, or else all ranks that come."""
         topic, generations = keys.gasping(generation), self.generations
         if not self._surroundings.supervised:
-            return conclusion(roll_call(generations, topic, self.rank, part, generation, self.size))
+            return conclusion(census(generations, topic, self.rank, part, generation, self.size))
         lost = generations.lost(generation)
         left = [rank for rank in range(self.size) if rank not in lost]
         return generations.conclude(
             topic, self.rank, part, generation, left, self._patience_s, conclusion, given_up=True
         )
 
-    def beside(self) -> TogetherBeside:
-        """Return a `TogetherBeside` for work beside training, until the next generation begins. Called on all ranks."""
+    def barrier(self) -> StoreBarrier:
+        """Return a `StoreBarrier` for work beside training, until the next generation begins. Called on all ranks."""
         generation, store = self.generations.current, self._surroundings.connect()
-        number = self._beside[1] + 1 if self._beside[0] == generation else 0
-        self._beside = generation, number
+        number = self._barriers[1] + 1 if self._barriers[0] == generation else 0
+        self._barriers = generation, number
         generations = Generations(self._surroundings.near())
 
         def check() -> None:
             if generations.begun(generation + 1):
                 raise Interrupted(f"generation {generation} is over")
 
-        return TogetherBeside(store, keys.beside(generation, number), self.rank, self.size, check)
+        return StoreBarrier(store, keys.barrier(generation, number), self.rank, self.size, check)
 
     def let_go(self) -> None:
         """Stop the monitor and restart the device: the run has ended, and reporting its error may need the device."""

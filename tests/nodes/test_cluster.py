@@ -173,7 +173,7 @@ def test_a_node_that_is_left_runs_the_ranks_until_another_comes(make: Callable[.
     a.cluster.heartbeats.probe_now()
     a.until(lambda: len(a.heard) == 2)
     assert a.heard[1] == ("start", (2, 3), 2)
-    a.store.set(keys.APART, "")
+    a.store.set(keys.SEPARATE, "")
     c = make("c")
     know(a, count=1)
     for _ in range(3):  # ranks lack something: whoever was killed now might have the only copy

@@ -142,17 +142,17 @@ class LightningCheckpoints(LightningCollectives):
             CollectiveError: If a device's fault or a lost rank is the reason. The run must recover from that.
         """
         trainer, training = self._fitting()
-        with self._faults_apart():
+        with self._faults_of_saving():
             self._checkpoints.save_periodic(trainer, training, path)
 
-    def save_beside(self, path: Location) -> None:
+    def save_async(self, path: Location) -> None:
         """Begin to write a sharded checkpoint, and return once its data is copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
-        with self._faults_apart():
-            self._checkpoints.save_periodic(trainer, training, path, beside=self.session.world.beside())
+        with self._faults_of_saving():
+            self._checkpoints.save_periodic(trainer, training, path, store_barrier=self.session.world.barrier())
 
     def settle_save(self, path: Location) -> bool:
-        """Wait for the checkpoint that `save_beside` has begun. Collective.
+        """Wait for the checkpoint that `save_async` has begun. Collective.
 
         Returns:
             Whether there is a whole checkpoint at ``path``. There is none if a rank was lost before it was complete.
@@ -207,7 +207,7 @@ class LightningCheckpoints(LightningCollectives):
         path = directory.path_of(trainer.global_step)
         said = f"{path} is written, as asked."
         try:
-            with self._faults_apart():
+            with self._faults_of_saving():
                 self._checkpoints.save_periodic(trainer, training, path, "planned")
         except CheckpointError as error:  # on every rank
             said = f"the checkpoint that was asked for could not be written: {error} Training continues; ask again."
@@ -215,7 +215,7 @@ class LightningCheckpoints(LightningCollectives):
             say(said)
 
     @contextmanager
-    def _faults_apart(self) -> Iterator[None]:
+    def _faults_of_saving(self) -> Iterator[None]:
         """Raise `CollectiveError` in place of a `CheckpointError` that a device's fault or a lost rank has caused."""
         try:
             yield

@@ -18,7 +18,7 @@ _SENT = (Box, Contents, FileInfo, OptimizerInfo, StateInfo, TensorInfo)
 _POLL_S = 0.01
 
 
-class Together:
+class Barrier:
     """The ranks that save or load one checkpoint.
 
     Args:
@@ -70,7 +70,7 @@ class Together:
         return mine[0]
 
 
-class TogetherBeside(Together):
+class StoreBarrier(Barrier):
     """Ranks that work together over a store, in another thread than the one that uses the process groups.
 
     Args:
