@@ -118,10 +118,10 @@ def chosen(strike: Strike, members: Sequence[Member], roles: Sequence[Role]) -> 
         for role in roles
         if fits(strike.kind, role)
     }
-    there = [role for role in by_role if by_role[role]]
-    if not there:
+    present = [role for role in by_role if by_role[role]]
+    if not present:
         return None
-    those = by_role[there[int(strike.picks[0] * len(there))]]
+    those = by_role[present[int(strike.picks[0] * len(present))]]
     return those[int(strike.picks[1] * len(those))]
 
 

@@ -139,10 +139,10 @@ class Gathering:
         """
         own = rank // self._count
         mates = [] if self._forwarder is None else self._mates(rank, ranks)
-        here = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
+        missing = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
         others = [slot for slot in self._slots(ranks) if slot != own]
         gone = {slot for slot in others if not self._store.check([keys.posted(topic, slot)])}
-        return sorted([*here, *(each for each in ranks if each // self._count in gone)])
+        return sorted([*missing, *(each for each in ranks if each // self._count in gone)])
 
     def close(self) -> None:
         """End the thread that fetches results, unless it waits for one."""

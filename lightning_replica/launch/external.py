@@ -238,15 +238,15 @@ def census(
     store = generations.store
     store.set(keys.share(topic, rank), json.dumps(plain))
     store.add(keys.come(topic), 1)
-    last, here = time.monotonic(), 0
+    last, arrived = time.monotonic(), 0
 
     def quiet() -> bool:
-        nonlocal last, here
+        nonlocal last, arrived
         come = store.add(keys.come(topic), 0)
-        if come > here:
-            last, here = time.monotonic(), come
+        if come > arrived:
+            last, arrived = time.monotonic(), come
         waited_s = time.monotonic() - last
-        return here == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
+        return arrived == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
 
     generations.wait_for(quiet, generation, math.inf, "the surviving ranks", given_up=True)
     if not store.check([keys.present(topic)]):

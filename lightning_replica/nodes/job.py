@@ -120,10 +120,10 @@ def compare(store: Store, own: Mapping[str, str], name: str) -> None:
     """
     first = json.loads(store.compare_set(keys.NODES_FACTS, "", json.dumps([name, dict(own)])))
     for what, value in own.items():
-        there = first[1].get(what)
-        if there != value:
+        theirs = first[1].get(what)
+        if theirs != value:
             raise ConfigurationError(
-                f"Nodes disagree on {what}: it is {value!r} on {name}, but {there!r} on {first[0]}, which came first."
+                f"Nodes disagree on {what}: it is {value!r} on {name}, but {theirs!r} on {first[0]}, which came first."
                 " Start the same command on all nodes. If these are two runs, give each its own --rdzv-endpoint."
             )
 
@@ -139,7 +139,7 @@ def _wait_for_all(store: dist.Store, cluster: Cluster, settings: NodeSettings) -
     """Serve the store until the other nodes have left."""
     deadline = time.monotonic() + settings.node_timeout_s
     while time.monotonic() < deadline:
-        here = max(len(cluster.heartbeats.alive), 1 + store.add(keys.NODES_AGREE, 0))
-        if store.add(keys.NODES_LEFT, 0) >= here:
+        count = max(len(cluster.heartbeats.alive), 1 + store.add(keys.NODES_AGREE, 0))
+        if store.add(keys.NODES_LEFT, 0) >= count:
             return
         time.sleep(_PAUSE_S)

@@ -126,8 +126,8 @@ class _Meeting:
 
     def _meet(self, numbers: list[int]) -> None:
         """Read who some nodes are, if they have come."""
-        here = [n for n in numbers if self._store.check([keys.node(n), keys.beat(n)])]
-        for number, line in zip(here, peek(self._store, [keys.node(n) for n in here]), strict=True):
+        found = [n for n in numbers if self._store.check([keys.node(n), keys.beat(n)])]
+        for number, line in zip(found, peek(self._store, [keys.node(n) for n in found]), strict=True):
             member = read(keys.node(number), line, Member.from_json, None) if line else None
             if member is not None:
                 self._members[number] = member
@@ -153,11 +153,11 @@ class _Meeting:
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], number
 
     def _tell(self, living: list[int], left_s: float) -> None:
-        here = ", ".join(self._members[number].name for number in living)
+        names = ", ".join(self._members[number].name for number in living)
         died = f" {len(self._dead)} more have died while they waited." if self._dead else ""
         say(
             f"waiting for {self._settings.nnodes - len(living)} more of nnodes={self._settings.nnodes} nodes at"
-            f" {self._settings.store.endpoint}, for up to {left_s:.0f} s. Here: {here}.{died}"
+            f" {self._settings.store.endpoint}, for up to {left_s:.0f} s. Here: {names}.{died}"
         )
 
 

@@ -255,10 +255,10 @@ def merged(accounts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     base = min(each["base"] for each in accounts)
     starts = sorted(pair for each in accounts for pair in each["starts"])
     replaced = sorted({rank for rank, generation in starts if generation > base})
-    there = [each for each in accounts if each["reporter"] not in replaced] or list(accounts)
+    survivors = [each for each in accounts if each["reporter"] not in replaced] or list(accounts)
     moves = {(move["target"], move["source"], json.dumps(move)): move for each in accounts for move in each["moves"]}
     return {
-        **min(there, key=lambda each: int(each["reporter"])),
+        **min(survivors, key=lambda each: int(each["reporter"])),
         "base": base,
         "starts": starts,
         "replaced": replaced,

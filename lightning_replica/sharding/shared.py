@@ -246,5 +246,5 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Sequence
     return None if windows is None or failed.item() else SharedMemory(groups, group, check, windows)
 
 
-def _copy(to: Tensor, where: Range, source: Tensor, there: Range) -> None:
-    to[where.start : where.stop].copy_(source[there.start : there.stop])
+def _copy(to: Tensor, where: Range, source: Tensor, source_range: Range) -> None:
+    to[where.start : where.stop].copy_(source[source_range.start : source_range.stop])

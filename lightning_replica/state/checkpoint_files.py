@@ -90,8 +90,8 @@ class CheckpointFiles:
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
-            there = self._writes and checkpoint_exists(callback, filepath)
-            there = there and not self._written.is_there(os.fspath(filepath))
-            return bool(trainer.strategy.broadcast(there))
+            exists = self._writes and checkpoint_exists(callback, filepath)
+            exists = exists and not self._written.is_there(os.fspath(filepath))
+            return bool(trainer.strategy.broadcast(exists))
 
         return file_exists

@@ -93,8 +93,8 @@ class WhichCheckpoint:
         environment = RankEnvironment.current()
         if environment is not None and environment.generation:
             return
-        here, name = host == socket.gethostname(), Path(own or "").name
-        same = own == theirs if here else name == Path(theirs or "").name
+        same_host, name = host == socket.gethostname(), Path(own or "").name
+        same = own == theirs if same_host else name == Path(theirs or "").name
         if (own is None) != (theirs is None) or (looked_up and not same):
             raise ConfigurationError(
                 f"This rank is to load {own or 'no checkpoint'}, but rank 0 {theirs or 'none'}. With ckpt_path='last',"
