@@ -86,7 +86,7 @@ class RankContext(Protocol):
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The surroundings of a rank that a supervisor has started.
+    """The context of a rank that a supervisor has started.
 
     Attributes:
         store: Where the store of the run is.

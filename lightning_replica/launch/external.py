@@ -114,7 +114,7 @@ class ExternalLauncher(_Launcher):
 
 @dataclass(frozen=True)
 class ExternalEnvironment:
-    """The surroundings of a rank that another launcher has started.
+    """The context of a rank that another launcher has started.
 
     Attributes:
         address: Address at which the store listens.

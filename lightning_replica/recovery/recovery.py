@@ -97,7 +97,7 @@ class Recovery:
         self._damaged_from: list[int] = []  # the source of each damaged transfer in this recovery
         self._job = generations.job()
         # Of the recovery under way:
-        self._newborn, self._left = False, 0  # `_left`: the generation in which this rank last trained
+        self._is_replacement, self._left = False, 0  # `_left`: the generation in which this rank last trained
         self._hook_failures, self._hook_said = 0, ""
         self._moves: list[Transferred] = []
         self.planned_step = -1
@@ -131,7 +131,7 @@ class Recovery:
             DeviceLostError: If this process cannot continue; the other ranks can recover without it.
         """
         timeline, self._left = Timeline(), self.generation - is_replacement
-        self._is_empty = self._newborn = is_replacement
+        self._is_empty = self._is_replacement = is_replacement
         self._own, self._damaged_from = own, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
         fault = None if is_replacement else self._fault(state, own)
@@ -245,7 +245,7 @@ class Recovery:
             rank=self._rank,
             world_size=self._table.size,
             generation=self.generation,
-            is_replacement=self._newborn,
+            is_replacement=self._is_replacement,
             faults=tuple(self._generations.fault(k) for k in range(self._left + 1, newest + 1)),
             replaced=replaced,
         )
@@ -278,7 +278,7 @@ class Recovery:
             tries=tries if step == state.step else 0,
             raised=own.text if own is not None and own.is_exception else "",
             damaged_from=tuple(self._damaged_from),
-            is_replacement=self._newborn,
+            is_replacement=self._is_replacement,
             hook=self._hook_said,
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,

@@ -22,7 +22,7 @@ class Exits:
 
     Args:
         rank: This rank.
-        surroundings: How this process reaches the other ranks.
+        rank_context: How this process reaches the other ranks.
         options: What the user has chosen about recovery.
         is_armed: Returns whether a lost rank would be replaced now.
     """
@@ -30,19 +30,19 @@ class Exits:
     def __init__(
         self, rank: int, rank_context: RankContext, options: RecoveryOptions, is_armed: Callable[[], bool]
     ) -> None:
-        self._rank, self._surroundings, self._options, self._is_armed = rank, rank_context, options, is_armed
+        self._rank, self._rank_context, self._options, self._is_armed = rank, rank_context, options, is_armed
         self._deadline: threading.Timer | None = None
 
     def stop_requested(self) -> None:
         """Start the time limit of a process that has got a SIGTERM. A supervisor keeps the time itself."""
-        if self._options.gasp and not self._surroundings.supervised and self._deadline is None:
+        if self._options.gasp and not self._rank_context.supervised and self._deadline is None:
             self._deadline = threading.Timer(self._options.grace_s / 2, self._give_up)
             self._deadline.daemon = True
             self._deadline.start()
 
     def _give_up(self) -> None:
         """Give up the run: half of the grace period is over, and the ranks have not reached the end of a step."""
-        generations, why = Generations(self._surroundings.connect()), "The launcher has ended this run."
+        generations, why = Generations(self._rank_context.connect()), "The launcher has ended this run."
         if generations.verdict() is None:
             generations.end(why, asked=True)
 
@@ -53,7 +53,7 @@ class Exits:
             generations: The log of generations, through which a recovery waits.
             stop_requested: Returns whether this process was told to end.
         """
-        if not self._surroundings.supervised:
+        if not self._rank_context.supervised:
             generations.wait_with(Patience(self._rank, stop_requested))
 
     def without_device(self, why: str) -> NoReturn:
@@ -64,7 +64,7 @@ class Exits:
 
     def as_orphan(self) -> None:
         """End this process at once: without the store it cannot continue. Mostly called in the monitor's thread."""
-        if not self._surroundings.supervised:
+        if not self._rank_context.supervised:
             if not self._is_armed():  # the rank that served the store has ended normally
                 return
             log.error("rank %d: the store is gone, and with it rank 0 or the launcher that served it.", self._rank)

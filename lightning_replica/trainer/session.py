@@ -44,7 +44,7 @@ class Session:
     Args:
         grids: Which rank owns which shard.
         rank: This rank.
-        surroundings: How this process reaches the other ranks.
+        rank_context: How this process reaches the other ranks.
         device: The device that this rank trains on.
         timeout_s: Time after which a collective fails on its own, in seconds.
         options: What the user has chosen about recovery.

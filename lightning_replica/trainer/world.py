@@ -39,8 +39,8 @@ class World:
     Args:
         grids: Which rank owns which shard.
         rank: This rank.
-        surroundings: How this process reaches the other ranks.
-        store: A connection of ``surroundings``.
+        rank_context: How this process reaches the other ranks.
+        store: A connection of ``rank_context``.
         device: The device that this rank trains on.
         timeout_s: Time after which a collective fails on its own, in seconds.
         options: What the user has chosen about recovery.
@@ -72,7 +72,7 @@ class World:
         orphaned: Callable[[], None],
     ) -> None:
         self.grids, self.rank, self.size, self.device = grids, rank, grids.size, device
-        self._surroundings, self._journal, self._patience_s = rank_context, journal, options.rendezvous_timeout_s
+        self._rank_context, self._journal, self._patience_s = rank_context, journal, options.rendezvous_timeout_s
         self.start_generation = rank_context.generation
         gathering = Gathering(store, rank_context.local_ranks())
         self.generations = Generations(store, self.start_generation, gathering)
@@ -154,7 +154,7 @@ class World:
     def conclude_last(self, generation: int, part: dict[str, Any], conclusion: Conclude) -> Any:
         """Draw a conclusion with the ranks that are left: by the supervisor's record, or else all ranks that come."""
         topic, generations = keys.gasping(generation), self.generations
-        if not self._surroundings.supervised:
+        if not self._rank_context.supervised:
             return conclusion(census(generations, topic, self.rank, part, generation, self.size))
         lost = generations.lost(generation)
         left = [rank for rank in range(self.size) if rank not in lost]
@@ -164,10 +164,10 @@ class World:
 
     def barrier(self) -> StoreBarrier:
         """Return a `StoreBarrier` for work beside training, until the next generation begins. Called on all ranks."""
-        generation, store = self.generations.current, self._surroundings.connect()
+        generation, store = self.generations.current, self._rank_context.connect()
         number = self._barriers[1] + 1 if self._barriers[0] == generation else 0
         self._barriers = generation, number
-        generations = Generations(self._surroundings.near())
+        generations = Generations(self._rank_context.near())
 
         def check() -> None:
             if generations.begun(generation + 1):
@@ -191,8 +191,8 @@ class World:
             departures.leave(self.generations.store, self.rank)
         self.process_groups.close()
         self.generations.gathering.close()
-        if not self._surroundings.supervised:
-            self._surroundings.leave(self.size, failed=self.generations.verdict() is not None)
+        if not self._rank_context.supervised:
+            self._rank_context.leave(self.size, failed=self.generations.verdict() is not None)
 
     def _wake(self) -> None:
         """End what this rank waits for, here and on the device: its generation is over. Called in the monitor's thread.

@@ -296,7 +296,7 @@ def test_in_a_recovery(point: str, untouched: world.Outcome, tmp_path: Path) -> 
     assert len(outcome.said) == 3
 
 
-def _stopped_newborn(case: Case, out: Path) -> None:
+def _stopped_replacement(case: Case, out: Path) -> None:
     marker = out / "stopped"
     if os.environ["LIGHTNING_REPLICA_GENERATION"] != "0" and not marker.exists():
         marker.touch()
@@ -306,7 +306,7 @@ def _stopped_newborn(case: Case, out: Path) -> None:
 
 def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Path) -> None:
     case = Case((Fault("kill", 1, "backward", 2),), hang=(5.0, 5.0))
-    outcome = world.run(case, tmp_path, target=_stopped_newborn)
+    outcome = world.run(case, tmp_path, target=_stopped_replacement)
     outcome.assert_same(untouched)
     assert outcome.said[1].startswith("Rank 1 hangs at the start, before its first batch ")
     assert len(outcome.said) == 3

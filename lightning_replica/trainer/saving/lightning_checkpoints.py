@@ -48,13 +48,13 @@ class LightningCheckpoints(LightningCollectives):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer, in torch's format, on rank 0. Collective."""
-        if self._is_newborn or self._is_cut_off:
+        if self._is_replacement or self._is_cut_off:
             return {}
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states. A replacement gets it from a peer instead."""
-        if not self._is_newborn and self.lightning_module is not None:
+        if not self._is_replacement and self.lightning_module is not None:
             self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -64,20 +64,20 @@ class LightningCheckpoints(LightningCollectives):
             CheckpointError: If it is damaged.
         """
         path = locate(checkpoint_path)
-        if self._is_newborn and not exists(path):
+        if self._is_replacement and not exists(path):
             return absent(path)
         opened = self._checkpoints.open(path, self._is_fitting)
         if opened is not None:
             return opened
         # Another plugin checks what it has written by itself; a replacement gets its state from a peer.
-        if writes_archives(self.checkpoint_io) and not self._is_newborn and can_be_checked(path):
+        if writes_archives(self.checkpoint_io) and not self._is_replacement and can_be_checked(path):
             check_archive(path)
         with reading(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, unless they come with the optimizers' shards or from a peer."""
-        from_a_peer = self._is_newborn and (self._is_fitting or is_absent(checkpoint))
+        from_a_peer = self._is_replacement and (self._is_fitting or is_absent(checkpoint))
         if not self._checkpoints.is_open and not from_a_peer:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -97,7 +97,7 @@ class LightningCheckpoints(LightningCollectives):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint in the form of ``state_dict_type``. A replacement that has not joined yet writes none."""
-        if self._is_newborn:
+        if self._is_replacement:
             return
         if self._is_cut_off:
             if self.is_global_zero:
@@ -116,7 +116,7 @@ class LightningCheckpoints(LightningCollectives):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
-    def _is_newborn(self) -> bool:
+    def _is_replacement(self) -> bool:
         """Whether this is a replacement that has not joined. Without a session, the module is saved as it is."""
         return self._session is not None and self._session.is_replacement
 
@@ -129,7 +129,7 @@ class LightningCheckpoints(LightningCollectives):
 
         A replacement that has not joined yet removes none.
         """
-        if not self._is_newborn:
+        if not self._is_replacement:
             if self._training is not None:
                 self._training.records.files.is_removed(filepath)
             after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
@@ -184,7 +184,7 @@ class LightningCheckpoints(LightningCollectives):
         if lineage is None or lineage.fit != fit_number():  # the first of the callbacks with this directory
             occupy(directory, self._checkpoints.directories_of(fit_number()), self.session, self.broadcast)
             begun = None
-            if self.is_global_zero and not self._is_newborn:
+            if self.is_global_zero and not self._is_replacement:
                 begun = asdict(begin_run(trainer, directory))
             lineage = Lineage.of_plain(self.broadcast(begun))
         self._checkpoints.publish_to(directory, keep_last, lineage)
@@ -194,7 +194,7 @@ class LightningCheckpoints(LightningCollectives):
 
     def _report_what_is_left_out(self, trainer: pl.Trainer) -> None:
         """Say at the start of a fit what its sharded checkpoints will lack, once."""
-        left = left_out(trainer) if trainer.is_global_zero and not self._is_newborn else []
+        left = left_out(trainer) if trainer.is_global_zero and not self._is_replacement else []
         if left and left != self._reported_left_out:
             self._reported_left_out = left
             warn(
