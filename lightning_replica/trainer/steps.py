@@ -129,7 +129,7 @@ class Training:
         self._recovered: Plan | None = None  # by which plan, until the next commit
         self._buffers = BufferSync(module, self.host.buffers, session.world.wait)
         self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.stop_requested)
-        self._stop_requested = False
+        self._stop_agreed = False
         self._tail_commit: Commit | None = None  # of the tail that is done again
         self.last_save = LastSave(session)
         self._planned: PlannedSave | None = None
@@ -167,10 +167,10 @@ class Training:
         if not self.recoverable:
             self.host.pass_window(self.state.step)
             return
-        taken = self.host.begin_window(self.state.step, whole=self._stop_requested)
+        taken = self.host.begin_window(self.state.step, whole=self._stop_agreed)
         self.records.taken("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private())
-        if self._stop_requested:
+        if self._stop_agreed:
             self._session.mirrors.settle()
             self._session.world.generations.give_up("All ranks have agreed to save and end.", asked=True)
             self._end_with_last_save()
@@ -309,7 +309,7 @@ class Training:
         if self._planned is not None:
             self._planned.agree(commit.save)
         if commit.stop and self._session.options.gasp:
-            self._stop_requested = True  # `begin_batch` saves and ends
+            self._stop_agreed = True  # `begin_batch` saves and ends
         elif commit.stop:
             self._session.handoff.training_is_done()
             self._sigterm.agree()
