@@ -613,7 +613,7 @@ WORLD, REPLICAS = 8, 2
 def cost_of_a_step(rank: Rank) -> None:
     """Measure one rank of eight, with a GPT of full size; torch's fake group stands for the others."""
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    # The work of the fake group never end.
+    # The work of the fake group never ends.
     with mock.patch.multiple(pending_work, _await_end=lambda work, check: None, failure_of=lambda work: None):
         for mebibytes in (16, 64, 128):
             note(**{f"buckets of {mebibytes} MiB": cost_with_buckets(mebibytes * 2**20, rank.device)})

@@ -19,7 +19,7 @@ _POLL_S = 0.01
 
 
 class Barrier:
-    """The ranks that save or load one checkpoint.
+    """Keeps the ranks that save or load one checkpoint together: each call returns on all of them, or raises on all.
 
     Args:
         group: Their process group. None means the default group, or this process alone if there is none.
@@ -71,7 +71,7 @@ class Barrier:
 
 
 class StoreBarrier(Barrier):
-    """Ranks that work together over a store, in another thread than the one that uses the process groups.
+    """A barrier over a store, in another thread than the one that uses the process groups.
 
     Args:
         store: A connection for this thread only: a store client serves one thread at a time.

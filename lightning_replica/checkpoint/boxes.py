@@ -105,7 +105,7 @@ class Box:
     def position(self, block: Block) -> int:
         """Return the position in the rank's tensor of the first element of ``block``, a part of this one."""
         steps = zip(block.offset, self.offset, self.strides, strict=True)
-        return self.start + sum((stored - local) * stride for stored, local, stride in steps)
+        return self.start + sum((inner - outer) * stride for inner, outer, stride in steps)
 
     def span(self, block: Block) -> tuple[int, int]:
         """Return the first position in the rank's tensor of the elements of ``block``, and the one after the last."""

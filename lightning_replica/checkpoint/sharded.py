@@ -130,7 +130,7 @@ def stage(
         names: Name of every parameter, in registration order.
         extra_tensors: What the state dict has beside trained parameters, by name; the same on ranks with the same part.
         plain: Other tensors and plain data to save. Rank 0 of the group writes them.
-        barrier: The ranks that save.
+        barrier: The barrier of the ranks that save.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
         parts: Which parts of the model this rank has: what these names begin with; empty for the whole model.
         whole: Where they lie in the whole model, as far as known.
@@ -160,8 +160,8 @@ def stage(
         for part in parts:
             if barrier.rank == sharers[part][0]:
                 own = [prepared[rank][2] for rank in sharers[part]]
-                here = weights_of(state, names, extra_tensors)
-                described.append(describe(state, here, aliases or {}, names, own, whole or Whole()).of_parts(part))
+                weights = weights_of(state, names, extra_tensors)
+                described.append(describe(state, weights, aliases or {}, names, own, whole or Whole()).of_parts(part))
         return described
 
     of_parts = barrier.all(describe_parts) if parts[0] else None  # the whole model is described where it is written

@@ -221,7 +221,7 @@ class _ResultForwarder:
     def fetch(self, key: str) -> None:
         """Bring the value of a key as soon as there is one."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lightning_replica-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="lightning_replica-results", daemon=True)
             self._thread.start()
         self._wanted.put(key)
 

@@ -207,7 +207,7 @@ class Generations:
         """Return the exit code of what ended the run; 0 if it is not known."""
         return int(self.store.get(keys.EXIT_CODE)) if self.store.check([keys.EXIT_CODE]) else 0
 
-    def was_requested(self) -> bool:
+    def stop_was_requested(self) -> bool:
         """Return whether the run was given up because it was asked to end."""
         return self.store.check([keys.ASKED])
 

@@ -182,7 +182,7 @@ def listens(rank: int) -> str:
     return f"listens/{rank}"
 
 
-def words(rank: int, number: int) -> str:
+def exit_report(rank: int, number: int) -> str:
     """Return the key of the error with which a process ended, by its rank and the generation in which it began.
 
     See `exit_report`. Written by that process.

@@ -53,7 +53,7 @@ class Absent:
         return " ".join(said)
 
 
-def register() -> None:
+def register_process() -> None:
     """Tell the other ranks which process this is. Called once the default group is open."""
     default_store().set(f"{_PROCESS}/{dist.get_rank()}", f"{machine()} {os.getpid()}")
 

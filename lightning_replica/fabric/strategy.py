@@ -28,7 +28,7 @@ from lightning_replica.devices import gloo
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.fabric import checkpoint_file
-from lightning_replica.fabric.census import answering, register
+from lightning_replica.fabric.census import answering, register_process
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.external import store_of_attempt
 from lightning_replica.sharding.engine import Partition
@@ -137,7 +137,7 @@ class FabricStrategy(fabric_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         """Set up this process, and join the process group."""
         super().setup_environment()
-        register()
+        register_process()
         atexit.register(_leave)
 
     def _setup_distributed(self) -> None:

@@ -143,7 +143,7 @@ def create(world_size: int) -> tuple[Beacons, str] | None:
     return beacons, f"/proc/{os.getpid()}/fd/{file}"
 
 
-def register(path: str, rank: int, stacks: int) -> None:
+def register_stacks(path: str, rank: int, stacks: int) -> None:
     """Write where this process's stacks are found, as soon as it runs. `Beacon` writes its progress later.
 
     Raises:

@@ -47,19 +47,19 @@ class ExitReport:
 
     def leave(self, store: Store, generation: int) -> None:
         """Write this to the store for the supervisor."""
-        store.set(keys.words(self.rank, generation), json.dumps(asdict(self)))
+        store.set(keys.exit_report(self.rank, generation), json.dumps(asdict(self)))
 
     @classmethod
-    def heard(cls, store: Store, processes: Iterable[tuple[int, int]]) -> "list[ExitReport]":
+    def read(cls, store: Store, processes: Iterable[tuple[int, int]]) -> "list[ExitReport]":
         """Return what processes have left in the store, own errors first.
 
         Args:
             store: The supervisor's store.
             processes: Rank and generation of each.
         """
-        left = [keys.words(rank, generation) for rank, generation in processes]
+        left = [keys.exit_report(rank, generation) for rank, generation in processes]
         found = [cls(**json.loads(store.get(key))) for key in left if store.check([key])]
-        return sorted(found, key=lambda words: not words.own)
+        return sorted(found, key=lambda report: not report.own)
 
 
 def show(error: BaseException, rank: int, store: Store) -> None:

@@ -15,7 +15,7 @@ from lightning_replica.control.phase import phase_of
 from lightning_replica.core import entry
 from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import crashes, stacks
-from lightning_replica.launch.beacons import VARIABLE, register
+from lightning_replica.launch.beacons import VARIABLE, register_stacks
 from lightning_replica.launch.environment import RankEnvironment, rank_here
 from lightning_replica.launch.exit_report import ExitReport, show
 
@@ -41,7 +41,7 @@ class SupervisedRank:
         _ignore_hangup()
         if VARIABLE in os.environ:
             with contextlib.suppress(OSError):  # `Beacon` reports it
-                register(os.environ[VARIABLE], self.rank, stacks.answer())
+                register_stacks(os.environ[VARIABLE], self.rank, stacks.answer())
         self._print = sys.excepthook
         sys.excepthook = self._hook
 
@@ -70,9 +70,9 @@ class SupervisedRank:
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            words = ExitReport.of(self.rank, error)
-            words.leave(self._environment.connect(), self._environment.generation)
-            if words.own and not isinstance(error, KeyboardInterrupt):
+            report = ExitReport.of(self.rank, error)
+            report.leave(self._environment.connect(), self._environment.generation)
+            if report.own and not isinstance(error, KeyboardInterrupt):
                 self.show(error)
         except (OSError, dist.DistError):  # the supervisor is gone, so nobody else reports the error
             self._print(kind, error, trace)

@@ -209,7 +209,7 @@ class Supervisor:
             self._others.ended()
 
     def _on(self, event: Event) -> None:
-        self._read_facts()
+        self._read_trainer_facts()
         if event is None:
             self._look()
         elif isinstance(event, Standbys):
@@ -225,7 +225,7 @@ class Supervisor:
         else:
             event()
 
-    def _read_facts(self) -> None:
+    def _read_trainer_facts(self) -> None:
         """Take over what the trainer's callbacks say, once a rank has reported it."""
         facts = TrainerFacts.read(self._store) if self._expects_facts else None
         if facts is None:
@@ -297,16 +297,16 @@ class Supervisor:
         own, code = ended.child, ended.code
         others = () if facts.in_fit else self._node.children.values()  # in `fit` each fault is handled by itself
         processes = [(child.rank, child.generation) for child in (own, *others)]
-        words = ExitReport.heard(self._store, processes) if code > 0 and code != DEVICE_LOST else []
-        waited = bool(words) and not words[0].own and words[0].rank == own.rank and words[0].place
+        reports = ExitReport.read(self._store, processes) if code > 0 and code != DEVICE_LOST else []
+        waited = bool(reports) and not reports[0].own and reports[0].rank == own.rank and reports[0].place
         asked = (rank for rank in range(self._world_size) if waited and rank != own.rank)
         gone = ", ".join(f"rank {rank}" for rank in asked if has_left(self._store, rank))
         if gone:
             together = "all ranks have to make this call, or none"
             return f"Rank {own.rank}{self._on_node} waited at {waited} for {gone}, which had ended ({together})"
-        if words and (words[0].own or words[0].rank == own.rank):
-            where = f" ({words[0].place})" if words[0].place else ""
-            return f"Rank {words[0].rank}{self._on_node} ended with {words[0].error}{where}"
+        if reports and (reports[0].own or reports[0].rank == own.rank):
+            where = f" ({reports[0].place})" if reports[0].place else ""
+            return f"Rank {reports[0].rank}{self._on_node} ended with {reports[0].error}{where}"
         return f"Rank {own.rank}{self._on_node} {_how(code)}{ended.crash}"
 
     # Actions

@@ -1,6 +1,6 @@
 """Which attempt of a run a node takes part in. One store may serve several runs, one after the other or at once.
 
-All keys of an attempt have its prefix. An attempt is closed when its ranks have ended, or when none of its nodes gives
+All keys of an attempt have its prefix. An attempt is closed when its ranks have ended, or when none of its nodes sends
 a heartbeat any more: a job that is started again then finds nothing of the one before.
 """
 

@@ -114,9 +114,9 @@ class Heartbeats:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next question, in seconds.
+        """How long to wait before the next request, in seconds.
 
-        An answer to an old question says little about now: the link may be down again before the next one is due.
+        A reply to an old request says little about now: the link may be down again before the next one is due.
         """
         is_late = time.monotonic() - self._answered > _LATE_S
         return 0.0 if is_late else self._liveness.next_look_s
@@ -127,7 +127,7 @@ class Heartbeats:
         return [self._members[number] for number in sorted(known)]
 
     def send_now(self) -> None:
-        """Ask the store something now: another node may have lost it. Does not wait."""
+        """Send a heartbeat now, as another node may have lost the store. Does not wait."""
         self._now.set()
 
     def name(self, number: int) -> str:
@@ -208,7 +208,7 @@ class Heartbeats:
         return read(keys.beat(number), value, Heartbeat.from_json, self._newest.get(number, Heartbeat()))
 
     def _find_stall(self, received: Mapping[int, Heartbeat]) -> None:
-        """Tell if all ranks of other nodes wait too. Only the first node with ranks looks."""
+        """Report it if all ranks of other nodes wait too. Only the first node with ranks looks."""
         if self._liveness.all_stall(received, self._observer.trains() & self.alive - {self._own.number}):
             self._observer.all_stall()
 
@@ -238,7 +238,7 @@ class Heartbeats:
         self._observer.introduced()
 
     def mark_lost(self, lost: Collection[int]) -> None:
-        """Count nodes as lost, and tell the observer after the next look, which is now. Any thread may call this."""
+        """Count nodes as lost, and report that after the next look, which is now. Any thread may call this."""
         with self._marking:
             new = frozenset(lost) - self._gone
             self._gone |= new

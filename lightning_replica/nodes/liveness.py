@@ -10,7 +10,7 @@ from lightning_replica.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat.
+    """What a node writes again and again, to show that it lives.
 
     Attributes:
         count: A number that the node raises.

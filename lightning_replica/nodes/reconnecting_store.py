@@ -24,7 +24,7 @@ class Reply(Generic[T]):
     """A reply of the store.
 
     Attributes:
-        sent_at: When the request was sent over the connection that has replied, by the monotonic clock.
+        sent_at: When the request was made over the connection that has replied, by the monotonic clock.
         value: What the request has returned.
     """
 

@@ -221,12 +221,12 @@ class Account:
 
     def _facts(self, account: _Open) -> dict[str, Any]:
         """Return this rank's account; `merged` returns one of the same form."""
+        # Of replacements only: ranks are many.
+        starts = [[self._rank, self._start_generation]] if self._start_generation else []
         return {
             **self._own(account, self._rank),
             "base": account.base,
-            "starts": [[self._rank, self._start_generation]]
-            if self._start_generation
-            else [],  # of replacements only: ranks are many
+            "starts": starts,
             "reported": self._reported,
             "moves": [asdict(move) for move in account.moves],
             "inexact": account.inexact,

@@ -83,6 +83,11 @@ class Incident:
     inexact: dict[str, str] = field(default_factory=dict)
 
     @property
+    def teller(self) -> int:
+        """The former name of `reporter`."""
+        return self.reporter
+
+    @property
     def fault(self) -> Fault:
         """The fault that explains the most; see `most_telling`."""
         return most_telling(self.faults)

@@ -127,7 +127,7 @@ class Buffers(Values):
     def gradients_in(self, flat: Tensor, present: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that ``present`` marks, as views of ``flat``, which is laid out as ``grads``."""
         parts = zip(self.parameters, self._forms, self.layout.world, present, strict=True)
-        return {parameter: view_like(form, flat, where) for parameter, form, where, is_used in parts if is_used}
+        return {parameter: view_like(form, flat, where) for parameter, form, where, is_present in parts if is_present}
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""

@@ -243,7 +243,7 @@ class ShardedState:
         self._idle()
 
     def _report_updates(self) -> None:
-        """Tell of what updates have written to optimizers and what can be neither sent nor saved."""
+        """Report what updates have written to optimizers and what can be neither sent nor saved."""
         for number, optimizer in enumerate(self.optimizers):
             for name in optimizer.lost_attributes():
                 why = "updates change it, and it is no plain data: neither a replacement nor a checkpoint has it"

@@ -50,7 +50,7 @@ class LoopResults:
     Args:
         blobs: Where every process that may replace a rank finds them; None if no rank can be replaced.
         rank: This rank.
-        alike: The ranks that have the same part of the model, itself included.
+        same_part: The ranks that have the same part of the model, itself included.
     """
 
     def __init__(self, blobs: Blobs | None, rank: int, same_part: Sequence[int]) -> None:

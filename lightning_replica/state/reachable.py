@@ -184,9 +184,9 @@ class Reachable:
         own = self.signature(taken)
         for name in differences(own, expected):
             if name.startswith(_HOOKS):
-                local, remote = own.get(name, "none"), expected.get(name, "none")
+                local, others = own.get(name, "none"), expected.get(name, "none")
                 self._report(
-                    name, f"in this replacement there are other ones ({local}) than on other ranks ({remote})", "once"
+                    name, f"in this replacement there are other ones ({local}) than on other ranks ({others})", "once"
                 )
             elif name in own and name in expected:
                 self._report(name, "in this replacement it refers to something else than on the other ranks", "once")
@@ -195,8 +195,8 @@ class Reachable:
         """Report where other hooks are registered than when the checkpoint was written."""
         now = names_of(self._trainer.lightning_module)
         for name in differences(now, saved):
-            local, remote = now.get(name, "none"), saved.get(name, "none")
-            why = f"in this run there are other ones ({local}) than when its checkpoint was written ({remote})"
+            present, former = now.get(name, "none"), saved.get(name, "none")
+            why = f"in this run there are other ones ({present}) than when its checkpoint was written ({former})"
             self._report(_HOOKS + name, why, "once")
 
     def whole(self, taken: Taken) -> list[Any]:

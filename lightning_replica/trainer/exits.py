@@ -33,7 +33,7 @@ class Exits:
         self._rank, self._rank_context, self._options, self._is_armed = rank, rank_context, options, is_armed
         self._deadline: threading.Timer | None = None
 
-    def stop_requested(self) -> None:
+    def limit_time(self) -> None:
         """Start the time limit of a process that has got a SIGTERM. A supervisor keeps the time itself."""
         if self._options.gasp and not self._rank_context.supervised and self._deadline is None:
             self._deadline = threading.Timer(self._options.grace_s / 2, self._give_up)

@@ -35,7 +35,7 @@ class Handoff:
     Args:
         store: The supervisor's store.
         rank: This rank.
-        alike: The ranks that have the same part of the model, itself included.
+        same_part: The ranks that have the same part of the model, itself included.
         rank_context: How this process reaches the other ranks. If a supervisor is there, and with recovery, this rank
             leaves what its replacement needs.
         options: What the user has chosen about recovery.

@@ -29,7 +29,7 @@ class Incidents:
         self._account = Account(
             session.world.generations, session.rank, session.world.size, session.world.start_generation
         )
-        self._untold: list[Incident] = []
+        self._unpublished: list[Incident] = []
         self._shown = ""  # the last exception whose traceback was printed
         self._batches, self._since = 0, time.monotonic()  # batches begun since the last step, and when the first began
 
@@ -49,7 +49,7 @@ class Incidents:
         self._nothing_begun()
         self._shown = ""
 
-    def was_replaced(self) -> None:
+    def started_as_replacement(self) -> None:
         """Record the fault because of which this replacement was started."""
         self._account.fault(self._session.world.start_generation - 1, 0, 0, 0.0)
 
@@ -70,7 +70,7 @@ class Incidents:
     def went_on(self, outcome: Outcome) -> None:
         """Record that a recovery has succeeded."""
         self._nothing_begun()
-        self._untold += self._account.went_on(outcome, self._trainer.current_epoch)
+        self._unpublished += self._account.went_on(outcome, self._trainer.current_epoch)
 
     def _nothing_begun(self) -> None:
         self._batches, self._since = 0, time.monotonic()
@@ -82,11 +82,11 @@ class Incidents:
             step: The step that all ranks have done; None at the end of training.
         """
         generations = self._session.world.generations
-        self._untold += self._account.close(step)
-        while self._untold:
-            incident = self._untold.pop(0)
+        self._unpublished += self._account.close(step)
+        while self._unpublished:
+            incident = self._unpublished.pop(0)
             # The supervisor has said of a run that was asked to end that it was.
-            if incident.reporter == self._session.rank and not (incident.failed and generations.was_requested()):
+            if incident.reporter == self._session.rank and not (incident.failed and generations.stop_was_requested()):
                 say(describe(incident))
             self._hooks.incident(incident)
 
@@ -94,7 +94,7 @@ class Incidents:
         """Report that the run cannot continue because of ``error``. A failure here must not hide that: it is logged."""
         try:
             generation, epoch = self._session.world.generations.current, self._trainer.current_epoch
-            self._untold.append(self._account.failed(error, generation, step, epoch))
+            self._unpublished.append(self._account.failed(error, generation, step, epoch))
             self.publish(None)
         except Exception:
             log.warning("rank %d: the incident could not be reported", self._session.rank, exc_info=True)

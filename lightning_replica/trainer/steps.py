@@ -128,7 +128,7 @@ class Training:
         self._repeated = RepeatedStep(self.state, session.rank, inexact.report)
         self._recovered: Plan | None = None  # by which plan, until the next commit
         self._buffers = BufferSync(module, self.host.buffers, session.world.wait)
-        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.stop_requested)
+        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.limit_time)
         self._stop_agreed = False
         self._tail_commit: Commit | None = None  # of the tail that is done again
         self.last_save = LastSave(session)
@@ -329,7 +329,7 @@ class Training:
         if self._session.is_replacement:
             self._session.handoff.join_loop()
             self.host.set_differing(self._session.handoff.read_note(self._note_of_builds) or {})
-            self._incidents.was_replaced()
+            self._incidents.started_as_replacement()
             return self._recover(None)
         if loaded is not None:
             self.host.load(loaded)

@@ -162,7 +162,7 @@ class World:
             topic, self.rank, part, generation, left, self._patience_s, conclusion, given_up=True
         )
 
-    def barrier(self) -> StoreBarrier:
+    def store_barrier(self) -> StoreBarrier:
         """Return a `StoreBarrier` for work beside training, until the next generation begins. Called on all ranks."""
         generation, store = self.generations.current, self._rank_context.connect()
         number = self._barriers[1] + 1 if self._barriers[0] == generation else 0

@@ -59,9 +59,9 @@ class Rows:
         return flat.view(self.weight.shape).T
 
     def save(self, path: Path) -> Path:
-        together, state = Barrier(None), self.run.state
+        barrier, state = Barrier(None), self.run.state
         where: dict[str, Any] = {"parts": (self.part,), "whole": self.whole}
-        write(stage(locate(path), state, self.names, self.extras, {}, together, step=7, **where), together)
+        write(stage(locate(path), state, self.names, self.extras, {}, barrier, step=7, **where), barrier)
         return path
 
     def load(self, path: Path) -> "Rows":

@@ -113,9 +113,9 @@ class Rank:
     def save(self, path: str) -> str:
         for _, state, expected in self.pieces():
             state |= {key: each.clone() for key, each in expected.items()}
-        together = Barrier(None)
+        barrier = Barrier(None)
         where: dict[str, Any] = {"parts": self.part.names, "whole": self.part.whole()}
-        write(stage(locate(path), self.engine, self.names, self.extras, {}, together, step=3, **where), together)
+        write(stage(locate(path), self.engine, self.names, self.extras, {}, barrier, step=3, **where), barrier)
         return ""
 
     def load(self, path: str) -> str:

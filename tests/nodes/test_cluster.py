@@ -355,7 +355,7 @@ def test_a_spare_ends_with_the_code_of_the_others(make: Callable[..., Node]) -> 
     assert c.cluster.code == 75
 
 
-def test_a_question_is_asked_again_over_a_new_connection() -> None:
+def test_a_request_is_sent_again_over_a_new_connection() -> None:
     store = serve("127.0.0.1")
     store.set("a", "1")
     opened: list[dist.Store] = []
@@ -364,18 +364,18 @@ def test_a_question_is_asked_again_over_a_new_connection() -> None:
         opened.append(connect("127.0.0.1", store.port))
         return opened[-1]
 
-    def question(connection: dist.Store) -> bytes:
+    def work(connection: dist.Store) -> bytes:
         return connection.get("never" if connection is opened[0] else "a")  # the first connection stalls
 
     reconnecting = ReconnectingStore(open_store)
-    first, second = reconnecting.request(question), reconnecting.request(question)
+    first, second = reconnecting.request(work), reconnecting.request(work)
     assert first.value == second.value == b"1"
     assert second.sent_at > first.sent_at
-    assert len(opened) >= 2  # on a busy machine an answer may be late, and the question is asked once more
+    assert len(opened) >= 2  # on a busy machine a reply may be late, and the request is sent once more
     store.set("never", "")
 
 
-def test_after_a_late_answer_the_next_question_follows_at_once(
+def test_after_a_late_reply_the_next_request_follows_at_once(
     make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link that is down for less than the time-out again and again does not end the node."""

@@ -100,8 +100,8 @@ def test_all_nodes_notice_at_once_that_the_store_is_lost(run: Any) -> None:
 
 
 def test_a_node_that_does_not_come_might_still_train_so_nobody_writes() -> None:
-    doors = [Listener("127.0.0.1") for _ in range(3)]
-    a, b, c = (Member(number, "127.0.0.1", listener.port, "abc"[number]) for number, listener in enumerate(doors))
+    listeners = [Listener("127.0.0.1") for _ in range(3)]
+    a, b, c = (Member(number, "127.0.0.1", listener.port, "abc"[number]) for number, listener in enumerate(listeners))
     found: list[Any] = []
 
     def find(own: Member, others: list[Member], listener: Listener) -> None:
@@ -111,24 +111,25 @@ def test_a_node_that_does_not_come_might_still_train_so_nobody_writes() -> None:
             found.append(error)
 
     threads = [
-        threading.Thread(target=find, args=arguments) for arguments in [(a, [b, c], doors[0]), (b, [a, c], doors[1])]
+        threading.Thread(target=find, args=arguments)
+        for arguments in [(a, [b, c], listeners[0]), (b, [a, c], listeners[1])]
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert [type(each) for each in found] == [NoFailoverError] * 2
-    doors[1].close()
-    doors[2].close()
+    listeners[1].close()
+    listeners[2].close()
 
 
-def test_a_door_is_closed_or_open() -> None:
-    knocked = threading.Event()
+def test_a_listener_is_open_or_closed() -> None:
+    connected = threading.Event()
     listener = Listener("127.0.0.1")
-    listener.on_connection(knocked.set)
+    listener.on_connection(connected.set)
     member = Member(0, "127.0.0.1", listener.port, "a")
     assert not is_dead(member)
-    assert knocked.wait(10)
+    assert connected.wait(10)
     store = listener.serve()
     assert store.port == listener.port
     assert not is_dead(member)

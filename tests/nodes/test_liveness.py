@@ -1,4 +1,4 @@
-"""Who is lost: only a node that gives no heartbeat for as long as the time-out, while somebody looks."""
+"""Who is lost: only a node that sends no heartbeat for as long as the time-out, while somebody looks."""
 
 import pytest
 from hypothesis import given
@@ -93,6 +93,6 @@ def test_a_line_of_json(count: int, code: int | None, stalls: bool) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"7", b"[]", b"null", b'["a", 0]', b"[1, 2, 3, 4]", b"[1, 2]", b"\xff"])
-def test_what_is_no_sign_of_life(line: bytes) -> None:
+def test_what_is_no_heartbeat(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="is no heartbeat"):
         Heartbeat.from_json(line)

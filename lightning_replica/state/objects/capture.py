@@ -241,7 +241,7 @@ class Capture:
             except Exception as error:  # its class runs code of its own, or refuses
                 report(record.name, _not_put_back(error), "once")
             if isinstance(record, Unknown):
-                _report_dropped_ones(record, report)
+                _report_unrestored(record, report)
             elif isinstance(record, Attributes):
                 wake_waiting(record.values)
         stands.report_former(each for each in self.records.values() if isinstance(each, Closure))
@@ -287,7 +287,7 @@ class _Standing:
         return self._made.get(key, value)
 
     def report_former(self, functions: Iterable[Record]) -> None:
-        """Tell what still refers to an object in C that another one has taken the place of."""
+        """Report what still refers to an object in C that another one has taken the place of."""
         for record in functions:
             owner = getattr(record.value, "__self__", None)
             if self._is_former(owner):
@@ -311,7 +311,7 @@ def _not_put_back(error: Exception) -> str:
     return f"it could not be put back ({type(error).__name__}: {error})"
 
 
-def _report_dropped_ones(record: Unknown, report: Report) -> None:
+def _report_unrestored(record: Unknown, report: Report) -> None:
     changed, what = record.has_changed(), describe(record.value)
     if changed:
         report(record.name, f"it is a {what}, which has changed and cannot be restored")

@@ -149,7 +149,7 @@ class LightningCheckpoints(LightningCollectives):
         """Begin to write a sharded checkpoint, and return once its data is copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
         with self._faults_of_saving():
-            self._checkpoints.save_periodic(trainer, training, path, store_barrier=self.session.world.barrier())
+            self._checkpoints.save_periodic(trainer, training, path, store_barrier=self.session.world.store_barrier())
 
     def settle_save(self, path: Location) -> bool:
         """Wait for the checkpoint that `save_async` has begun. Collective.
