@@ -32,10 +32,10 @@ from lightning_replica.control.faults import Fault
 from lightning_replica.control.gathering import Gathering, LocalRanks
 from lightning_replica.control.generation import Generations
 from lightning_replica.core.grid import Grid
+from lightning_replica.nodes.heartbeats import Heartbeats
 from lightning_replica.nodes.log import Log
 from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import register
-from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.recovery.account import merged
 from lightning_replica.recovery.conclusion import Conclusion, conclude
@@ -68,7 +68,7 @@ class Counting(SharedStore):
 
 
 class Plain(Counting):
-    """A connection like those of `Pulse`, which are no `SharedStore`."""
+    """A connection like those of `Heartbeats`, which are no `SharedStore`."""
 
     def set(self, key: str, value: Any) -> None:
         """Give ``key`` a value."""
@@ -92,7 +92,7 @@ def account_of(rank: int) -> dict[str, Any]:
         "batches": 1,
         "seconds": 0.5,
         "base": 0,
-        "born": [[rank, 0]],
+        "starts": [[rank, 0]],
         "reported": 0,
         "moves": [],
         "inexact": {},
@@ -168,7 +168,7 @@ def recoveries(pipe: Any, numbers: range, port: int, size: int) -> None:
 
 
 class Nobody:
-    """Hears what a `Pulse` finds."""
+    """Hears what `Heartbeats` finds."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -186,14 +186,14 @@ def rest(pipe: Any, numbers: range, port: int, size: int) -> None:
     counts: Counter[str] = Counter()
     settings = NodeSettings(size, 1, StoreAddress(LOOPBACK, port), "run", LOOPBACK)
     store = connect(LOOPBACK, port)
-    pulses = []
+    nodes = []
     for _ in numbers:
         own = register(store, LOOPBACK, port, "node")
-        pulses.append(Pulse(settings, own, lambda: Plain(port, counts), Nobody(size)))
+        nodes.append(Heartbeats(settings, own, lambda: Plain(port, counts), Nobody(size)))
     pipe.send("ready")
     seconds = pipe.recv()
-    for pulse in pulses:
-        pulse.start()
+    for heartbeats in nodes:
+        heartbeats.start()
     time.sleep(3 * settings.node_timeout_s)  # all know each other
     counts.clear()
     time.sleep(seconds)
@@ -343,7 +343,7 @@ def main() -> None:
     notes = f"""
 From the entry in the log that says that a rank has died until every node has the plan: all nodes hear of it, all ranks
 report, one makes the plan, all nodes read it. Median (least .. most) of {options.repeats}. Messages go to the store of
-the run; a message at rest is a sign of life, or a question for others'. All nodes share the cores of this machine,
+the run; a message at rest is a heartbeat, or a request for others'. All nodes share the cores of this machine,
 which is the slower way: in a cluster, they work at the same time. An incident: all ranks give their accounts, one puts
 them together, all ranks read that.
 

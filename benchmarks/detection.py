@@ -27,7 +27,7 @@ from common import spread, write
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.cpu import Cpu
 from lightning_replica.errors import CollectiveError, Interrupted
@@ -62,7 +62,7 @@ def blocked(rank: int, port: int, count: int, results: Any) -> None:
         else:
             generations.meet("blocked", generation, RANKS, 60)
             try:
-                works.wait(dist.all_reduce(torch.ones(10), async_op=True), monitor.check_now)
+                pending_work.wait(dist.all_reduce(torch.ones(10), async_op=True), monitor.check_now)
             except (Interrupted, CollectiveError):
                 ended = time.monotonic()
             seen.append(ended - float(store.get(f"began/{generation}")))

@@ -49,7 +49,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]  # where there is a GPU, 
 from common import machine
 
 from lightning_replica._compat.torch import backend_of
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.core.grid import Grid
 from lightning_replica.devices.cuda import _VARIABLES, Cuda
 from lightning_replica.groups.membership import make_groups
@@ -613,8 +613,8 @@ WORLD, REPLICAS = 8, 2
 def cost_of_a_step(rank: Rank) -> None:
     """Measure one rank of eight, with a GPT of full size; torch's fake group stands for the others."""
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    # The works of the fake group never end.
-    with mock.patch.multiple(works, _await_end=lambda work, check: None, failure_of=lambda work: None):
+    # The work of the fake group never ends.
+    with mock.patch.multiple(pending_work, _await_end=lambda work, check: None, failure_of=lambda work: None):
         for mebibytes in (16, 64, 128):
             note(**{f"buckets of {mebibytes} MiB": cost_with_buckets(mebibytes * 2**20, rank.device)})
             gc.collect()
@@ -676,7 +676,7 @@ def cost_with_buckets(bucket_bytes: int, device: torch.device) -> dict[str, obje
 def make_step(state: ShardedState, gradients: dict[nn.Parameter, Tensor], parts: Parts) -> None:
     """Make the calls of a trainer, in its order; only the passes of the model are left out."""
     with parts.part("begin"):
-        works.finish(lambda: None)
+        pending_work.finish(lambda: None)
         state.begin_window(weights_may_differ=False)
     with parts.part("hooks"):
         state.before_backward(reduce=True)
@@ -684,7 +684,7 @@ def make_step(state: ShardedState, gradients: dict[nn.Parameter, Tensor], parts:
             accumulate(parameter, gradient)
         state.reduce()
     with parts.part("digest"):
-        works.finish(lambda: None)
+        pending_work.finish(lambda: None)
         state.digest()
     with parts.part("vote"):
         vector = state.part_of_commit(Request(clip_norm=1.0))

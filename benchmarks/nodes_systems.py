@@ -35,8 +35,8 @@ def known_version(package: str) -> str:
 
 def available() -> list[str]:
     """Return the systems that are installed."""
-    there = not known_version("torchft").startswith("no ")
-    return [system for system in SYSTEMS if there or not system.startswith("torchft")]
+    has_torchft = not known_version("torchft").startswith("no ")
+    return [system for system in SYSTEMS if has_torchft or not system.startswith("torchft")]
 
 
 # A rank of each system

@@ -92,7 +92,7 @@ replica_zero: {targets}.
 - replica_zero: `lightning-replica run` and `ReplicaZeroStrategy()` with their defaults (`--node-timeout 10`). Survivors keep
   their processes, the spare has standbys, and the weights at the end are compared with those of an untouched run.
 - replica_zero, 5 s: the same with `--node-timeout 5`, for comparison with torchft's time-outs.
-- torchrun: `--nnodes {NODES}:{NODES} --max-restarts {MAX_RESTARTS}`, its own time-outs (a node is lost after three signs of life that are missing,
+- torchrun: `--nnodes {NODES}:{NODES} --max-restarts {MAX_RESTARTS}`, its own time-outs (a node is lost after three heartbeats that are missing,
   15 s), a third agent that waits. DDP; rank 0 writes a checkpoint after every step (that is in its normal step) to a directory that all nodes
   share. All ranks start again, from the last checkpoint.
 - torchft: each rank is a replica group; time-outs of its example train_ddp.py (gloo 5 s, manager 30 s) and the lighthouse of

@@ -163,7 +163,7 @@ class Saves(Callback):
 
     def ours_async(self, path: Path, trainer: Any) -> tuple[float, float]:
         began = time.monotonic()
-        trainer.strategy.save_beside(path)
+        trainer.strategy.save_async(path)
         paused = time.monotonic() - began
         assert trainer.strategy.settle_save(path)
         return paused, time.monotonic() - began

@@ -387,14 +387,14 @@ class Sigterm:
     Args:
         trainer: The trainer that fits.
         others: Signals with the same meaning; Lightning restores their handlers when the fit is over.
-        told: Called in the signal's handler.
+        on_signal: Called in the signal's handler.
 
     Attributes:
         noted: Whether this process has received a SIGTERM or one of ``others``.
     """
 
-    def __init__(self, trainer: Any, others: Sequence[signal.Signals], told: Callable[[], None]) -> None:
-        self._connector, self._told = trainer._signal_connector, told
+    def __init__(self, trainer: Any, others: Sequence[signal.Signals], on_signal: Callable[[], None]) -> None:
+        self._connector, self._on_signal = trainer._signal_connector, on_signal
         self.noted = False
         self._connector._sigterm_notifier_fn = self._note
         if others:
@@ -408,7 +408,7 @@ class Sigterm:
 
     def _note(self, *_: Any) -> None:
         self.noted = True
-        self._told()
+        self._on_signal()
 
 
 def user_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -53,17 +53,17 @@ class Tree:
         buffers: dict[int, tuple[str, Tensor]] = {}
         ahead = [("", module)]
         while ahead:
-            prefix, here = ahead.pop()
-            if id(here) in modules:
+            prefix, current = ahead.pop()
+            if id(current) in modules:
                 continue
-            modules[id(here)] = here
-            for parameter in here._parameters.values():
+            modules[id(current)] = current
+            for parameter in current._parameters.values():
                 if parameter is not None:
                     parameters[id(parameter)] = parameter
-            for name, buffer in here._buffers.items():
+            for name, buffer in current._buffers.items():
                 if buffer is not None:
                     buffers.setdefault(id(buffer), (prefix + name, local_of(buffer)))
-            children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
+            children = [(f"{prefix}{name}.", child) for name, child in current._modules.items() if child is not None]
             ahead += children[::-1]
         found = list(modules.values())
         return cls(found, list(parameters.values()), dict(buffers.values()), _Marks(found))

@@ -117,10 +117,10 @@ def chosen(devices: Devices, count: int) -> list[int]:
     indices = _indices(devices, count)
     if indices and len({*indices}) == len(indices) and {*indices} <= {*range(count)}:
         return indices
-    there = "1 NPU (0)" if count == 1 else f"{count} NPUs (0 to {count - 1})"
+    available = "1 NPU (0)" if count == 1 else f"{count} NPUs (0 to {count - 1})"
     raise ConfigurationError(
-        f"{devices=} does not fit {there}. Give a number of NPUs, a list of different indices (`devices=[0, 1]`), or"
-        f" -1 for all. {npu_package.VISIBLE} selects which of the machine's NPUs are visible."
+        f"{devices=} does not fit {available}. Give a number of NPUs, a list of different indices (`devices=[0, 1]`),"
+        f" or -1 for all. {npu_package.VISIBLE} selects which of the machine's NPUs are visible."
     )
 
 

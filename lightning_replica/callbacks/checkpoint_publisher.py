@@ -66,22 +66,22 @@ class CheckpointPublisher(RunDirectory, Checkpoint):  # Lightning calls `Checkpo
         self._look = False
         if due or missing:
             self._saved = step
-            self._save(trainer, beside=self._async and not missing, then=self._next(step))
+            self._save(trainer, asynchronous=self._async and not missing, then=self._next(step))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for a checkpoint that is under way; write it again if it was not completed."""
         if not self._settle(trainer, "The save is tried once more."):
-            self._save(trainer, beside=False, then="This was the last checkpoint of this run.")
+            self._save(trainer, asynchronous=False, then="This was the last checkpoint of this run.")
 
-    def _save(self, trainer: pl.Trainer, beside: bool, then: str) -> None:
+    def _save(self, trainer: pl.Trainer, asynchronous: bool, then: str) -> None:
         strategy: Any = trainer.strategy
         step, self._under_way = trainer.global_step, None
         try:
-            (strategy.save_beside if beside else strategy.save_periodic)(self.directory.path_of(step))
+            (strategy.save_async if asynchronous else strategy.save_periodic)(self.directory.path_of(step))
         except CheckpointError as error:  # raised on every rank
             self._bear(trainer, step, error, then)
         else:
-            self._under_way = step if beside else None
+            self._under_way = step if asynchronous else None
 
     def _settle(self, trainer: pl.Trainer, then: str) -> bool:
         """Wait until no checkpoint is under way; return whether none is missing."""

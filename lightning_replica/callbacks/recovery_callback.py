@@ -53,5 +53,5 @@ class RecoveryCallback(Callback):
     def on_incident(self, trainer: pl.Trainer, pl_module: pl.LightningModule, incident: Incident) -> None:
         """Handle the end of an incident: the first good step is done, or the run is about to end because of it.
 
-        Called on every rank; the rank ``incident.teller`` is the one that reports it.
+        Called on every rank; the rank ``incident.reporter`` is the one that reports it.
         """

@@ -28,7 +28,7 @@ _NUMBERS: dict[SignalKind, signal.Signals] = {
     "kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "bus": signal.SIGBUS,
     "abort": signal.SIGABRT, "term": signal.SIGTERM,
 }  # fmt: skip
-_APART = 2  # steps that ranks make after one fault before the next may strike, so that ranks can survive each fault
+_STEPS_APART = 2  # which ranks make after one fault before the next may strike, so that they can survive each fault
 
 
 def fits(kind: SignalKind, role: Role) -> bool:
@@ -104,7 +104,7 @@ def draw(
                 " standbys, 'term' for the supervisor."
             )
     dice = random.Random(f"{seed}/outside")
-    due = sorted(dice.randrange(1, max(2, steps - _APART)) for _ in range(count))
+    due = sorted(dice.randrange(1, max(2, steps - _STEPS_APART)) for _ in range(count))
     return [Strike(dice.choice(kinds), step, dice.random(), (dice.random(), dice.random())) for step in due]
 
 
@@ -118,10 +118,10 @@ def chosen(strike: Strike, members: Sequence[Member], roles: Sequence[Role]) -> 
         for role in roles
         if fits(strike.kind, role)
     }
-    there = [role for role in by_role if by_role[role]]
-    if not there:
+    present = [role for role in by_role if by_role[role]]
+    if not present:
         return None
-    those = by_role[there[int(strike.picks[0] * len(there))]]
+    those = by_role[present[int(strike.picks[0] * len(present))]]
     return those[int(strike.picks[1] * len(those))]
 
 
@@ -163,7 +163,7 @@ class Striker:
         if now < self._due:
             return
         strike, self._due = self.strikes.pop(0), None
-        if self.progress.newest > self.steps - _APART or not self._send(strike, now):
+        if self.progress.newest > self.steps - _STEPS_APART or not self._send(strike, now):
             self.missed.append(strike)  # after `fit` a rank cannot be replaced
 
     def _send(self, strike: Strike, now: float) -> bool:
@@ -173,7 +173,7 @@ class Striker:
         at_s = round(now - self._begun, 3)
         self.hits.append(Hit(strike.kind, member.role, member.rank, member.pid, self.progress.newest, at_s))
         append(self.record, json.dumps(asdict(self.hits[-1])) + "\n")
-        self.progress.expect_more(_APART, anew=member.role == "supervisor")
+        self.progress.expect_more(_STEPS_APART, anew=member.role == "supervisor")
         return True
 
     @property

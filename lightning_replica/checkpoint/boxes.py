@@ -105,7 +105,7 @@ class Box:
     def position(self, block: Block) -> int:
         """Return the position in the rank's tensor of the first element of ``block``, a part of this one."""
         steps = zip(block.offset, self.offset, self.strides, strict=True)
-        return self.start + sum((there - here) * stride for there, here, stride in steps)
+        return self.start + sum((inner - outer) * stride for inner, outer, stride in steps)
 
     def span(self, block: Block) -> tuple[int, int]:
         """Return the first position in the rank's tensor of the elements of ``block``, and the one after the last."""
@@ -148,14 +148,14 @@ class Found:
 
     Attributes:
         name: The name of the stored tensor.
-        there: The box of the stored tensor.
-        here: The box of the rank's tensor.
+        stored: The box of the stored tensor.
+        local: The box of the rank's tensor.
         block: What both have in common, or a part of it.
     """
 
     name: str
-    there: Box
-    here: Box
+    stored: Box
+    local: Box
     block: Block
 
 
@@ -187,31 +187,31 @@ class Stored:
         """Return the stored tensors that have a part of a tensor of the whole model."""
         return list(dict.fromkeys(name for each in self._of_key[key].values() for name, _ in each))
 
-    def find(self, here: Box) -> tuple[list[Found], list[Block]]:
-        """Find each element of ``here`` once, no matter how often it is stored.
+    def find(self, local: Box) -> tuple[list[Found], list[Block]]:
+        """Find each element of ``local`` once, no matter how often it is stored.
 
         Returns:
-            Where the elements lie; and what of ``here`` is not stored.
+            Where the elements lie; and what of ``local`` is not stored.
         """
-        found, missing = [], [here.block] if here.block.numel else []
-        for name, there in self._beside(here):
+        found, missing = [], [local.block] if local.block.numel else []
+        for name, stored in self._stored_near(local):
             if not missing:
                 break
             left = []
             for block in missing:
-                common = block.meet(there.block)
+                common = block.meet(stored.block)
                 if common is None:
                     left.append(block)
                     continue
-                found.append(Found(name, there, here, common))
+                found.append(Found(name, stored, local, common))
                 left += block.without(common)
             missing = left
         return found, missing
 
-    def _beside(self, here: Box) -> Iterable[tuple[str, Box]]:
-        """Return the boxes that may have elements of ``here``. A layer is compared with itself only."""
-        layers = self._of_key.get(here.key, {})
-        layer = _layer(here)
+    def _stored_near(self, local: Box) -> Iterable[tuple[str, Box]]:
+        """Return the boxes that may have elements of ``local``. A layer is compared with itself only."""
+        layers = self._of_key.get(local.key, {})
+        layer = _layer(local)
         if layer is None:
             return [pair for each in layers.values() for pair in each]
         return [*layers.get(layer, ()), *layers.get(None, ())]

@@ -329,8 +329,8 @@ def check_model(saved: Contents, weights: Mapping[str, TensorInfo], groups: Sequ
         "param groups",
         [
             text
-            for number, (info, here) in enumerate(zip(saved.optimizers, groups, strict=True))
-            for text in _group_differences(number, info, here)
+            for number, (info, local) in enumerate(zip(saved.optimizers, groups, strict=True))
+            for text in _group_differences(number, info, local)
         ],
     )
 
@@ -352,23 +352,23 @@ def named_dtype(name: str) -> torch.dtype:
     return found
 
 
-def _weight_differences(saved: Mapping[str, TensorInfo], here: Mapping[str, TensorInfo]) -> list[str]:
+def _weight_differences(saved: Mapping[str, TensorInfo], local: Mapping[str, TensorInfo]) -> list[str]:
     found = []
-    for name in [*here, *(name for name in saved if name not in here)]:
+    for name in [*local, *(name for name in saved if name not in local)]:
         if name not in saved:
-            found.append(f"{name} ({here[name]}) is not in the checkpoint")
-        elif name not in here:
+            found.append(f"{name} ({local[name]}) is not in the checkpoint")
+        elif name not in local:
             found.append(f"{name} ({saved[name]}) is only in the checkpoint")
-        elif str(saved[name]) != str(here[name]):
-            found.append(f"{name} is {saved[name]} in the checkpoint and {here[name]} here")
+        elif str(saved[name]) != str(local[name]):
+            found.append(f"{name} is {saved[name]} in the checkpoint and {local[name]} here")
     return found
 
 
-def _group_differences(number: int, saved: OptimizerInfo, here: Sequence[Sequence[str]]) -> list[str]:
-    if len(saved.groups) != len(here):
-        return [f"optimizer {number} ({saved.name}) has {len(saved.groups)} in the checkpoint and {len(here)} here"]
+def _group_differences(number: int, saved: OptimizerInfo, local: Sequence[Sequence[str]]) -> list[str]:
+    if len(saved.groups) != len(local):
+        return [f"optimizer {number} ({saved.name}) has {len(saved.groups)} in the checkpoint and {len(local)} here"]
     found = []
-    for place, (group, names) in enumerate(zip(saved.groups, here, strict=True)):
+    for place, (group, names) in enumerate(zip(saved.groups, local, strict=True)):
         moved = set(group["params"]) ^ set(names)
         if moved:
             found.append(f"group {place} of optimizer {number} ({saved.name}) differs in {min(moved)}")

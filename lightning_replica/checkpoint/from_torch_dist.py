@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_replica._compat.packages import chosen
 from lightning_replica._compat.torch import load_known
+from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader
 from lightning_replica.checkpoint.contents import (
     CONTENTS,
@@ -34,7 +35,6 @@ from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.checkpoint.location import Given, Location
 from lightning_replica.checkpoint.manifest import Manifest
 from lightning_replica.checkpoint.sharded import Staged, write
-from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.torch_dist import COMMON, KIND, TRACKER, name_of
 from lightning_replica.checkpoint.whole_model import box_of_all
 from lightning_replica.errors import CheckpointError
@@ -77,7 +77,7 @@ def import_megatron(path: Path, directory: Given) -> tuple[Location, list[str]]:
     files = {PLAIN: as_bytes(_plain(), "the plain data"), CONTENTS: as_bytes(contents.as_plain(), "the contents")}
     described = Manifest({}, 1, 1, "element", iteration, "imported", {})
     nonempty = tuple(chunk for chunk in chunks if chunk.numel)
-    write(Staged(target, nonempty, files, contents, 0, described), Together(None))
+    write(Staged(target, nonempty, files, contents, 0, described), Barrier(None))
     return target, sorted(name for name in infos.keys() - {*names.values()} if not _is_a_weight(name, infos))
 
 

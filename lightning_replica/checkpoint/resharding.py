@@ -84,7 +84,7 @@ class Resharding:
     def state(self, number: int, sharded: OptimizerShard, names: Sequence[str]) -> dict[int, dict[str, Any]]:
         """Read an optimizer's state and return it, by number of the piece. Complete only after `run`."""
         found: dict[int, dict[str, Any]] = {}
-        there = self._sources.number(number)
+        source_number = self._sources.number(number)
         for place, piece in enumerate(sharded.pieces):
             name = names[piece.order]
             info = self._sources.state(number, name)
@@ -93,12 +93,12 @@ class Resharding:
             found[place] = copy.deepcopy(info.plain)
             for key, dtype in info.like.items():
                 target = torch.empty_like(piece.parameter, dtype=named_dtype(dtype), requires_grad=False)
-                self._piece(partial(state_key, there, key=key), name, piece, target)
+                self._piece(partial(state_key, source_number, key=key), name, piece, target)
                 found[place][key] = target
             for key, whole in info.whole.items():
                 (stored,) = self._sources.names(name)
                 flat = whole.empty()
-                self._batch.add(state_key(there, stored, key), 0, whole.numel, flat.copy_)
+                self._batch.add(state_key(source_number, stored, key), 0, whole.numel, flat.copy_)
                 found[place][key] = whole.view(flat)
         return found
 
@@ -118,7 +118,7 @@ class Resharding:
         """Read the part of a parameter-like tensor that belongs to ``piece``. What is not stored becomes zero."""
         begin, end = piece.start, piece.start + target.numel()
         found = self._sources.between(name, begin, end)
-        spans = [each.here.span(each.block) for each in found]
+        spans = [each.local.span(each.block) for each in found]
         low, high = min([begin, *(first for first, _ in spans)]), max([end, *(after for _, after in spans)])
         flat = torch.zeros(high - low, dtype=target.dtype)
         for each in found:
@@ -128,8 +128,8 @@ class Resharding:
 
     def _block(self, key: str, found: Found, flat: Tensor, low: int) -> None:
         """Read one block into ``flat``, the elements of the rank's tensor from position ``low`` on."""
-        into = strided(flat, found.here, found.block, low)
-        self._batch.block(key, found.there, found.block, into)
+        into = strided(flat, found.local, found.block, low)
+        self._batch.block(key, found.stored, found.block, into)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica.checkpoint import contents as stored
 from lightning_replica.checkpoint import coverage, publish
+from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.boxes import Whole
 from lightning_replica.checkpoint.chunks import Chunk, ChunkReader, write_chunks, write_metadata
 from lightning_replica.checkpoint.contents import (
@@ -44,7 +45,6 @@ from lightning_replica.checkpoint.manifest import FileInfo, Lineage, Manifest
 from lightning_replica.checkpoint.reads import Reads
 from lightning_replica.checkpoint.resharding import Resharding
 from lightning_replica.checkpoint.sources import Boxes, Sources, is_needed
-from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.writes import Writes, describe, group_names, weights_of
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError
@@ -98,12 +98,12 @@ def save_sharded(
     Raises:
         CheckpointError: On every rank of the group, if any rank failed. A checkpoint published before stays.
     """
-    together = Together(group)
+    barrier = Barrier(group)
     staged = stage(
-        path, state, names, extra_tensors, plain, together, aliases=aliases, ranks=ranks, step=step,
+        path, state, names, extra_tensors, plain, barrier, aliases=aliases, ranks=ranks, step=step,
         written_for=written_for,
     )  # fmt: skip
-    write(staged, together)
+    write(staged, barrier)
 
 
 def stage(
@@ -112,7 +112,7 @@ def stage(
     names: Sequence[str],
     extra_tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
-    together: Together,
+    barrier: Barrier,
     *,
     aliases: Mapping[str, str] | None = None,
     parts: Sequence[str] = ("",),
@@ -130,7 +130,7 @@ def stage(
         names: Name of every parameter, in registration order.
         extra_tensors: What the state dict has beside trained parameters, by name; the same on ranks with the same part.
         plain: Other tensors and plain data to save. Rank 0 of the group writes them.
-        together: The ranks that save.
+        barrier: The barrier of the ranks that save.
         aliases: For every further name of a parameter or buffer (tied weights), its first.
         parts: Which parts of the model this rank has: what these names begin with; empty for the whole model.
         whole: Where they lie in the whole model, as far as known.
@@ -150,7 +150,7 @@ def stage(
         writes.add_pieces(state, names, {state.rank} if ranks is None else ranks)
         return parts, state.grid.size, writes.state
 
-    prepared = together.all(prepare)
+    prepared = barrier.all(prepare)
     sharers = {part: [rank for rank, (each, *_) in enumerate(prepared) if part in each] for part in parts}
     sizes = {each[0]: size for each, size, _ in prepared}  # of the grids that together have all ranks
 
@@ -158,18 +158,18 @@ def stage(
         """Describe the parts of the model of which this rank is the first that has them."""
         described = []
         for part in parts:
-            if together.rank == sharers[part][0]:
+            if barrier.rank == sharers[part][0]:
                 own = [prepared[rank][2] for rank in sharers[part]]
-                here = weights_of(state, names, extra_tensors)
-                described.append(describe(state, here, aliases or {}, names, own, whole or Whole()).of_parts(part))
+                weights = weights_of(state, names, extra_tensors)
+                described.append(describe(state, weights, aliases or {}, names, own, whole or Whole()).of_parts(part))
         return described
 
-    of_parts = together.all(describe_parts) if parts[0] else None  # the whole model is described where it is written
+    of_parts = barrier.all(describe_parts) if parts[0] else None  # the whole model is described where it is written
 
     def pack() -> tuple[dict[str, bytes], Contents | None]:
         for part in parts:
-            writes.add_extras(of_part(extra_tensors, part), sharers[part].index(together.rank), len(sharers[part]))
-        if together.rank != 0:
+            writes.add_extras(of_part(extra_tensors, part), sharers[part].index(barrier.rank), len(sharers[part]))
+        if barrier.rank != 0:
             return {}, None
         described = [describe_parts()] if of_parts is None else of_parts
         contents = merged([part for each in described for part in each])
@@ -179,14 +179,14 @@ def stage(
         }
         return files, contents
 
-    files, found = together.run(pack)
+    files, found = barrier.run(pack)
     grid, partition = state.grid, state.settings.partition
     size, lineage = sum(sizes.values()), lineage or Lineage()
     described = Manifest({}, size, grid.replicas, partition, step, written_for, {}, lineage=lineage)
     return Staged(locate(path), tuple(writes.chunks), files, found, state.rank, described)
 
 
-def write(staged: Staged, together: Together) -> None:
+def write(staged: Staged, barrier: Barrier) -> None:
     """Write and publish what was staged. Collective over the ranks that staged it.
 
     Raises:
@@ -197,7 +197,7 @@ def write(staged: Staged, together: Together) -> None:
     def write_part() -> tuple[int, str, dict[str, FileInfo], bytes]:
         for name, content in staged.files.items():
             publish.write_file(to.directory / name, content)
-        written = write_chunks(to.directory, staged.chunks, together.rank, to.durable)
+        written = write_chunks(to.directory, staged.chunks, barrier.rank, to.durable)
         files = {**written.files, **{name: FileInfo.of_bytes(content) for name, content in staged.files.items()}}
         to.deliver([to.directory / name for name in files])
         reach("save")
@@ -218,9 +218,9 @@ def write(staged: Staged, together: Together) -> None:
         to.publish(manifest)
 
     with to:
-        to.join(together.all(lambda: to.begin(first=together.rank == 0))[0])
-        everyone = together.all(write_part)
-        together.run(publish_it)
+        to.join(barrier.all(lambda: to.begin(first=barrier.rank == 0))[0])
+        everyone = barrier.all(write_part)
+        barrier.run(publish_it)
 
 
 def load_sharded(
@@ -251,12 +251,12 @@ def load_sharded(
         CheckpointError: On every rank of the group. If the checkpoint is damaged or of another model, nothing has
             changed yet. If a rank could not read, some of the state may have changed.
     """
-    together = Together(group)
+    barrier = Barrier(group)
     boxes = (whole or Whole()).boxes
 
     def check() -> tuple[Files, Manifest, Contents, Sources | None]:
         directory = publish.published(locate(path))
-        manifest = publish.verify(directory, share=(together.rank, together.size))
+        manifest = publish.verify(directory, share=(barrier.rank, barrier.size))
         contents = read_contents(directory)
         coverage.check(directory, manifest, contents)
         weights, groups = weights_of(state, names, extra_tensors), group_names(state, names)
@@ -267,9 +267,9 @@ def load_sharded(
         sources.check_groups(groups)
         return directory, manifest, contents, sources
 
-    directory, manifest, contents, sources = together.run(check)
-    keys = {key for each in together.all(lambda: _keys_of(boxes)) for key in each}
-    together.run(lambda: None if sources is None else sources.refuse_unread(keys))
+    directory, manifest, contents, sources = barrier.run(check)
+    keys = {key for each in barrier.all(lambda: _keys_of(boxes)) for key in each}
+    barrier.run(lambda: None if sources is None else sources.refuse_unread(keys))
 
     @torch.no_grad()
     def read() -> None:
@@ -282,7 +282,7 @@ def load_sharded(
         for sharded, found, groups in zip(state.optimizers, states, reads.groups(state), strict=True):
             sharded.load_state(found, groups)
 
-    together.run(read)
+    barrier.run(read)
 
 
 def _keys_of(boxes: Boxes) -> list[str]:
@@ -299,7 +299,7 @@ def read_plain(path: Given | Files) -> dict[str, Any]:
     return stored.read_plain(publish.published(path if isinstance(path, Files) else locate(path)), PLAIN)
 
 
-def beside_trained(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:
+def untrained_tensors_of(module: nn.Module, state: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Find what a checkpoint of ``module`` holds beside the trained parameters.
 
     Returns:

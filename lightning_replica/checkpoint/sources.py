@@ -26,8 +26,8 @@ def is_needed(contents: Contents, parts: Sequence[str], weights: Mapping[str, Te
     if not boxes or not contents.boxes:
         return False
     own = contents.of_parts(*parts)
-    here = {name: list(each) for name, each in boxes.items()}
-    return own.boxes != here or own.weights.keys() != weights.keys()
+    local = {name: list(each) for name, each in boxes.items()}
+    return own.boxes != local or own.weights.keys() != weights.keys()
 
 
 class Sources:
@@ -76,28 +76,28 @@ class Sources:
         """Return where the elements of a rank's tensor from ``begin`` up to ``end`` are, and maybe a few more."""
         found = []
         for each in self._found[name]:
-            inside = each.here.within(begin, end)
+            inside = each.local.within(begin, end)
             block = None if inside is None else each.block.meet(inside)
             if block is not None:
-                found.append(Found(each.name, each.there, each.here, block))
+                found.append(Found(each.name, each.stored, each.local, block))
         return found
 
     def _look(self, name: str, info: TensorInfo, boxes: Sequence[Box]) -> str | None:
         self._found[name] = []
-        for here in boxes:
-            shape = self._stored.shape(here.key)
+        for local in boxes:
+            shape = self._stored.shape(local.key)
             if shape is None:
-                return f"{name} ({here.key} of the whole model) is not in the checkpoint"
-            if shape != here.shape and not (here.padded and len(shape) == len(here.shape)):
-                forms = f"{list(shape)} in the checkpoint and {list(here.shape)} here"
-                return f"{name} is a part of {here.key}, which is {forms}"
-            found, missing = self._stored.find(here)
+                return f"{name} ({local.key} of the whole model) is not in the checkpoint"
+            if shape != local.shape and not (local.padded and len(shape) == len(local.shape)):
+                forms = f"{list(shape)} in the checkpoint and {list(local.shape)} here"
+                return f"{name} is a part of {local.key}, which is {forms}"
+            found, missing = self._stored.find(local)
             holes = [hole for block in missing if (hole := block.meet(Block.all_of(shape))) is not None]
             if holes:
-                return f"{name} lacks {sum(each.numel for each in holes)} elements of {here.key} in the checkpoint"
+                return f"{name} lacks {sum(each.numel for each in holes)} elements of {local.key} in the checkpoint"
             self._found[name] += found
             if missing:
-                self._padding[name] = [here.key]
+                self._padding[name] = [local.key]
         return _narrower(name, info, [self.contents.weights[each] for each in self.names(name)])
 
     def _look_by_name(self, name: str, info: TensorInfo) -> str | None:
@@ -105,13 +105,13 @@ class Sources:
         stored = name if name in self.contents.weights else self._bare.get(bare)
         if stored is None or stored in self.contents.boxes:
             return f"{name} ({info}) is not in the checkpoint, or its place in the whole model is not known here"
-        there = self.contents.weights[stored]
-        if str(there) != str(info):
-            return f"{name} is {there} in the checkpoint and {info} here"
-        here, whole = (
-            Box(bare, each.shape, (0,) * len(each.shape), each.shape, 0, each.stride) for each in (info, there)
+        saved = self.contents.weights[stored]
+        if str(saved) != str(info):
+            return f"{name} is {saved} in the checkpoint and {info} here"
+        local, whole = (
+            Box(bare, each.shape, (0,) * len(each.shape), each.shape, 0, each.stride) for each in (info, saved)
         )
-        self._found[name] = [Found(stored, whole, here, here.block)] if info.numel else []
+        self._found[name] = [Found(stored, whole, local, local.block)] if info.numel else []
         return None
 
     def state(self, number: int, name: str) -> StateInfo | None:
@@ -159,13 +159,13 @@ class Sources:
         """
         if self.is_imported:
             return
-        there = [[group["params"] for group in each.groups] for each in self.contents.optimizers]
-        counts = [len(each) for each in there], [len(each) for each in groups]
+        saved_groups = [[group["params"] for group in each.groups] for each in self.contents.optimizers]
+        counts = [len(each) for each in saved_groups], [len(each) for each in groups]
         if counts[0] != counts[1]:
             refuse("param groups", [f"the optimizers have {counts[0]} in the checkpoint and {counts[1]} here"])
         problems = []
-        for number, (saved, here) in enumerate(zip(there, groups, strict=True)):
-            for place, (names, own) in enumerate(zip(saved, here, strict=True)):
+        for number, (saved, local) in enumerate(zip(saved_groups, groups, strict=True)):
+            for place, (names, own) in enumerate(zip(saved, local, strict=True)):
                 known = {*names}
                 problems += [
                     f"group {place} of optimizer {number} differs in {name}"
@@ -187,10 +187,10 @@ def _bare(name: str, parts: Sequence[str]) -> str:
     return name
 
 
-def _narrower(name: str, here: TensorInfo, there: Sequence[TensorInfo]) -> str | None:
+def _narrower(name: str, local: TensorInfo, saved: Sequence[TensorInfo]) -> str | None:
     """Return what is wrong if a tensor cannot hold every value of those that it consists of."""
-    for info in there:
-        dtypes = named_dtype(info.dtype), named_dtype(here.dtype)
+    for info in saved:
+        dtypes = named_dtype(info.dtype), named_dtype(local.dtype)
         if torch.promote_types(*dtypes) != dtypes[1]:
-            return f"{name} is {info.dtype} in the checkpoint and {here.dtype} here"
+            return f"{name} is {info.dtype} in the checkpoint and {local.dtype} here"
     return None

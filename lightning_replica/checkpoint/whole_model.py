@@ -37,8 +37,8 @@ class WholeTensor:
         whole = torch.empty(self.shape, dtype=named_dtype(self.dtype))
         batch = Batch(contents, reader)
         for each in self.found:
-            into = strided(whole.view(-1), each.here, each.block, 0)
-            batch.block(self.key_of(each.name), each.there, each.block, into)
+            into = strided(whole.view(-1), each.local, each.block, 0)
+            batch.block(self.key_of(each.name), each.stored, each.block, into)
         batch.read()
         return whole
 
@@ -108,7 +108,7 @@ class WholeModel:
 
     def _tensor(self, key: str, dtype: str, key_of: Callable[[str], str]) -> WholeTensor:
         found = self._found[key]
-        return WholeTensor(found[0].here.shape, dtype, found, key_of)
+        return WholeTensor(found[0].local.shape, dtype, found, key_of)
 
     def _names(self, key: str) -> list[str]:
         return list(dict.fromkeys(each.name for each in self._found[key]))

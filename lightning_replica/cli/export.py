@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     target, left_out = export_megatron(found, options.file)
     write(f"{found} is exported to {target}.")
-    _tell_left_out(left_out, "nothing says where they lie in the whole model")
+    _report_left_out(left_out, "nothing says where they lie in the whole model")
     return 0
 
 
@@ -67,11 +67,11 @@ def run_import(options: argparse.Namespace) -> int:
         raise CheckpointError(f"There is no directory {options.directory}.")
     target, left_out = import_megatron(options.directory, options.run_directory)
     write(f"{options.directory} is imported to {target}. Start a fit from it with `ckpt_path`.")
-    _tell_left_out(left_out, "they do not have the form of a weight")
+    _report_left_out(left_out, "they do not have the form of a weight")
     return 0
 
 
-def _tell_left_out(names: list[str], why: str) -> None:
+def _report_left_out(names: list[str], why: str) -> None:
     if names:
         more = ", ..." if len(names) > _NAMED_AT_MOST else ""
         warn(f"{len(names)} tensors are left out, because {why}: {', '.join(names[:_NAMED_AT_MOST])}{more}")

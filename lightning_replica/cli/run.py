@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--node_timeout",
         type=float,
         default=_NODE_TIMEOUT_S,
-        help="seconds without a sign of life after which a node is lost (default: %(default)g)",
+        help="seconds without a heartbeat after which a node is lost (default: %(default)g)",
     )
     ours.add_argument(
         "--double-up-after",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_replica import errors
 from lightning_replica.control import keys
-from lightning_replica.control.unreadable import from_json
+from lightning_replica.control.untrusted import from_json
 from lightning_replica.errors import Interrupted, ProtocolError, RecoveryError, ReplicaError
 from lightning_replica.stores.interface import Store
 
@@ -63,7 +63,7 @@ class Gathering:
         self._store = store
         self.near: Store = store if local is None else local.store
         self._count = 1 if local is None else local.count
-        self._courier = None if local is None else _Courier(local.open)
+        self._forwarder = None if local is None else _ResultForwarder(local.open)
 
     def give(self, topic: str, rank: int, part: dict[str, Any], ranks: Sequence[int], conclude: Conclude) -> None:
         """Give a rank's part to a topic. Does not wait for other ranks.
@@ -76,13 +76,13 @@ class Gathering:
             conclude: See `Conclude`.
         """
         parts = [json.dumps(part)]
-        if self._courier is not None:
+        if self._forwarder is not None:
             mates = self._mates(rank, ranks)
             self.near.set(keys.share(topic, rank), parts[0])
             if self.near.add(keys.come_here(topic, rank // self._count), 1) < len(mates):
                 return
             parts = [each.decode() for each in self.near.multi_get([keys.share(topic, mate) for mate in mates])]
-            self._courier.fetch(keys.result(topic))  # before `_post`, which may raise
+            self._forwarder.fetch(keys.result(topic))  # before `_post`, which may raise
         self._post(topic, rank // self._count, parts, self._slots(ranks), conclude)
 
     def meet(self, topic: str, rank: int, ranks: Sequence[int], wait: Callable[[Callable[[], bool]], None]) -> None:
@@ -138,16 +138,16 @@ class Gathering:
         Called by a rank that has given its own.
         """
         own = rank // self._count
-        mates = [] if self._courier is None else self._mates(rank, ranks)
-        here = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
+        mates = [] if self._forwarder is None else self._mates(rank, ranks)
+        missing = [mate for mate in mates if not self.near.check([keys.share(topic, mate)])]
         others = [slot for slot in self._slots(ranks) if slot != own]
         gone = {slot for slot in others if not self._store.check([keys.posted(topic, slot)])}
-        return sorted([*here, *(each for each in ranks if each // self._count in gone)])
+        return sorted([*missing, *(each for each in ranks if each // self._count in gone)])
 
     def close(self) -> None:
         """End the thread that fetches results, unless it waits for one."""
-        if self._courier is not None:
-            self._courier.close()
+        if self._forwarder is not None:
+            self._forwarder.close()
 
     def _mates(self, rank: int, ranks: Sequence[int]) -> Sequence[int]:
         """Return those of ``ranks`` that are on the node of ``rank``."""
@@ -207,7 +207,7 @@ def _read(topic: str, value: bytes) -> Any:
     return said["conclusion"]
 
 
-class _Courier:
+class _ResultForwarder:
     """Waits for results in the store of the run and brings them to the store of the node, in a thread of its own.
 
     It has no time-out. A rank that does not wait any longer calls the topic off, and that is a result too.
@@ -221,7 +221,7 @@ class _Courier:
     def fetch(self, key: str) -> None:
         """Bring the value of a key as soon as there is one."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lightning_replica-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="lightning_replica-results", daemon=True)
             self._thread.start()
         self._wanted.put(key)
 

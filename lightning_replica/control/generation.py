@@ -20,7 +20,7 @@ from lightning_replica.control.departures import has_ended
 from lightning_replica.control.faults import UNREADABLE, Fault
 from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.phase import phase_of
-from lightning_replica.control.unreadable import read
+from lightning_replica.control.untrusted import read
 from lightning_replica.core.polling import poll
 from lightning_replica.errors import ConfigurationError, Interrupted, RecoveryError
 from lightning_replica.stores.interface import Store
@@ -207,7 +207,7 @@ class Generations:
         """Return the exit code of what ended the run; 0 if it is not known."""
         return int(self.store.get(keys.EXIT_CODE)) if self.store.check([keys.EXIT_CODE]) else 0
 
-    def was_asked(self) -> bool:
+    def stop_was_requested(self) -> bool:
         """Return whether the run was given up because it was asked to end."""
         return self.store.check([keys.ASKED])
 

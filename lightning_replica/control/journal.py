@@ -151,10 +151,10 @@ class Journal:
     def close(self) -> None:
         """Stop writing or reading, because a training loop begins, whose results no replacement needs."""
         if self.mode == "reading":
-            self._tell_of_leftovers()
+            self._report_leftovers()
         self.mode = "closed"
 
-    def _tell_of_leftovers(self) -> None:
+    def _report_leftovers(self) -> None:
         for group, part in list(self._next):
             entry = self._entry(self._key(group, part, self._next[group, part])) if part == "main" else None
             if entry is not None:

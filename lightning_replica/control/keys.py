@@ -15,7 +15,7 @@ PHASE = "phase"
 On several nodes it is "set-up" before; written by the nodes."""
 
 OPTIONS = "options"
-"""What ranks tell the supervisor: options and a directory (`told`). Written once, by the first rank in `fit`."""
+"""What ranks report to the supervisor (`trainer_facts`). Written once, by the first rank in `fit`."""
 
 VERDICT = "verdict"
 """Why the run is given up. Written once, by the rank or the supervisor that gives it up.
@@ -158,7 +158,7 @@ def opening(name: str) -> str:
     return f"opening/{name}"
 
 
-def beside(number: int, use: int) -> str:
+def barrier(number: int, use: int) -> str:
     """Return the topic of the ``use``-th task that ranks do beside training in a generation."""
     return f"beside/{number}/{use}"
 
@@ -182,10 +182,10 @@ def listens(rank: int) -> str:
     return f"listens/{rank}"
 
 
-def words(rank: int, number: int) -> str:
+def exit_report(rank: int, number: int) -> str:
     """Return the key of the error with which a process ended, by its rank and the generation in which it began.
 
-    See `last_words`. Written by that process.
+    See `exit_report`. Written by that process.
     """
     return f"words/{rank}/{number}"
 
@@ -259,17 +259,17 @@ def runs(rank: int) -> str:
     return f"runs/{rank}"
 
 
-def once(number: int) -> str:
+def rank0_result(number: int) -> str:
     """Return the key of the result of the ``number``-th task that only rank 0 does before training.
 
     Written by rank 0.
     """
-    return f"once/{number}"
+    return f"rank0/{number}"
 
 
-def once_begun(number: int) -> str:
+def rank0_began(number: int) -> str:
     """Return the key that is present once rank 0 does the ``number``-th of these tasks. Written by rank 0."""
-    return f"once/{number}/begun"
+    return f"rank0/{number}/began"
 
 
 # Keys of the end
@@ -340,7 +340,7 @@ NODES_COME = "nodes/come"
 NODES_FACTS = "nodes/facts"
 """The name of the node that came first, and how it was started, as JSON. Written once, by that node."""
 
-APART = "apart"
+SEPARATE = "apart"
 """Present if the holders of every shard stand on different nodes. Written by every rank."""
 
 NODES_LEFT = "nodes/left"
@@ -353,7 +353,7 @@ def node(number: int) -> str:
 
 
 def beat(number: int) -> str:
-    """Return the key of a node's sign of life (`nodes.life`). Written by that node; changes."""
+    """Return the key of a node's heartbeat (`nodes.liveness`). Written by that node; changes."""
     return f"nodes/beat/{number}"
 
 
@@ -361,12 +361,12 @@ NODES_FIRST = "nodes/first"
 """The first placement of nodes. Written once, by the first node that lives. Others are in `generation`."""
 
 
-def heir(number: int) -> str:
+def failover(number: int) -> str:
     """Return the key of the address of the ``number``-th store that takes the place of a lost one.
 
     In the store of a node. Written by its supervisor.
     """
-    return f"heir/{number}"
+    return f"failover/{number}"
 
 
 AGREED = "nodes/agreed"

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_replica.control.generation import Generations
-from lightning_replica.core import points, works
+from lightning_replica.core import pending_work, points
 from lightning_replica.errors import Interrupted
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Monitor:
             log.exception("This rank could not be woken.")
 
     def _run(self) -> None:
-        detector = works.StallDetector()
+        detector = pending_work.StallDetector()
         while True:
             if not self._asked.wait(self._interval_s):
                 points.device_waits(detector.is_stalled())

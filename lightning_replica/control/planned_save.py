@@ -71,9 +71,9 @@ class PlannedSave:
             signal.signal(SIGNAL, self._note)
             _listen_from_now_on()
 
-    def agree(self, ranks_asked: float) -> None:
+    def agree(self, requests: float) -> None:
         """Note what the ranks have agreed on: to write at the start of the next window if any of them was asked."""
-        self._agreed = ranks_asked > 0
+        self._agreed = requests > 0
 
     def withdraw(self) -> None:
         """Drop the agreement after a fault, as a replacement has no part in it; the next commit agrees again."""

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from lightning_replica.core.works import Check, wait
+from lightning_replica.core.pending_work import Check, wait
 
 
 def all_gather_bytes(payload: bytes, group: dist.ProcessGroup, check: Check) -> list[bytes]:

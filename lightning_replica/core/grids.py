@@ -88,7 +88,7 @@ class Grids:
         """Return the grid that ``rank`` is in, and that of its experts, if there are any."""
         return (self.grid_of(rank), *(grid for grid in self.experts if rank in grid.ranks))
 
-    def alike(self, rank: int) -> tuple[int, ...]:
+    def same_part(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that have the same part of the model as ``rank``, itself included."""
         first, *others = self.grids_of(rank)
         return tuple(each for each in first.ranks if all(each in other.ranks for other in others))

@@ -74,7 +74,7 @@ _thread = threading.local()
 
 def reach(point: Point) -> None:
     """Tell the watcher and every listener that this rank has reached ``point``."""
-    if _watcher is not None and not hasattr(_thread, "beside"):
+    if _watcher is not None and not hasattr(_thread, "hidden"):
         _watcher.begins(point)
     for listener in _listeners:
         listener(point)
@@ -111,13 +111,13 @@ def goes_on() -> None:
 
 
 @contextmanager
-def beside_training() -> Iterator[None]:
+def off_training_path() -> Iterator[None]:
     """Hide the points of this thread from the watcher inside the block: the thread works beside the rank's steps."""
-    _thread.beside = True
+    _thread.hidden = True
     try:
         yield
     finally:
-        del _thread.beside
+        del _thread.hidden
 
 
 def watch(watcher: Watcher | None) -> None:

@@ -53,7 +53,7 @@ class Survived:
             raise ValueError(f"{self.hit=} does not fit {self.level=}: tensors are named where they are lost.")
 
 
-def is_apart(device: "Device", tensor: Tensor) -> bool:
+def is_separate(device: "Device", tensor: Tensor) -> bool:
     """Return whether ``tensor`` lies in the memory of ``device``, and that memory is not the host's."""
     return not device.is_host and tensor.device.type == device.kind
 

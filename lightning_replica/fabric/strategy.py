@@ -20,7 +20,7 @@ from lightning_replica._compat.lightning_names import (
     fabric_strategies,
 )
 from lightning_replica._compat.packages import describe
-from lightning_replica.checkpoint.together import Together
+from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.core import checks
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.messages import say
@@ -28,7 +28,7 @@ from lightning_replica.devices import gloo
 from lightning_replica.devices.host import HOST
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.fabric import checkpoint_file
-from lightning_replica.fabric.roll_call import answering, sign_in
+from lightning_replica.fabric.census import answering, register_process
 from lightning_replica.launch.environment import RankEnvironment
 from lightning_replica.launch.external import store_of_attempt
 from lightning_replica.sharding.engine import Partition
@@ -137,7 +137,7 @@ class FabricStrategy(fabric_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         """Set up this process, and join the process group."""
         super().setup_environment()
-        sign_in()
+        register_process()
         atexit.register(_leave)
 
     def _setup_distributed(self) -> None:
@@ -260,7 +260,7 @@ class FabricStrategy(fabric_strategies.DDPStrategy):
         """
         with answering("Saving"):
             content = self._convert_stateful_objects_in_state(state, filter or {})
-            Together(None).run(partial(self._write, path, content, storage_options))
+            Barrier(None).run(partial(self._write, path, content, storage_options))
 
     def _write(self, path: Any, content: dict[str, Any], storage_options: Any | None) -> None:
         if not self.is_global_zero:

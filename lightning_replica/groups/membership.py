@@ -44,7 +44,8 @@ class Groups:
             None if this rank is the only one.
         peers: The R holders of this rank's shard; carries reduced pieces and mirrors.
         on_host: Whether gradients and parameters lie in the host's memory. If not, collectives on them are put in
-            order on the device (`works.Ordered`). The rank waits for collectives on the host's tensors in both cases.
+            order on the device (`pending_work.Ordered`). The rank waits for collectives on the host's tensors in both
+            cases.
         others: The groups of the further grids that the rank is in.
     """
 

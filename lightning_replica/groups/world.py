@@ -29,7 +29,7 @@ from lightning_replica._compat.torch import (
 from lightning_replica.control import keys
 from lightning_replica.control.gathering import Gathering
 from lightning_replica.control.journal import Journal
-from lightning_replica.core.works import all_ended
+from lightning_replica.core.pending_work import all_ended
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import CollectiveError
 from lightning_replica.groups.forks import leave_groups_to_this_process
@@ -312,6 +312,6 @@ class ProcessGroups:
 def _keep_forever(group: dist.ProcessGroup) -> None:
     """Make sure that ``group`` is never destroyed, not even when the interpreter ends.
 
-    Its idle threads remain, a dozen for each such fault. See [Note: destructors may block] in core/works.py.
+    Its idle threads remain, a dozen for each such fault. See [Note: destructors may block] in core/pending_work.py.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -143,7 +143,7 @@ def create(world_size: int) -> tuple[Beacons, str] | None:
     return beacons, f"/proc/{os.getpid()}/fd/{file}"
 
 
-def sign_in(path: str, rank: int, stacks: int) -> None:
+def register_stacks(path: str, rank: int, stacks: int) -> None:
     """Write where this process's stacks are found, as soon as it runs. `Beacon` writes its progress later.
 
     Raises:
@@ -211,15 +211,15 @@ class Beacon:
             Learnt(limits.min_s, limits.max_s, limits.recovery_s if place in quick else limits.max_s)
             for place in PLACES
         ]
-        self._here = self._learnt[0]
+        self._current = self._learnt[0]
         self._waiting, self._count, self._since = False, 0, time.monotonic()
         _sign(self._cells, stacks)
 
     def begins(self, place: Point | Stretch) -> None:
         """Write that this rank is at ``place`` now."""
         now, number = time.monotonic(), _NUMBERS[place]
-        self._here.saw(0.0 if self._waiting else now - self._since, passed=True)
-        self._here = self._learnt[number]
+        self._current.saw(0.0 if self._waiting else now - self._since, passed=True)
+        self._current = self._learnt[number]
         self._cells[_PLACE] = number
         self._go(now)
 
@@ -231,7 +231,7 @@ class Beacon:
         """Write that this rank waits for others, and is alive."""
         now = time.monotonic()
         if not self._waiting:
-            self._here.saw(now - self._since, passed=False)
+            self._current.saw(now - self._since, passed=False)
             self._waiting = True
             self._count += 1
             self._cells[_COUNT], self._cells[_SINCE] = self._count, now
@@ -252,7 +252,7 @@ class Beacon:
         cells = self._cells
         self._waiting, self._since = False, now
         self._count += 1
-        cells[_DEADLINE] = now + self._here.limit_s
+        cells[_DEADLINE] = now + self._current.limit_s
         cells[_COUNT] = self._count
         cells[_SINCE] = cells[_WRITTEN] = now
         cells[_WAITING] = 0

@@ -8,7 +8,7 @@ from lightning_replica._compat.lightning_names import ClusterEnvironment, Lightn
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.launch.arguments import FillIn
-from lightning_replica.launch.environment import RankEnvironment, Surroundings, ranks_running
+from lightning_replica.launch.environment import RankContext, RankEnvironment, ranks_running
 from lightning_replica.launch.external import ExternalEnvironment, ExternalLauncher, started_by_another
 from lightning_replica.launch.launcher import RankLauncher, supervise
 from lightning_replica.launch.refusal import (
@@ -100,7 +100,7 @@ def is_rank(cluster: ClusterEnvironment | None) -> bool:
     return RankEnvironment.current() is not None or started_by_another(cluster)
 
 
-def surroundings(cluster: ClusterEnvironment | None, rank: int, num_nodes: int) -> Surroundings:
+def rank_context(cluster: ClusterEnvironment | None, rank: int, num_nodes: int) -> RankContext:
     """Return how this rank reaches the other ranks. A process enters the store of another launcher only once."""
     global _entered
     environment = RankEnvironment.current()

@@ -74,7 +74,7 @@ class Ending:
         try:
             if code == 0:
                 Failures(where).forget()
-            elif generations.was_asked():
+            elif generations.stop_was_requested():
                 Failures(where).forget_before(self._ended_at() or 0)
             elif fitting:
                 code = self._count(where, code, generations.verdict() or "", say)

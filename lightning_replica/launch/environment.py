@@ -5,7 +5,7 @@
 | LIGHTNING_REPLICA_STORE | ``host:port`` of the run's store, and the prefix of the run's keys |
 | LIGHTNING_REPLICA_NODE_STORE | the same of the store of this node's supervisor, if there are several nodes |
 | LIGHTNING_REPLICA_SUPERVISOR | process id of the supervisor |
-| LIGHTNING_REPLICA_GENERATION | generation that the process is born into; above 0 it is a replacement |
+| LIGHTNING_REPLICA_GENERATION | generation in which the process is started; above 0 it is a replacement |
 | LIGHTNING_REPLICA_RANK | the rank |
 | LIGHTNING_REPLICA_WORLD_SIZE | number of ranks; Lightning removes WORLD_SIZE after a fit |
 | LIGHTNING_REPLICA_SPOOL | directory for large results that set-up collectives gave ranks (control/journal.py) |
@@ -48,12 +48,12 @@ _HASH_SEED = "PYTHONHASHSEED"
 _TCACHE = "glibc.malloc.tcache_count"
 
 
-class Surroundings(Protocol):
+class RankContext(Protocol):
     """How a rank reaches the other ranks, under any launcher."""
 
     @property
     def generation(self) -> int:
-        """The generation that the process is born into."""
+        """The generation in which the process is started."""
 
     @property
     def spool(self) -> Path | None:
@@ -86,16 +86,16 @@ class Surroundings(Protocol):
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The surroundings of a rank that a supervisor has started.
+    """The context of a rank that a supervisor has started.
 
     Attributes:
         store: Where the store of the run is.
         supervisor: Process id of the supervisor.
-        generation: Generation that the process is born into.
-        spool: See `Surroundings.spool`.
+        generation: Generation in which the process is started.
+        spool: See `RankContext.spool`.
         node_store: Where this node's supervisor leaves messages for its ranks, if there are several nodes.
         local_world_size: Number of ranks on a node.
-        doubles_up: See `Surroundings.doubles_up`.
+        doubles_up: See `RankContext.doubles_up`.
     """
 
     store: Address
@@ -132,17 +132,17 @@ class RankEnvironment:
 
     @property
     def shares_spool(self) -> bool:
-        """See `Surroundings.shares_spool`."""
+        """See `RankContext.shares_spool`."""
         return self.node_store is None
 
     def connect(self) -> dist.Store:
         """Open a new connection to the store of the run."""
         if self.node_store is None:
             return connect(self.store.host, self.store.port)
-        return SharedStore(self.store, self._heir)
+        return SharedStore(self.store, self._failover)
 
     def local_ranks(self) -> LocalRanks | None:
-        """Open a new connection to the store of this node's ranks. See `Surroundings.local_ranks`."""
+        """Open a new connection to the store of this node's ranks. See `RankContext.local_ranks`."""
         if self.node_store is None:
             return None
         address = self.node_store
@@ -152,11 +152,11 @@ class RankEnvironment:
         """Open a new connection to the store in which this process reads the log of generations."""
         return self.connect() if self.node_store is None else reach(self.node_store)
 
-    def _heir(self, number: int) -> Address:
+    def _failover(self, number: int) -> Address:
         """Wait for what this node's supervisor says about a lost store. If it says nothing, it ends this process."""
         if self.node_store is None:
             raise RuntimeError("the supervisor's own store is gone")
-        return parse(reach(self.node_store).get(keys.heir(number)).decode())
+        return parse(reach(self.node_store).get(keys.failover(number)).decode())
 
     def leave(self, world_size: int, failed: bool) -> None:
         """Do nothing: the supervisor waits for its children."""

@@ -114,7 +114,7 @@ class ExternalLauncher(_Launcher):
 
 @dataclass(frozen=True)
 class ExternalEnvironment:
-    """The surroundings of a rank that another launcher has started.
+    """The context of a rank that another launcher has started.
 
     Attributes:
         address: Address at which the store listens.
@@ -197,11 +197,11 @@ class Patience:
 
     Args:
         rank: This rank.
-        told_to_end: Returns whether this process has got SIGTERM, with which the launcher ends the rest of a run.
+        stop_requested: Returns whether this process has got SIGTERM, with which the launcher ends the rest of a run.
     """
 
-    def __init__(self, rank: int, told_to_end: Callable[[], bool]) -> None:
-        self._rank, self._told_to_end = rank, told_to_end
+    def __init__(self, rank: int, stop_requested: Callable[[], bool]) -> None:
+        self._rank, self._stop_requested = rank, stop_requested
         self._said = False
 
     def __call__(self, waited_s: float, missing: Callable[[], list[int]]) -> None:
@@ -213,7 +213,7 @@ class Patience:
         if waited_s < _PATIENCE_S:
             return
         gone = missing()
-        if self._told_to_end() and gone:
+        if self._stop_requested() and gone:
             raise RecoveryError(f"The launcher has ended this run: only it can replace ranks {gone}, which are gone.")
         if not self._said and gone and self._rank == min(set(range(max(gone) + 2)) - set(gone)):
             self._said = True
@@ -223,7 +223,7 @@ class Patience:
             )
 
 
-def roll_call(
+def census(
     generations: Generations, topic: str, rank: int, plain: dict[str, Any], generation: int, world_size: int
 ) -> list[dict[str, Any]]:
     """Leave ``plain`` in the store, and return what all ranks that have come have left there.
@@ -238,15 +238,15 @@ def roll_call(
     store = generations.store
     store.set(keys.share(topic, rank), json.dumps(plain))
     store.add(keys.come(topic), 1)
-    last, here = time.monotonic(), 0
+    last, arrived = time.monotonic(), 0
 
     def quiet() -> bool:
-        nonlocal last, here
+        nonlocal last, arrived
         come = store.add(keys.come(topic), 0)
-        if come > here:
-            last, here = time.monotonic(), come
+        if come > arrived:
+            last, arrived = time.monotonic(), come
         waited_s = time.monotonic() - last
-        return here == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
+        return arrived == world_size or waited_s > _PATIENCE_S or store.check([keys.present(topic)])
 
     generations.wait_for(quiet, generation, math.inf, "the surviving ranks", given_up=True)
     if not store.check([keys.present(topic)]):

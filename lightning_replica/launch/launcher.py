@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from lightning_replica._compat.lightning import ignore_interrupts, rerun_command
 from lightning_replica._compat.lightning_names import RichProgressBar, _Launcher, _set_num_threads_if_needed
-from lightning_replica.control.told import Told
+from lightning_replica.control.trainer_facts import TrainerFacts
 from lightning_replica.core import streams
 from lightning_replica.core.messages import leave_room, say
 from lightning_replica.core.options import RecoveryOptions
@@ -41,7 +41,7 @@ def supervise(world_size: int, options: RecoveryOptions, notes: Mapping[str, str
     standbys = Standbys(rerun_command, options.standby)
     start = start_script(rerun_command)
     streams.flush()  # what the script has printed, before anything that ranks print
-    code = Supervisor(start, world_size, options, say, standbys=standbys, asks=True, notes=notes).run()
+    code = Supervisor(start, world_size, options, say, standbys=standbys, expects_facts=True, notes=notes).run()
     streams.flush()
     sys.exit(code)
 
@@ -81,7 +81,7 @@ class RankLauncher(_Launcher):
         die_with(self._environment.supervisor)
         room = 0 if trainer is None else sum(isinstance(each, RichProgressBar) for each in trainer.callbacks)
         leave_room(room)
-        Told(self._options_for(trainer), _local_root(trainer), room).tell(self._environment.connect())
+        TrainerFacts(self._options_for(trainer), _local_root(trainer), room).publish(self._environment.connect())
         bound = self._fill_in(trainer, function, args, kwargs)
         _set_num_threads_if_needed(num_processes=self._world_size)
         try:

@@ -82,7 +82,7 @@ class Child:
     Attributes:
         rank: Its rank.
         process: The process.
-        generation: The generation that it was born into.
+        generation: The generation in which it was started.
     """
 
     rank: int
@@ -144,7 +144,7 @@ class Node:
         self._children: dict[int, Child] = {}
         self._watch = Watch(world_size, HangLimits.of(options), directory)
         self._hung: dict[int, str] = {}
-        self._told = 0  # how many signals have asked for the end
+        self._stop_requests = 0  # how many signals have asked for the end
         self._repeats = Repeats()
         self.has_had_ranks = False
         self._over = threading.Event()
@@ -184,7 +184,7 @@ class Node:
 
     def put(self, event: Event) -> None:
         """Make `next` return an event. Any thread or signal handler may call this."""
-        self._told += isinstance(event, signal.Signals) and event != planned_save.SIGNAL
+        self._stop_requests += isinstance(event, signal.Signals) and event != planned_save.SIGNAL
         self._events.put(event)
 
     def next(self) -> Event:
@@ -210,7 +210,7 @@ class Node:
         variables = environment.variables(rank, place, os.environ) | self._watch.variables
         if self._logs is not None:
             variables |= self._log_files(self._logs, rank, generation)
-        self._watch.born(rank, replaces=generation > 0)
+        self._watch.started(rank, replaces=generation > 0)
         standby = self._standbys.take(rank, variables) if self._standbys is not None and generation else None
         child = Child(rank, standby or self._start(rank, variables), generation)
         self._children[rank], self.has_had_ranks = child, True
@@ -287,10 +287,10 @@ class Node:
 
         Whoever is told to end once more meanwhile, as by another Ctrl-C, waits no longer.
         """
-        deadline, told = time.monotonic() + after_s, self._told
+        deadline, requests = time.monotonic() + after_s, self._stop_requests
         for last in (signum, signal.SIGKILL):
             while any(child.process.poll() is None for child in self._children.values()):
-                if self._told != told:
+                if self._stop_requests != requests:
                     self.send(signal.SIGKILL)
                     break
                 if time.monotonic() > deadline:

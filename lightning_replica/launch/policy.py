@@ -5,14 +5,14 @@ actions, which the supervisor carries out in order. tests/launch/test_policy.py 
 
 | from | event | to |
 |---|---|---|
-| RUNNING, TOLD | a rank ends that can be replaced, or a node | the same |
+| RUNNING, STOPPING | a rank ends that can be replaced, or a node | the same |
 | RUNNING | a rank ends that cannot be replaced; ranks can save | SAVING |
 | RUNNING | a rank ends that cannot be replaced; ranks cannot save, or need not | ENDING |
-| RUNNING, SAVING | a first signal; ranks can save | TOLD |
+| RUNNING, SAVING | a first signal; ranks can save | STOPPING |
 | RUNNING | a signal; ranks cannot save | ENDING |
-| TOLD | half of the grace is over, or a rank ends that cannot be replaced | SAVING |
-| TOLD, SAVING | the grace is over, or a second signal | KILLED |
-| ENDING | the same, if the first signal led to TOLD | KILLED |
+| STOPPING | half of the grace is over, or a rank ends that cannot be replaced | SAVING |
+| STOPPING, SAVING | the grace is over, or a second signal | KILLED |
+| ENDING | the same, if the first signal led to STOPPING | KILLED |
 """
 
 import enum
@@ -35,7 +35,7 @@ class State(enum.Enum):
     """How far a run is on the way to its end."""
 
     RUNNING = enum.auto()  # ranks start or train; a rank that is lost in training is replaced
-    TOLD = enum.auto()  # a signal has asked for the end: ranks agree to save and end within the grace
+    STOPPING = enum.auto()  # a signal has asked for the end: ranks agree to save and end within the grace
     SAVING = enum.auto()  # the run is given up; surviving ranks write the last checkpoint, if they can
     ENDING = enum.auto()  # the run is given up; ranks end
     KILLED = enum.auto()  # the remaining ranks are killed
@@ -158,8 +158,8 @@ class Policy:
     def __init__(self, options: RecoveryOptions) -> None:
         self.options, self.state = options, State.RUNNING
         self.code = self.restarts = 0
-        self._told: signal.Signals | None = None
-        self._told_at = 0.0
+        self._signal: signal.Signals | None = None
+        self._signalled_at = 0.0
         self._saves = False  # ranks write the last checkpoint, or have tried to
 
     @property
@@ -170,7 +170,7 @@ class Policy:
     @property
     def keeps_time(self) -> bool:
         """Whether `time_passes` has something to decide: a signal has asked for the end."""
-        return self._told is not None
+        return self._signal is not None
 
     def watches(self, facts: Facts) -> bool:
         """Return whether ranks that hang are killed. They are not once ranks only end."""
@@ -250,27 +250,29 @@ class Policy:
             return self._fail(f"{how}, and no replacement is left: {used}.", GAVE_UP, facts, ranks)
         return ()
 
-    def signalled(self, told: signal.Signals, now: float, facts: Facts) -> Actions:
-        """Decide what to do on a signal that ends a run. If an earlier one led to `State.TOLD`, kill ranks at once.
+    def signalled(self, received: signal.Signals, now: float, facts: Facts) -> Actions:
+        """Decide what to do on a signal that ends a run. If an earlier one led to `State.STOPPING`, kill ranks at once.
 
         The same signal within a second is another copy of the first one: ``timeout`` sends SIGTERM to a process and to
         its group. SIGHUP comes with others and with copies of itself: a terminal that closes sends it, and its shell
         sends it again; a service manager may send it right after SIGTERM. Copies ask for nothing more.
         """
-        if self._told is None and self.options.gasp and facts.in_fit:
-            self.state, self._told, self._told_at = State.TOLD, told, now
+        if self._signal is None and self.options.gasp and facts.in_fit:
+            self.state, self._signal, self._signalled_at = State.STOPPING, received, now
             return (
-                Say(f"{told.name}: all ranks save and end, within {self.options.grace_s:g} s."),
+                Say(f"{received.name}: all ranks save and end, within {self.options.grace_s:g} s."),
                 Send(signal.SIGTERM),
             )
-        again = self._told is not None
-        soon = now - self._told_at < COPY_S
-        if again and (told == signal.SIGHUP or (soon and self._told in (told, signal.SIGHUP))):
+        again = self._signal is not None
+        soon = now - self._signalled_at < COPY_S
+        if again and (received == signal.SIGHUP or (soon and self._signal in (received, signal.SIGHUP))):
             return ()
-        forward = signal.SIGTERM if told == signal.SIGHUP else told  # ranks ignore SIGHUP
-        actions = self._fail(f"The run was stopped by {told.name}.", 128 + told, facts, forward=forward, asked=True)
+        forward = signal.SIGTERM if received == signal.SIGHUP else received  # ranks ignore SIGHUP
+        actions = self._fail(
+            f"The run was stopped by {received.name}.", 128 + received, facts, forward=forward, asked=True
+        )
         if again:
-            self.state, self.code, self._saves = State.KILLED, 128 + told, False
+            self.state, self.code, self._saves = State.KILLED, 128 + received, False
             actions += (EndRanks(signal.SIGKILL),)
         return actions
 
@@ -284,18 +286,18 @@ class Policy:
             facts: The situation now.
             hanging: Whether a rank was killed because it hung, and its end has not been noticed yet.
         """
-        if self._told is None:
+        if self._signal is None:
             return ()
-        passed_s, grace_s = now - self._told_at, self.options.grace_s
+        passed_s, grace_s = now - self._signalled_at, self.options.grace_s
         if passed_s > grace_s:
-            self._told_at = math.inf  # so that this happens only once
-            self.state, self.code, self._saves = State.KILLED, self.code or 128 + self._told, facts.in_fit
+            self._signalled_at = math.inf  # so that this happens only once
+            self.state, self.code, self._saves = State.KILLED, self.code or 128 + self._signal, facts.in_fit
             return (
                 Say(f"{grace_s:g} s are over (grace_s); processes that have not ended are killed."),
                 EndRanks(signal.SIGKILL),
             )
         if passed_s > grace_s / 2 and not facts.given_up:
-            return self._fail(f"The run was stopped by {self._told.name}.", 128 + self._told, facts, asked=True)
+            return self._fail(f"The run was stopped by {self._signal.name}.", 128 + self._signal, facts, asked=True)
         if passed_s > grace_s * 2 / 3 and not hanging:
             return (EndAbsent(),)
         return ()
@@ -322,7 +324,7 @@ class Policy:
         if not self.code:
             self.code, self._saves = code, self.options.gasp and facts.in_fit
             said = self._reason(why, facts)
-        actions = (*said, GiveUp(why, ranks, asked or self._told is not None, self.code))
+        actions = (*said, GiveUp(why, ranks, asked or self._signal is not None, self.code))
         if self._saves:
             self.state = State.SAVING
             return actions

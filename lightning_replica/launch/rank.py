@@ -15,9 +15,9 @@ from lightning_replica.control.phase import phase_of
 from lightning_replica.core import entry
 from lightning_replica.core.orphans import die_with
 from lightning_replica.launch import crashes, stacks
-from lightning_replica.launch.beacons import VARIABLE, sign_in
+from lightning_replica.launch.beacons import VARIABLE, register_stacks
 from lightning_replica.launch.environment import RankEnvironment, rank_here
-from lightning_replica.launch.last_words import LastWords, show
+from lightning_replica.launch.exit_report import ExitReport, show
 
 
 class SupervisedRank:
@@ -41,7 +41,7 @@ class SupervisedRank:
         _ignore_hangup()
         if VARIABLE in os.environ:
             with contextlib.suppress(OSError):  # `Beacon` reports it
-                sign_in(os.environ[VARIABLE], self.rank, stacks.answer())
+                register_stacks(os.environ[VARIABLE], self.rank, stacks.answer())
         self._print = sys.excepthook
         sys.excepthook = self._hook
 
@@ -57,7 +57,7 @@ class SupervisedRank:
 
     def ends(self, error: BaseException) -> None:
         """Write to the store which error this process ends with."""
-        LastWords.of(self.rank, error).leave(self._environment.connect(), self._environment.generation)
+        ExitReport.of(self.rank, error).leave(self._environment.connect(), self._environment.generation)
 
     def leaves(self, error: SystemExit) -> None:
         """End the run if this process ends in training by itself, and without a fault: the script wants it to."""
@@ -65,14 +65,14 @@ class SupervisedRank:
         generations = Generations(store, self._environment.generation)
         if phase_of(store) != "fit" or generations.verdict() is not None:
             return
-        place = LastWords.of(self.rank, error).place
+        place = ExitReport.of(self.rank, error).place
         generations.end(f"Rank {self.rank} has called `sys.exit()` in training ({place}).")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            words = LastWords.of(self.rank, error)
-            words.leave(self._environment.connect(), self._environment.generation)
-            if words.own and not isinstance(error, KeyboardInterrupt):
+            report = ExitReport.of(self.rank, error)
+            report.leave(self._environment.connect(), self._environment.generation)
+            if report.own and not isinstance(error, KeyboardInterrupt):
                 self.show(error)
         except (OSError, dist.DistError):  # the supervisor is gone, so nobody else reports the error
             self._print(kind, error, trace)

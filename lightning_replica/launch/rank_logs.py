@@ -46,7 +46,7 @@ class RankLogs:
         Args:
             rank: The rank.
             local_rank: Its number on this node, by which `redirects` and `tee` choose.
-            generation: The generation that the process is born into.
+            generation: The generation in which the process is started.
             folder: Name of the folder of its files.
 
         Returns:

@@ -127,7 +127,9 @@ def _is_collective(frames: tuple[Frame, ...]) -> bool:
     if innermost.file.endswith(COLLECTIVES):
         return True
     # This package waits in slices, so one that is overdue there waits no more; but not where it puts a device in order.
-    in_slices = innermost.file.endswith("lightning_replica/core/works.py") and innermost.function != "come_before"
+    in_slices = (
+        innermost.file.endswith("lightning_replica/core/pending_work.py") and innermost.function != "come_before"
+    )
     return not in_slices and ".wait(" in linecache.getline(innermost.file, innermost.line)
 
 

@@ -17,14 +17,14 @@ from lightning_replica.control.departures import has_left
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.phase import Phase, phase_of
-from lightning_replica.control.told import Told
+from lightning_replica.control.trainer_facts import TrainerFacts
 from lightning_replica.core.messages import leave_room
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.signals import signal_name
 from lightning_replica.devices.exceptions import explain
 from lightning_replica.exit_codes import DEVICE_LOST, GASP_WRITTEN
 from lightning_replica.launch.ending import Ending
-from lightning_replica.launch.last_words import LastWords
+from lightning_replica.launch.exit_report import ExitReport
 from lightning_replica.launch.node import Child, Ended, Event, Node, Start
 from lightning_replica.launch.others import Nobody, Others
 from lightning_replica.launch.place import LOOPBACK, Place
@@ -63,7 +63,7 @@ class Supervisor:
         say: Prints a message for the user.
         directory: Where the stacks of ranks are written when one hangs.
         standbys: Processes that wait to become ranks.
-        asks: Whether ranks report further options and the directory (`Told`).
+        expects_facts: Whether ranks report further options and the directory (`TrainerFacts`).
         notes: Entries that the supervisor puts into the store for the ranks.
         logs: Files for the ranks' output; None if it goes where this process's goes.
     """
@@ -76,11 +76,11 @@ class Supervisor:
         say: Callable[[str], None],
         directory: Path = Path(),
         standbys: Standbys | None = None,
-        asks: bool = False,
+        expects_facts: bool = False,
         notes: Mapping[str, str] | None = None,
         logs: RankLogs | None = None,
     ) -> None:
-        self._world_size, self._say, self._asks, self._notes = world_size, say, asks, notes or {}
+        self._world_size, self._say, self._expects_facts, self._notes = world_size, say, expects_facts, notes or {}
         self._node = Node(start, world_size, options, directory, standbys, logs)
         self._policy = Policy(options)
         self._has_failed = False
@@ -180,7 +180,7 @@ class Supervisor:
         code = self._policy.final_code(saved=path is not None)
         if not self._node.has_had_ranks:  # a spare: the others judge
             return code
-        if code == 0 and self._asks:
+        if code == 0 and self._expects_facts:
             self._say(
                 "all ranks have ended, and none has called `fit` or another method of the trainer. The script may do so"
                 " only on some condition, or in a process that it starts."
@@ -209,13 +209,13 @@ class Supervisor:
             self._others.ended()
 
     def _on(self, event: Event) -> None:
-        self._ask()
+        self._read_trainer_facts()
         if event is None:
             self._look()
         elif isinstance(event, Standbys):
             event.fill(self._policy.restarts_left)
         elif event == planned_save.SIGNAL:
-            self._on_asked_to_save()
+            self._on_save_requested()
         elif isinstance(event, signal.Signals):
             self._carry_out(self._policy.signalled(event, time.monotonic(), self._facts()))
         elif isinstance(event, Child):
@@ -225,15 +225,15 @@ class Supervisor:
         else:
             event()
 
-    def _ask(self) -> None:
+    def _read_trainer_facts(self) -> None:
         """Take over what the trainer's callbacks say, once a rank has reported it."""
-        told = Told.ask(self._store) if self._asks else None
-        if told is None:
+        facts = TrainerFacts.read(self._store) if self._expects_facts else None
+        if facts is None:
             return
-        self._asks, self._policy.options = False, told.options
-        self._node.use(told.options, Path(told.directory))
+        self._expects_facts, self._policy.options = False, facts.options
+        self._node.use(facts.options, Path(facts.directory))
         self._hear_usr1()
-        leave_room(told.room)
+        leave_room(facts.room)
 
     def _hear_usr1(self) -> None:
         """Handle SIGUSR1 like SIGTERM if there is a last checkpoint to write; else leave its usual effect."""
@@ -252,7 +252,7 @@ class Supervisor:
         end = RankEnd(ended.child.rank, ended.code, how, bool(ended.hung), ended.where, ended.again)
         self._carry_out(self._policy.rank_ended(end, facts))
 
-    def _on_asked_to_save(self) -> None:
+    def _on_save_requested(self) -> None:
         """Pass the request on to the ranks that listen; one rank that receives it is enough."""
         children = self._node.children.values() if self._facts().in_fit else ()
         listening = [child.rank for child in children if self._listens(child)]
@@ -297,16 +297,16 @@ class Supervisor:
         own, code = ended.child, ended.code
         others = () if facts.in_fit else self._node.children.values()  # in `fit` each fault is handled by itself
         processes = [(child.rank, child.generation) for child in (own, *others)]
-        words = LastWords.heard(self._store, processes) if code > 0 and code != DEVICE_LOST else []
-        waited = bool(words) and not words[0].own and words[0].rank == own.rank and words[0].place
+        reports = ExitReport.read(self._store, processes) if code > 0 and code != DEVICE_LOST else []
+        waited = bool(reports) and not reports[0].own and reports[0].rank == own.rank and reports[0].place
         asked = (rank for rank in range(self._world_size) if waited and rank != own.rank)
         gone = ", ".join(f"rank {rank}" for rank in asked if has_left(self._store, rank))
         if gone:
             together = "all ranks have to make this call, or none"
             return f"Rank {own.rank}{self._on_node} waited at {waited} for {gone}, which had ended ({together})"
-        if words and (words[0].own or words[0].rank == own.rank):
-            where = f" ({words[0].place})" if words[0].place else ""
-            return f"Rank {words[0].rank}{self._on_node} ended with {words[0].error}{where}"
+        if reports and (reports[0].own or reports[0].rank == own.rank):
+            where = f" ({reports[0].place})" if reports[0].place else ""
+            return f"Rank {reports[0].rank}{self._on_node} ended with {reports[0].error}{where}"
         return f"Rank {own.rank}{self._on_node} {_how(code)}{ended.crash}"
 
     # Actions

@@ -111,7 +111,7 @@ class Watch:
         """The variables that a rank's environment needs."""
         return {VARIABLE: self._path} if self._path else {}
 
-    def born(self, rank: int, replaces: bool) -> None:
+    def started(self, rank: int, replaces: bool) -> None:
         """Reset the beacon of ``rank`` for a new process."""
         if self._beacons is not None:
             now = time.monotonic()
@@ -143,17 +143,19 @@ class Watch:
         self.stalls = False
         if not stopped and not overdue and not self._judge.stalled(slots, {}, now):
             return None
-        here = phase()
-        stopped = tuple(rank for rank in stopped if here == "set-up" or (here == "fit" and _at_start(slots[rank])))
+        current = phase()
+        stopped = tuple(
+            rank for rank in stopped if current == "set-up" or (current == "fit" and _at_start(slots[rank]))
+        )
         if stopped:
             return self._describe(slots, stopped, self._ask(slots, processes), dict.fromkeys(stopped, _STOPPED))
-        if not overdue and here == "set-up":
+        if not overdue and current == "set-up":
             return None
         findings = self._find({rank: slots[rank] for rank in overdue}, processes)
-        if here == "done":
+        if current == "done":
             return self._look_after_training(slots, processes, findings)
         culprits = self._judge.culprits(slots, findings, now)
-        if here == "set-up":
+        if current == "set-up":
             return self._look_at_set_up(slots, processes, findings, culprits)
         self.stalls = not culprits and self._judge.stalled(slots, findings, now)
         stalled = self._whole and self.stalls

@@ -1,7 +1,7 @@
 """Which attempt of a run a node takes part in. One store may serve several runs, one after the other or at once.
 
-All keys of an attempt have its prefix. An attempt is closed when its ranks have ended, or when none of its nodes gives
-a sign of life any more: a job that is started again then finds nothing of the one before.
+All keys of an attempt have its prefix. An attempt is closed when its ranks have ended, or when none of its nodes sends
+a heartbeat any more: a job that is started again then finds nothing of the one before.
 """
 
 import time
@@ -71,14 +71,14 @@ def _prefix(settings: NodeSettings, number: int) -> str:
 
 def _is_open(store: dist.Store, settings: NodeSettings) -> bool:
     if not store.check([keys.CLOSED]):
-        if not store.check([keys.NODES_FIRST]) or _gives_signs(store, settings):
+        if not store.check([keys.NODES_FIRST]) or _sends_heartbeats(store, settings):
             return True
         close(store)
     return False
 
 
-def _gives_signs(store: dist.Store, settings: NodeSettings) -> bool:
-    """Return whether a node that had ranks at first, or got them later, gives a sign of life within the time-out."""
+def _sends_heartbeats(store: dist.Store, settings: NodeSettings) -> bool:
+    """Return whether a node that had ranks at first, or got them later, sends a heartbeat within the time-out."""
     numbers = range(max(come(store), *(1 + number for number in first_placement(store).nodes)))
     beats = [keys.beat(number) for number in numbers if store.check([keys.beat(number)])]
     before = store.multi_get(beats)

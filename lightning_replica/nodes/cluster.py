@@ -16,19 +16,19 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.control.unreadable import read
+from lightning_replica.control.untrusted import read
 from lightning_replica.core.messages import say, warn
 from lightning_replica.errors import ProtocolError
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.others import Put
 from lightning_replica.launch.place import LOOPBACK
 from lightning_replica.launch.supervisor import Supervisor
-from lightning_replica.nodes.door import Door
-from lightning_replica.nodes.failover import NoHeirError, Stores, find_heir
+from lightning_replica.nodes.failover import NoFailoverError, Stores, agree_on_failover
+from lightning_replica.nodes.heartbeats import Heartbeats
+from lightning_replica.nodes.listener import Listener
 from lightning_replica.nodes.log import Log
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.placement import VACANT, Placement, ranks_of
-from lightning_replica.nodes.pulse import Pulse
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.reach import reach
@@ -42,14 +42,14 @@ _PATIENCE: Final = 0.95
 
 
 class Cluster:
-    """Implements `Others` and `Listener`.
+    """Implements `Others` and `HeartbeatObserver`.
 
     Args:
         settings: The nodes' settings.
         stores: The stores of the run.
         node_store: The store of this node's ranks, which this node serves.
         own: This node.
-        door: The port at which this node listens.
+        listener: The port at which this node listens.
         first: The first placement.
         supervisor: This node's supervisor.
 
@@ -63,12 +63,12 @@ class Cluster:
         stores: Stores,
         node_store: dist.TCPStore,
         own: Member,
-        door: Door,
+        listener: Listener,
         first: Placement,
         supervisor: Supervisor,
     ) -> None:
         self._settings, self._own, self._supervisor, self._placement = settings, own, supervisor, first
-        self._stores, self._door = stores, door
+        self._stores, self._listener = stores, listener
         self._reach_near = partial(reach, StoreAddress(LOOPBACK, node_store.port))
         self._generations = Generations(stores.connect())
         self._served: list[dist.TCPStore] = []  # lives as long as this process
@@ -76,16 +76,16 @@ class Cluster:
         self._vacant: dict[int, int] = {}  # slots, and the generation since which no node has them
         self._over = self._introduced = False
         self.code: int | None = None
-        self.pulse = Pulse(settings, own, stores.reach, self)
-        self._log = Log(stores.reach, self._reach_near, self._hear, self.pulse.beat_at_once)
-        door.when_knocked(self.pulse.beat_at_once)
+        self.heartbeats = Heartbeats(settings, own, stores.reach, self)
+        self._log = Log(stores.reach, self._reach_near, self._hear, self.heartbeats.send_now)
+        listener.on_connection(self.heartbeats.send_now)
 
     # `Others`: called in the supervisor's main thread
 
     def begin(self, put: Put) -> None:
         """Begin to watch the other nodes, and the log."""
         self._put = put
-        self.pulse.start()
+        self.heartbeats.start()
         self._log.follow()
 
     @property
@@ -111,7 +111,7 @@ class Cluster:
     def relocate(self, fault: Fault) -> str:
         """Give the ranks of lost nodes to spares. See `Others.relocate`."""
         placement = self._append(fault, Placement.replacing)
-        return " and ".join(f"node {self.pulse.name(node)}" for node in sorted({*self._holders(placement)}))
+        return " and ".join(f"node {self.heartbeats.name(node)}" for node in sorted({*self._holders(placement)}))
 
     def _holders(self, placement: Placement) -> list[int]:
         return [placement.slots[slot] for slot in placement.moved]
@@ -120,7 +120,7 @@ class Cluster:
         """Begin a generation in which nodes have other slots, and return its placement."""
         while True:
             self._catch_up()
-            lost, alive = self._placement.nodes - self.pulse.alive, self.pulse.alive
+            lost, alive = self._placement.nodes - self.heartbeats.alive, self.heartbeats.alive
             placement = change(self._placement, lost, alive)
             if self._generations.begin_first(self._known + 1, fault, placement.to_json()):
                 self._catch_up()
@@ -133,50 +133,50 @@ class Cluster:
     # In other threads
 
     def trains(self) -> frozenset[int]:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         return self._placement.nodes
 
     def came(self) -> None:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         self._put(self._fill)
 
     def introduced(self) -> None:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         if not self._introduced and self._own.number not in self._placement.nodes:
             say(f"node {self._own.name} waits as a spare.")
         self._introduced = True
 
     def lost(self) -> None:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         self._put(self._lose)
 
     def stalls(self) -> bool:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         return self._supervisor.stalls
 
     def all_stall(self) -> None:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         self._put(self._call_back)
 
     def node_is_over(self, node: int, code: int) -> None:
-        """See `Listener`."""
+        """See `HeartbeatObserver`."""
         self._put(partial(self._end, node, code))
 
     def store_is_gone(self) -> None:
         """Agree with the other nodes on another store, in which the run is given up. See `failover`."""
-        others, known, phase = self.pulse.others(), self._known, self.pulse.phase
+        others, known, phase = self.heartbeats.others(), self._known, self.heartbeats.phase
         try:
             timeout_s = self._settings.node_timeout_s
-            heir = find_heir(self._own, others, self._placement.nodes, self._door, known, phase, timeout_s)
-        except NoHeirError:
+            found = agree_on_failover(self._own, others, self._placement.nodes, self._listener, known, phase, timeout_s)
+        except NoFailoverError:
             self._give_up(f"the process that served the store at {self._endpoint} has ended")
-        self._reach_near().set(keys.heir(self._stores.count), str(heir.address))
+        self._reach_near().set(keys.failover(self._stores.count), str(found.address))
         how = f"The process that served the store at {self._endpoint} has ended"
-        self._stores.add(heir.address)
-        if heir.served is not None:
-            self._served.append(heir.served)
-            self._put(partial(self._lose_store, how, heir.dead))
-        self.pulse.bury(heir.dead)
+        self._stores.add(found.address)
+        if found.served is not None:
+            self._served.append(found.served)
+            self._put(partial(self._lose_store, how, found.dead))
+        self.heartbeats.mark_lost(found.dead)
 
     def fence(self) -> None:
         """End this process and its ranks, at once: the main thread may be waiting for the store."""
@@ -198,7 +198,7 @@ class Cluster:
 
     def _hear(self, number: int, fault: Fault, note: str) -> None:
         """Take note of an entry of the log. See `log.Entry`."""
-        self.pulse.look_at_once()
+        self.heartbeats.probe_now()
         self._put(partial(self._read_and_decide, number, fault, note))
 
     # In the main thread
@@ -210,14 +210,14 @@ class Cluster:
 
     def _lose_store(self, how: str, dead: frozenset[int]) -> None:
         """End the run: the nodes that are left have agreed on another store only for that."""
-        lost = sorted(self._placement.nodes - (self.pulse.alive - dead))
+        lost = sorted(self._placement.nodes - (self.heartbeats.alive - dead))
         slots = [*self._placement.vacant, *(slot for node in lost for slot in self._placement.of(node))]
         how = f"{how}, and {self._say_who(lost)} is lost" if lost else how
         self._supervisor.store_lost(ranks_of(slots, self._settings.nproc_per_node), f"{how}.")
 
     def _end(self, node: int, code: int) -> None:
         if code and self.code is None and not self._over:  # its messages may be on another console
-            say(f"the ranks of node {self.pulse.name(node)} have ended with exit code {code}.")
+            say(f"the ranks of node {self.heartbeats.name(node)} have ended with exit code {code}.")
         self.code, self._over = code if self.code is None else self.code, True
 
     def _read_and_decide(self, number: int, fault: Fault, note: str) -> None:
@@ -241,8 +241,8 @@ class Cluster:
         self._placement = found
         if self._own.number in before.nodes - found.nodes:
             # This process was paused (a snapshot of its virtual machine, a migration), its clock with it.
-            self._give_up("this node gave no sign of life for too long, and other nodes have its ranks now")
-        self.pulse.bury(before.nodes - self._placement.nodes)  # this node may not watch them
+            self._give_up("this node sent no heartbeat for too long, and other nodes have its ranks now")
+        self.heartbeats.mark_lost(before.nodes - self._placement.nodes)  # this node may not watch them
         self._vacant = {slot: self._vacant.get(slot, number) for slot in self._placement.vacant}
         mine = [slot for slot in self._placement.moved if self._placement.slots[slot] == self._own.number]
         if mine:
@@ -259,12 +259,12 @@ class Cluster:
         """Decide about nodes that are lost, if this node is the one to do that."""
         if self._store_was_lost and self._generations.verdict() is None:
             return  # `_lose_store` decides about them
-        if self._placement.nodes <= self.pulse.alive:
+        if self._placement.nodes <= self.heartbeats.alive:
             return
         # In the middle of the log, those that trained then may all be dead (tests/nodes/test_cluster.py::
         # test_a_spare_that_has_not_read_the_log_to_its_end_decides_nothing).
         self._catch_up()
-        alive = self.pulse.alive
+        alive = self.heartbeats.alive
         lost, training = sorted(self._placement.nodes - alive), self._placement.nodes & alive
         if not training:
             self._supervisor.abandoned(f"N{self._say_who(lost)[1:]} is lost, and no node is left that trains.")
@@ -277,12 +277,12 @@ class Cluster:
             self._wait_for_nodes(how)
 
     def _say_who(self, nodes: list[int]) -> str:
-        return " and ".join(f"node {self.pulse.name(node)}" for node in nodes)
+        return " and ".join(f"node {self.heartbeats.name(node)}" for node in nodes)
 
     def _fill(self) -> None:
         """Give slots to nodes that have come: vacant ones, if this node is the one to do that, and own ones."""
-        who = self._say_who(sorted(self.pulse.alive - self._placement.nodes))
-        training, fault = self._placement.nodes & self.pulse.alive, Fault("peer gone", (), f"{who} has come")
+        who = self._say_who(sorted(self.heartbeats.alive - self._placement.nodes))
+        training, fault = self._placement.nodes & self.heartbeats.alive, Fault("peer gone", (), f"{who} has come")
         if who and self._vacant and self._own.number == min(training, default=VACANT):
             self._append(fault, Placement.replacing)
         elif who and not self._vacant:
@@ -294,7 +294,7 @@ class Cluster:
         No shard is lost with them: its other holders stand in other slots.
         """
         slots = self._placement.crowd(self._own.number)[:1]  # one at a time: others may hold the same shards
-        if not slots or not self._generations.store.check([keys.APART]):
+        if not slots or not self._generations.store.check([keys.SEPARATE]):
             return
         if not self._has_recovered():
             self._later(_AGAIN_S, self._fill)

@@ -1,7 +1,7 @@
 """What nodes do when the store of the run is lost: they agree on another, to write the last checkpoint.
 
 A store is lost when its machine refuses connections. The live node with ranks and the lowest number serves the next one
-at its own door. It waits until every other node that is not certainly dead has come. So no node is left that might
+at its own port. It waits until every other node that is not certainly dead has come. So no node is left that might
 still have the first store and go on training: a node that has it does not come, and then nobody writes anything.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.nodes.door import Door, is_dead
-from lightning_replica.nodes.life import Sign
+from lightning_replica.nodes.listener import Listener, is_dead
+from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import Member
 from lightning_replica.stores.address import Address, StoreAddress
 from lightning_replica.stores.reach import reach
@@ -72,12 +72,12 @@ class Stores:
             return self._addresses[number]
 
 
-class NoHeirError(Exception):
+class NoFailoverError(Exception):
     """Nodes have not agreed on another store in time: one that is not certainly dead did not come."""
 
 
 @dataclass(frozen=True)
-class Heir:
+class FailoverStore:
     """The store that takes the place of a lost one.
 
     Attributes:
@@ -91,57 +91,57 @@ class Heir:
     dead: frozenset[int] = frozenset()
 
 
-def find_heir(
+def agree_on_failover(
     own: Member,
     others: Collection[Member],
     trains: Collection[int],
-    door: Door,
+    listener: Listener,
     known: int,
     phase: str,
     timeout_s: float,
-) -> Heir:
+) -> FailoverStore:
     """Agree with the other nodes on a store.
 
     Args:
         own: This node.
         others: The other nodes that were not lost when the store was.
         trains: The numbers of the nodes that had ranks. Those serve before spares: they know which nodes were lost.
-        door: The port of this node.
+        listener: The port of this node.
         known: The newest generation that this node knows.
         phase: Where the run is; see `control.phase`.
         timeout_s: How long to try.
 
     Raises:
-        NoHeirError: If they do not agree in time.
+        NoFailoverError: If they do not agree in time.
     """
     deadline, dead = time.monotonic() + timeout_s, set[int]()
     for member in sorted((own, *others), key=lambda each: (each.number not in trains, each.number)):
         if member is own:
             waited_for = {each.number: each for each in others if each.number not in dead}
-            return _serve(own, waited_for, dead, door, known, phase, deadline)
+            return _serve(own, waited_for, dead, listener, known, phase, deadline)
         found = _join(member, own, known, deadline)
         if found is not None:
             return found
         dead.add(member.number)
-    raise NoHeirError
+    raise NoFailoverError
 
 
-def _join(host: Member, own: Member, known: int, deadline: float) -> Heir | None:
+def _join(host: Member, own: Member, known: int, deadline: float) -> FailoverStore | None:
     """Enter the store that ``host`` serves, as soon as it does; return None if it dies."""
     address = StoreAddress(host.address, host.port)
 
-    def agree() -> Heir:
+    def agree() -> FailoverStore:
         store = reach(address)
         if not store.check([keys.agrees(own.number)]):
             store.add(keys.NODES_AGREE, 1)
         store.set(keys.agrees(own.number), str(known))
         store.wait([keys.AGREED], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        return Heir(address, None, frozenset(json.loads(store.get(keys.AGREED))))
+        return FailoverStore(address, None, frozenset(json.loads(store.get(keys.AGREED))))
 
     return _until(deadline, agree)
 
 
-def _until(deadline: float, attempt: Callable[[], Heir]) -> Heir | None:
+def _until(deadline: float, attempt: Callable[[], FailoverStore]) -> FailoverStore | None:
     while time.monotonic() < deadline:
         try:
             return attempt()
@@ -149,14 +149,20 @@ def _until(deadline: float, attempt: Callable[[], Heir]) -> Heir | None:
             return None
         except (OSError, dist.DistError):  # the host has not noticed yet that the first store is lost
             time.sleep(_PAUSE_S)
-    raise NoHeirError
+    raise NoFailoverError
 
 
 def _serve(
-    own: Member, others: Mapping[int, Member], dead: set[int], door: Door, known: int, phase: str, deadline: float
-) -> Heir:
+    own: Member,
+    others: Mapping[int, Member],
+    dead: set[int],
+    listener: Listener,
+    known: int,
+    phase: str,
+    deadline: float,
+) -> FailoverStore:
     """Serve the store, and wait for all others that have not died."""
-    served, address = door.serve(), StoreAddress(own.address, own.port)
+    served, address = listener.serve(), StoreAddress(own.address, own.port)
     store = reach(address)
     newest, coming = known, dict(others)
     while coming:
@@ -168,18 +174,18 @@ def _serve(
                 dead.add(number)
                 del coming[number]
         if time.monotonic() > deadline:
-            raise NoHeirError
+            raise NoFailoverError
         time.sleep(_PAUSE_S)
     _prepare(store, (own.number, *others), dead, newest, phase)
-    return Heir(address, served, frozenset(dead))
+    return FailoverStore(address, served, frozenset(dead))
 
 
 def _prepare(store: dist.Store, nodes: Collection[int], dead: Collection[int], newest: int, phase: str) -> None:
-    """Write what processes expect to find: the phase, the log, and a sign of life of every node."""
+    """Write what processes expect to find: the phase, the log, and a heartbeat of every node."""
     store.set(keys.PHASE, phase)
     for generation in range(1, newest + _UNREAD + 1):
         Generations(store).begin(generation, _LOST)
     for number in nodes:
-        store.set(keys.beat(number), Sign().to_json())
+        store.set(keys.beat(number), Heartbeat().to_json())
     store.add(keys.NODES_COME, 0)
     store.set(keys.AGREED, json.dumps(sorted(dead)))

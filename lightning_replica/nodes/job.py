@@ -24,9 +24,9 @@ from lightning_replica.launch.standby import Standbys
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes import attempt
 from lightning_replica.nodes.cluster import Cluster
-from lightning_replica.nodes.door import Door
 from lightning_replica.nodes.endpoint import interface_of, serve_or_wait
 from lightning_replica.nodes.failover import Stores
+from lightning_replica.nodes.listener import Listener
 from lightning_replica.nodes.meeting import join
 from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.placement import ranks_of
@@ -55,8 +55,8 @@ def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = 
     stores = Stores(address)
     store, name = stores.connect(), socket.gethostname()
     compare(store, facts(settings, command), name)
-    door = Door(settings.address)
-    own = register(store, settings.address, door.port, name)
+    listener = Listener(settings.address)
+    own = register(store, settings.address, listener.port, name)
     placement = join(store, own, settings)
     slots = placement.of(own.number)
     standbys = Standbys(lambda _: (command, None), 0, least=0 if slots else settings.nproc_per_node)
@@ -66,10 +66,10 @@ def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = 
         RecoveryOptions(),
         say,
         standbys=standbys,
-        asks=True,
+        expects_facts=True,
         logs=logs,
     )
-    cluster = Cluster(settings, stores, node_store, own, door, placement, supervisor)
+    cluster = Cluster(settings, stores, node_store, own, listener, placement, supervisor)
     place = Place(
         world_size=settings.world_size,
         local_world_size=settings.nproc_per_node,
@@ -83,12 +83,12 @@ def run(settings: NodeSettings, command: Sequence[str], logs: RankLogs | None = 
     if ranks:
         say(f"node {own.name} has ranks {list(ranks)}.")  # a spare says that it waits once the others know of it
     code = supervisor.run_at(place, stores.connect, ranks, cluster)
-    cluster.pulse.over(code)
+    cluster.heartbeats.report_end(code)
     attempt.close(store)
     store.add(keys.NODES_LEFT, 1)
     if served or cluster.serves:
         _wait_for_all(store, cluster, settings)
-    cluster.pulse.stop()
+    cluster.heartbeats.stop()
     return code if cluster.code is None else code or cluster.code  # a spare ends as the others do
 
 
@@ -120,10 +120,10 @@ def compare(store: Store, own: Mapping[str, str], name: str) -> None:
     """
     first = json.loads(store.compare_set(keys.NODES_FACTS, "", json.dumps([name, dict(own)])))
     for what, value in own.items():
-        there = first[1].get(what)
-        if there != value:
+        theirs = first[1].get(what)
+        if theirs != value:
             raise ConfigurationError(
-                f"Nodes disagree on {what}: it is {value!r} on {name}, but {there!r} on {first[0]}, which came first."
+                f"Nodes disagree on {what}: it is {value!r} on {name}, but {theirs!r} on {first[0]}, which came first."
                 " Start the same command on all nodes. If these are two runs, give each its own --rdzv-endpoint."
             )
 
@@ -139,7 +139,7 @@ def _wait_for_all(store: dist.Store, cluster: Cluster, settings: NodeSettings) -
     """Serve the store until the other nodes have left."""
     deadline = time.monotonic() + settings.node_timeout_s
     while time.monotonic() < deadline:
-        here = max(len(cluster.pulse.alive), 1 + store.add(keys.NODES_AGREE, 0))
-        if store.add(keys.NODES_LEFT, 0) >= here:
+        count = max(len(cluster.heartbeats.alive), 1 + store.add(keys.NODES_AGREE, 0))
+        if store.add(keys.NODES_LEFT, 0) >= count:
             return
         time.sleep(_PAUSE_S)

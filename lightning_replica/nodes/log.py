@@ -50,7 +50,7 @@ class Log:
         self._stopped = True
 
     def _again_and_again(self, work: Callable[[Store, Store], None]) -> None:
-        """Do ``work`` over a new connection whenever one breaks. If the store is gone, `Pulse` finds that out."""
+        """Do ``work`` over a new connection whenever one breaks. If the store is gone, `Heartbeats` finds that out."""
         while not self._stopped:
             try:
                 work(self._open(), self._open_near())

@@ -1,8 +1,8 @@
 """Who is in: the nodes that have come wait until enough of them live, and the first of these gives them their ranks.
 
-Each node gives signs of life while it waits, and looks for nodes with lower numbers. The one that finds none alive
-places the ranks: it reads the signs of all. So a node that dies while it waits holds up nobody, and a node's messages
-do not grow with the number of nodes.
+Each node sends heartbeats while it waits, and looks for nodes with lower numbers. The one that finds none alive
+places the ranks: it reads the heartbeats of all. So a node that dies while it waits holds up nobody, and a node's
+messages do not grow with the number of nodes.
 
 A node that comes later, or is not needed, is a spare. Which node has which ranks from then on is a `Placement`.
 
@@ -21,11 +21,11 @@ from typing import Final
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.control.unreadable import read
+from lightning_replica.control.untrusted import read
 from lightning_replica.core.messages import say
 from lightning_replica.errors import ConfigurationError
-from lightning_replica.nodes.door import is_dead
-from lightning_replica.nodes.life import Sign
+from lightning_replica.nodes.listener import is_dead
+from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import Member, come, first_placement
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.settings import NodeSettings
@@ -51,7 +51,7 @@ def join(store: dist.Store, member: Member, settings: NodeSettings) -> Placement
     while not store.check([keys.NODES_FIRST]):
         if not meeting.look():
             meeting.wait()
-    store.set(keys.beat(member.number), Sign().to_json())  # from here on, `pulse` gives signs
+    store.set(keys.beat(member.number), Heartbeat().to_json())  # from here on, `heartbeats` sends them
     return first_placement(store)
 
 
@@ -76,7 +76,7 @@ class _Meeting:
         self._is_first = False
 
     def look(self) -> bool:
-        """Give a sign of life. If no node with a lower number lives, and enough nodes do, place the ranks.
+        """Send a heartbeat. If no node with a lower number lives, and enough nodes do, place the ranks.
 
         Returns:
             Whether the ranks are placed.
@@ -87,7 +87,7 @@ class _Meeting:
         now = time.monotonic()
         self._awake_s += min(now - self._looked, 2 * self._look_s)  # who was stopped itself accuses nobody
         self._looked, self._looks = now, self._looks + 1
-        self._store.set(keys.beat(self._own.number), Sign(-self._looks).to_json())
+        self._store.set(keys.beat(self._own.number), Heartbeat(-self._looks).to_json())
         left_s = self._began + self._settings.join_timeout_s - now
         self._is_first = not any(self._living([number]) for number in range(self._own.number))
         if not self._is_first and now < self._next_word and left_s > 0:
@@ -121,23 +121,23 @@ class _Meeting:
         self._meet([number for number in numbers if number not in self._members])
         known = [number for number in numbers if number in self._members and number != self._own.number]
         values = peek(self._store, [keys.beat(number) for number in known])
-        signs = dict(zip(known, values, strict=True))
-        return [n for n in numbers if n == self._own.number or (n in signs and self._lives(n, signs[n]))]
+        received = dict(zip(known, values, strict=True))
+        return [n for n in numbers if n == self._own.number or (n in received and self._lives(n, received[n]))]
 
     def _meet(self, numbers: list[int]) -> None:
         """Read who some nodes are, if they have come."""
-        here = [n for n in numbers if self._store.check([keys.node(n), keys.beat(n)])]
-        for number, line in zip(here, peek(self._store, [keys.node(n) for n in here]), strict=True):
+        found = [n for n in numbers if self._store.check([keys.node(n), keys.beat(n)])]
+        for number, line in zip(found, peek(self._store, [keys.node(n) for n in found]), strict=True):
             member = read(keys.node(number), line, Member.from_json, None) if line else None
             if member is not None:
                 self._members[number] = member
 
     def _lives(self, number: int, value: bytes) -> bool:
         before = self._seen.get(number)
-        sign = read(keys.beat(number), value, Sign.from_json, None) if value else None
-        if before is None or sign != before.sign:
-            self._seen[number] = _Seen(sign, self._awake_s)
-        if before is not None and sign != before.sign:
+        heartbeat = read(keys.beat(number), value, Heartbeat.from_json, None) if value else None
+        if before is None or heartbeat != before.heartbeat:
+            self._seen[number] = _Seen(heartbeat, self._awake_s)
+        if before is not None and heartbeat != before.heartbeat:
             return True
         if is_dead(self._members[number]):
             self._dead.add(number)
@@ -153,17 +153,17 @@ class _Meeting:
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], number
 
     def _tell(self, living: list[int], left_s: float) -> None:
-        here = ", ".join(self._members[number].name for number in living)
+        names = ", ".join(self._members[number].name for number in living)
         died = f" {len(self._dead)} more have died while they waited." if self._dead else ""
         say(
             f"waiting for {self._settings.nnodes - len(living)} more of nnodes={self._settings.nnodes} nodes at"
-            f" {self._settings.store.endpoint}, for up to {left_s:.0f} s. Here: {here}.{died}"
+            f" {self._settings.store.endpoint}, for up to {left_s:.0f} s. Here: {names}.{died}"
         )
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The newest sign of a node, and when it came, in seconds that this process has been awake."""
+    """The newest heartbeat of a node, and when it came, in seconds that this process has been awake."""
 
-    sign: Sign | None
+    heartbeat: Heartbeat | None
     at_s: float

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_replica.control import keys
-from lightning_replica.control.unreadable import from_json
+from lightning_replica.control.untrusted import from_json
 from lightning_replica.errors import ConfigurationError, ProtocolError
-from lightning_replica.nodes.life import Sign
+from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.placement import Placement
 
 _MOST = 100_000  # nodes, over the whole run
@@ -57,7 +57,7 @@ def register(store: dist.Store, address: str, port: int, name: str) -> Member:
         if store.compare_set(keys.node(member.number), "", own) == own.encode():
             break
     store.compare_set(keys.PHASE, "", "set-up")
-    store.set(keys.beat(member.number), Sign().to_json())
+    store.set(keys.beat(member.number), Heartbeat().to_json())
     return member
 
 

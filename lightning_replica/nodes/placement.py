@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_replica.control.unreadable import from_json
+from lightning_replica.control.untrusted import from_json
 from lightning_replica.errors import ProtocolError
 
 VACANT: Final = -1

@@ -17,7 +17,7 @@ class NodeSettings:
         run_id: Name of the run.
         address: IP address of this node.
         spares: Number of further nodes that are expected. More may come.
-        node_timeout_s: Time without a sign of life after which a node is lost.
+        node_timeout_s: Time without a heartbeat after which a node is lost.
         join_timeout_s: How long to wait until all nodes have come.
         double_up_after_s: How long to wait for a node in the place of a lost one, before nodes that are left run its
             ranks too; None if they never do.
@@ -52,7 +52,7 @@ class NodeSettings:
 
     @property
     def beat_s(self) -> float:
-        """Time between two signs of life of a node, in seconds."""
+        """Time between two heartbeats of a node, in seconds."""
         return self.node_timeout_s / 6
 
     @property
@@ -60,6 +60,6 @@ class NodeSettings:
         """Time without an answer of the store after which a node ends its own ranks, in seconds.
 
         It is shorter than `node_timeout_s`: others may replace the ranks after that, and they must have ended by then.
-        It is long enough for a link that is down for half of `node_timeout_s`, just after a sign of life was due.
+        It is long enough for a link that is down for half of `node_timeout_s`, just after a heartbeat was due.
         """
         return 0.9 * self.node_timeout_s

@@ -63,11 +63,12 @@ class Account:
         generations: The log of generations; accounts are gathered through it.
         rank: This rank.
         world_size: Number of ranks.
-        born: The generation that this process was born into.
+        start_generation: The generation in which this process was started.
     """
 
-    def __init__(self, generations: Generations, rank: int, world_size: int, born: int) -> None:
-        self._generations, self._rank, self._world_size, self._born = generations, rank, world_size, born
+    def __init__(self, generations: Generations, rank: int, world_size: int, start_generation: int) -> None:
+        self._generations, self._rank, self._world_size = generations, rank, world_size
+        self._start_generation = start_generation
         self._work: _Work | None = None
         self._open: _Open | None = None
         self._reported = 0  # number of incidents so far, as far as this process has seen
@@ -214,16 +215,18 @@ class Account:
             first_good_step_s=None if error else account.good_s,
             redone_batches=facts["batches"],
             redone_s=facts["seconds"],
-            teller=facts["reporter"],
+            reporter=facts["reporter"],
             inexact=facts["inexact"],
         )
 
     def _facts(self, account: _Open) -> dict[str, Any]:
         """Return this rank's account; `merged` returns one of the same form."""
+        # Of replacements only: ranks are many.
+        starts = [[self._rank, self._start_generation]] if self._start_generation else []
         return {
             **self._own(account, self._rank),
             "base": account.base,
-            "born": [[self._rank, self._born]] if self._born else [],  # of replacements only: ranks are many
+            "starts": starts,
             "reported": self._reported,
             "moves": [asdict(move) for move in account.moves],
             "inexact": account.inexact,
@@ -250,14 +253,14 @@ def merged(accounts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         accounts: Those of the ranks, or of several together.
     """
     base = min(each["base"] for each in accounts)
-    born = sorted(pair for each in accounts for pair in each["born"])
-    replaced = sorted({rank for rank, generation in born if generation > base})
-    there = [each for each in accounts if each["reporter"] not in replaced] or list(accounts)
+    starts = sorted(pair for each in accounts for pair in each["starts"])
+    replaced = sorted({rank for rank, generation in starts if generation > base})
+    survivors = [each for each in accounts if each["reporter"] not in replaced] or list(accounts)
     moves = {(move["target"], move["source"], json.dumps(move)): move for each in accounts for move in each["moves"]}
     return {
-        **min(there, key=lambda each: int(each["reporter"])),
+        **min(survivors, key=lambda each: int(each["reporter"])),
         "base": base,
-        "born": born,
+        "starts": starts,
         "replaced": replaced,
         "reported": max(each["reported"] for each in accounts),
         "moves": [moves[key] for key in sorted(moves)],

@@ -57,7 +57,7 @@ def conclude(reports: Sequence[Report], table: Table, max_tries: int, advice: st
     """
     check_settings(reports, advice)
     plan = make_plan(reports, table, max_tries)
-    replaced = tuple(report.rank for report in reports if report.newborn)
+    replaced = tuple(report.rank for report in reports if report.is_replacement)
     held = {report.rank: report.groups for report in reports if report.groups != Held()}
     return Conclusion(plan, replaced, max(report.tries for report in reports), held)
 

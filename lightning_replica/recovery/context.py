@@ -12,16 +12,16 @@ from lightning_replica.recovery.planner import Move
 class RecoveryContext:
     """What is known in one phase of a recovery.
 
-    From "regroup" on it is the same on every rank, except for ``rank``, ``newborn`` and, where ranks have joined at
-    different times, ``faults``.
+    From "regroup" on it is the same on every rank, except for ``rank``, ``is_replacement`` and, where ranks have joined
+    at different times, ``faults``.
 
     Attributes:
         phase: The phase.
         rank: This rank.
         world_size: Number of ranks.
         generation: In "stop" and "clean" the generation that is over, from "regroup" on the new one. On a
-            replacement the one that it was born into, until it joins the others.
-        newborn: Whether this process is a replacement that joins in this recovery.
+            replacement the one in which it was started, until it joins the others.
+        is_replacement: Whether this process is a replacement that joins in this recovery.
         faults: The faults that ended the generations which this recovery leaves behind, oldest first, as far as they
             are known.
         step: Updates of this fit that are applied when training resumes; None before "repair". After a resume from a
@@ -36,13 +36,18 @@ class RecoveryContext:
     rank: int
     world_size: int
     generation: int
-    newborn: bool
+    is_replacement: bool
     faults: tuple[Fault, ...]
     step: int | None = None
     kind: Kind | None = None
     replaced: tuple[int, ...] = ()
     forward: tuple[int, ...] = ()
     moves: tuple[Move, ...] = ()
+
+    @property
+    def newborn(self) -> bool:
+        """The former name of `is_replacement`."""
+        return self.is_replacement
 
     @property
     def survivors(self) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class Incident:
         first_good_step_s: Seconds from the first fault to the end of the first good step; None if there is none.
         redone_batches: Batches that were begun but led to no step.
         redone_s: Seconds that were spent on these batches.
-        teller: The rank that reports the incident; it reports its own times.
+        reporter: The rank that reports the incident; it reports its own times.
         inexact: What is not exact after the recovery, as far as any rank has found out: the reasons, by name.
     """
 
@@ -79,8 +79,13 @@ class Incident:
     first_good_step_s: float | None
     redone_batches: int
     redone_s: float
-    teller: int
+    reporter: int
     inexact: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def teller(self) -> int:
+        """The former name of `reporter`."""
+        return self.reporter
 
     @property
     def fault(self) -> Fault:
@@ -183,7 +188,7 @@ class Incident:
             first_good_step_s=None if first is None else float(first),
             redone_batches=int(redone["batches"]),
             redone_s=float(redone["seconds"]),
-            teller=-1,  # the line does not say
+            reporter=-1,  # the line does not say
             inexact={str(name): str(why) for name, why in record.get("inexact", {}).items()},
         )
 

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
 from lightning_replica.core.digests import Digest
+from lightning_replica.core.pending_work import Work, track
 from lightning_replica.core.plain import Pieces
 from lightning_replica.core.ranges import ranged
 from lightning_replica.core.recoverable import Kind
-from lightning_replica.core.works import Work, track
 from lightning_replica.recovery.planner import Mirror
 
 _HEADER = struct.Struct("<qqqqqqq")  # step, number of pieces, length of what follows, CRC-32 of the table, digest

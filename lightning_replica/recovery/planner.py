@@ -37,7 +37,7 @@ class Report:
         raised: The rank's own exception that stopped it; empty if other ranks stopped it.
         device: The error of its device that stopped it; empty if none did.
         damaged_from: Ranks whose data has arrived damaged at this rank in this recovery.
-        newborn: Whether it is a new process in its first recovery. It may have received its state by now.
+        is_replacement: Whether it is a new process in its first recovery. It may have received its state by now.
         hook: The recovery hook that failed last on this rank in this recovery, and its error.
         hook_failures: How often hooks have failed on this rank in this recovery.
         corrupted: How its shard was found to be wrong, in which case it is not ``intact``; empty if it was not.
@@ -63,7 +63,7 @@ class Report:
     tries: int = 0
     raised: str = ""
     damaged_from: tuple[int, ...] = ()
-    newborn: bool = False
+    is_replacement: bool = False
     hook: str = ""
     hook_failures: int = 0
     corrupted: str = ""
@@ -79,7 +79,7 @@ class Report:
     @classmethod
     def of_nothing(cls, rank: int) -> "Report":
         """Return the report of a replacement that has nothing yet, or of a rank that is gone."""
-        return cls(rank, -1, False, False, -1, (), (), (), newborn=True)
+        return cls(rank, -1, False, False, -1, (), (), (), is_replacement=True)
 
     @property
     def is_empty(self) -> bool:
@@ -210,7 +210,7 @@ def _can_resume(reports: Sequence[Report], step: int) -> bool:
     """
     links = reports[0].links
     return any(links) and all(
-        report.links == links and report.resumed != step and not report.newborn for report in reports
+        report.links == links and report.resumed != step and not report.is_replacement for report in reports
     )
 
 

@@ -15,8 +15,8 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grid import Table
 from lightning_replica.core.options import RecoveryOptions
+from lightning_replica.core.pending_work import Work
 from lightning_replica.core.recoverable import HostState, Recoverable
-from lightning_replica.core.works import Work
 from lightning_replica.errors import HookError, RecoveryError, TransferError
 from lightning_replica.groups.world import ProcessGroups
 from lightning_replica.recovery.conclusion import Conclusion, conclude, read_reports
@@ -97,7 +97,7 @@ class Recovery:
         self._damaged_from: list[int] = []  # the source of each damaged transfer in this recovery
         self._job = generations.job()
         # Of the recovery under way:
-        self._newborn, self._left = False, 0  # `_left`: the generation in which this rank last trained
+        self._is_replacement, self._left = False, 0  # `_left`: the generation in which this rank last trained
         self._hook_failures, self._hook_said = 0, ""
         self._moves: list[Transferred] = []
         self.planned_step = -1
@@ -115,7 +115,7 @@ class Recovery:
         self,
         state: Recoverable,
         host: HostState,
-        newborn: bool,
+        is_replacement: bool,
         own: OwnFault | None = None,
     ) -> Outcome:
         """Bring this rank, together with all others, to one step.
@@ -123,18 +123,18 @@ class Recovery:
         Args:
             state: The sharded state. On a replacement its contents do not matter.
             host: The rest of the state.
-            newborn: Whether this rank is a replacement.
+            is_replacement: Whether this rank is a replacement.
             own: The rank's own fault that stopped it; None if other ranks stopped it.
 
         Raises:
             RecoveryError: If the run cannot continue.
             DeviceLostError: If this process cannot continue; the other ranks can recover without it.
         """
-        timeline, self._left = Timeline(), self.generation - newborn
-        self._is_empty = self._newborn = newborn
+        timeline, self._left = Timeline(), self.generation - is_replacement
+        self._is_empty = self._is_replacement = is_replacement
         self._own, self._damaged_from = own, []
         self._hook_failures, self._hook_said, self._moves = 0, "", []
-        fault = None if newborn else self._fault(state, own)
+        fault = None if is_replacement else self._fault(state, own)
         while True:
             try:
                 plan = self._attempt(state, host, fault, timeline)
@@ -150,8 +150,8 @@ class Recovery:
                 # An error in the middle of a recovery: the next generation begins, unless it is a bug or final.
                 self._own = begins_again(error, self._groups.device) or self._own
                 log.info("rank %d: recovery starts again: %s", self._rank, error)
-                is_told = self._own is None or self._own.is_exception  # the log has it since the recovery began
-                fault = self._fault(state, None if is_told else self._own, str(error))
+                is_reported = self._own is None or self._own.is_exception  # the log has it since the recovery began
+                fault = self._fault(state, None if is_reported else self._own, str(error))
                 if timeline.elapsed_s > self._options.rendezvous_timeout_s:
                     raise RecoveryError(
                         f"Recovery has not completed within {timeline.elapsed_s:.0f} s: {error}"
@@ -245,7 +245,7 @@ class Recovery:
             rank=self._rank,
             world_size=self._table.size,
             generation=self.generation,
-            newborn=self._newborn,
+            is_replacement=self._is_replacement,
             faults=tuple(self._generations.fault(k) for k in range(self._left + 1, newest + 1)),
             replaced=replaced,
         )
@@ -278,7 +278,7 @@ class Recovery:
             tries=tries if step == state.step else 0,
             raised=own.text if own is not None and own.is_exception else "",
             damaged_from=tuple(self._damaged_from),
-            newborn=self._newborn,
+            is_replacement=self._is_replacement,
             hook=self._hook_said,
             hook_failures=self._hook_failures,
             corrupted=state.corrupted,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_replica._compat.torch import as_bytes
 from lightning_replica.core import plain
-from lightning_replica.core.works import Work, track
+from lightning_replica.core.pending_work import Work, track
 from lightning_replica.devices.host import transfer_buffer
 from lightning_replica.errors import RecoveryError, TransferError
 from lightning_replica.groups.world import ProcessGroups

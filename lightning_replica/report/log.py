@@ -29,7 +29,7 @@ class IncidentLog:
             rank: This rank.
         """
         known, line = (incident.time, incident.generation), incident.to_json()
-        if incident.teller == rank:
+        if incident.reporter == rank:
             self._write([*filter(None, [self._last]), (known, line)])
         self._last = known, line
 
@@ -37,10 +37,10 @@ class IncidentLog:
         """Append those of ``lines`` that are not in the file yet."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            there = self._path.read_bytes() if self._path.exists() else b""
-            written = {_known(line) for line in there.splitlines()}
+            content = self._path.read_bytes() if self._path.exists() else b""
+            written = {_known(line) for line in content.splitlines()}
             text = "".join(f"{line}\n" for known, line in lines if known not in written)
-            if there and not there.endswith(b"\n"):
+            if content and not content.endswith(b"\n"):
                 text = f"\n{text}"  # a process died in the middle of a line
             append(self._path, text)
         except OSError as error:  # no reason to end a training that has just recovered

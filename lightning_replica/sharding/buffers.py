@@ -121,13 +121,13 @@ class Buffers(Values):
 
     def show(self, used: Sequence[bool]) -> None:
         """Give every parameter that ``used`` marks its view as gradient, and the others None."""
-        for parameter, view, there in zip(self.parameters, self._grad_views, used, strict=True):
-            parameter.grad = like(parameter, view.detach()) if there else None
+        for parameter, view, is_used in zip(self.parameters, self._grad_views, used, strict=True):
+            parameter.grad = like(parameter, view.detach()) if is_used else None
 
     def gradients_in(self, flat: Tensor, present: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that ``present`` marks, as views of ``flat``, which is laid out as ``grads``."""
         parts = zip(self.parameters, self._forms, self.layout.world, present, strict=True)
-        return {parameter: view_like(form, flat, where) for parameter, form, where, there in parts if there}
+        return {parameter: view_like(form, flat, where) for parameter, form, where, is_present in parts if is_present}
 
     def drop_gradients(self) -> None:
         """Remove the gradient of every parameter."""

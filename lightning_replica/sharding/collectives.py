@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica._compat.torch import all_gather_single
-from lightning_replica.core.works import Check, Ordered, Work, track, wait
+from lightning_replica.core.pending_work import Check, Ordered, Work, track, wait
 from lightning_replica.devices import host
 from lightning_replica.sharding.layout import Range
 

@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.inexact import Report, warn
+from lightning_replica.core.pending_work import Check
 from lightning_replica.core.recoverable import Recoverable
-from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.buffers import OF_PARAMETERS
 from lightning_replica.sharding.carried import CARRIED_BYTES

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from lightning_replica.core.pending_work import Check, Work, wait
 from lightning_replica.core.points import reach
-from lightning_replica.core.works import Check, Work, wait
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers

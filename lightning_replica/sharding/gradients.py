@@ -7,8 +7,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from lightning_replica.core.grid import Grid
+from lightning_replica.core.pending_work import Check
 from lightning_replica.core.ranges import ranged
-from lightning_replica.core.works import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import shared, voting
 from lightning_replica.sharding.backup import GradientCopy

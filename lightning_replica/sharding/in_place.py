@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_replica.core.works import Check
+from lightning_replica.core.pending_work import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.gathering import gather
 from lightning_replica.sharding.shared import SharedMemory
@@ -27,23 +27,23 @@ class InPlace(Values):
 
     def _main(self) -> Tensor:
         (bucket,) = self.layout.buckets
-        return super()._main() if self._is_apart() else part_of(self.params, bucket.pieces[self._place])
+        return super()._main() if self._is_separate() else part_of(self.params, bucket.pieces[self._place])
 
-    def _is_apart(self) -> bool:
+    def _is_separate(self) -> bool:
         return self.block.main.dtype != self.params.dtype
 
     def is_params(self) -> bool:
         """Return whether the parameters hold the shard's values; always so where these lie there."""
-        return not self._is_apart() or super().is_params()
+        return not self._is_separate() or super().is_params()
 
     def main_from_params(self) -> None:
         """Take the shard's values from the parameters, but keep 32-bit values that round to the 16-bit parameters."""
-        if self._is_apart():
+        if self._is_separate():
             super().main_from_params()
 
     def params_from_main(self) -> None:
         """Copy the shard's values into the parameters, before they are gathered."""
-        if self._is_apart():
+        if self._is_separate():
             super().params_from_main()
 
 

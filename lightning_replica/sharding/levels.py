@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica.core.works import Work
+from lightning_replica.core.pending_work import Work
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.buffers import Buffers

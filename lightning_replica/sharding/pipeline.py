@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from lightning_replica.core.pending_work import Check, Ordered, wait
 from lightning_replica.core.points import reach
-from lightning_replica.core.works import Check, Ordered, wait
 from lightning_replica.sharding.levels import IN_FLIGHT, Job, Stage
 
 

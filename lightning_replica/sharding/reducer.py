@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_replica.core.pending_work import Check
 from lightning_replica.core.points import reach
-from lightning_replica.core.works import Check
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.buffers import Buffers

@@ -193,11 +193,11 @@ class ReplicaOptimizer(Optimizer, Joinable):
             return
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         present = [parameter.grad is not None for parameter in parameters]
-        there = torch.tensor(present, dtype=torch.uint8, device=self.join_device)
-        dist.broadcast(there, source, group=self._group)
-        for parameter, is_there in zip(parameters, there.tolist(), strict=True):
+        flags = torch.tensor(present, dtype=torch.uint8, device=self.join_device)
+        dist.broadcast(flags, source, group=self._group)
+        for parameter, is_present in zip(parameters, flags.tolist(), strict=True):
             gradient = None
-            if is_there:
+            if is_present:
                 gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 dist.broadcast(gradient, source, group=self._group)
             if not has_inputs:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica.core.machine import machine
-from lightning_replica.core.works import Check, Work, track, wait
+from lightning_replica.core.pending_work import Check, Work, track, wait
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives
 from lightning_replica.sharding.layout import Bucket, Range
@@ -246,5 +246,5 @@ def connect(groups: Groups, check: Check, blocks: Sequence[tuple[Block, Sequence
     return None if windows is None or failed.item() else SharedMemory(groups, group, check, windows)
 
 
-def _copy(to: Tensor, where: Range, source: Tensor, there: Range) -> None:
-    to[where.start : where.stop].copy_(source[there.start : there.stop])
+def _copy(to: Tensor, where: Range, source: Tensor, source_range: Range) -> None:
+    to[where.start : where.stop].copy_(source[source_range.start : source_range.stop])

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_replica.core.digests import Digest
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.inexact import Report, warn
+from lightning_replica.core.pending_work import Check, finish
 from lightning_replica.core.points import reach
 from lightning_replica.core.ranges import ranged
-from lightning_replica.core.works import Check, finish
 from lightning_replica.errors import ProtocolError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives, moving
@@ -237,13 +237,13 @@ class ShardedState:
                 self._update(self.optimizers, self.committed)
             self._guard.renew(self.step + 1, self.optimizers)
         self._keep_gradients()
-        self._tell_of_updates()
+        self._report_updates()
         self.step, self._is_new = self.step + 1, False
         self._backup = self._before_window = self._before_hooks = self._gradients_before = None
         self._idle()
 
-    def _tell_of_updates(self) -> None:
-        """Tell of what updates have written to optimizers and what can be neither sent nor saved."""
+    def _report_updates(self) -> None:
+        """Report what updates have written to optimizers and what can be neither sent nor saved."""
         for number, optimizer in enumerate(self.optimizers):
             for name in optimizer.lost_attributes():
                 why = "updates change it, and it is no plain data: neither a replacement nor a checkpoint has it"
@@ -454,7 +454,7 @@ class ShardedState:
         moving.import_shard(self.optimizers, manifest, receive)
         self._gradients_lost = False
         if self._is_new:
-            self._tell_of_attributes(manifest)
+            self._report_attributes(manifest)
         self._is_new = False
         with self._fence:  # all of it has arrived when the fence is left
             self._guard.reset(manifest["step"], self.optimizers)
@@ -462,7 +462,7 @@ class ShardedState:
         self.step = manifest["step"]
         self._idle()
 
-    def _tell_of_attributes(self, manifest: dict[str, Any]) -> None:
+    def _report_attributes(self, manifest: dict[str, Any]) -> None:
         for number, (_, left) in enumerate(manifest["attributes"]):
             for name in left:
                 why = "it is no plain data, so a replacement has what its script gives it"

@@ -19,7 +19,7 @@ def pack(present: Sequence[bool], world_size: int) -> list[float]:
     bits = world_size.bit_length()
     per_number = _EXACT_BITS // bits
     return [
-        float(sum(1 << (bits * place) for place, there in enumerate(present[start : start + per_number]) if there))
+        float(sum(1 << (bits * place) for place, flag in enumerate(present[start : start + per_number]) if flag))
         for start in range(0, len(present), per_number)
     ]
 

@@ -89,8 +89,8 @@ class UserWrites:
         for each in buffers:
             for world, local in each.shard_ranges():
                 if left < _parts_in(world):
-                    here = slice(left * _PART, (left + 1) * _PART)
-                    params, main = part_of(each.params, world)[here], part_of(each.main, local)[here]
+                    part = slice(left * _PART, (left + 1) * _PART)
+                    params, main = part_of(each.params, world)[part], part_of(each.main, local)[part]
                     return not same_bits(params, main.to(params.dtype))
                 left -= _parts_in(world)
         return False

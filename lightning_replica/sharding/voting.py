@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_replica.core.works import Check
+from lightning_replica.core.pending_work import Check
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding import collectives, usage
 from lightning_replica.sharding.buffers import Buffers

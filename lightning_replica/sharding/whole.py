@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_replica.core import plain
 from lightning_replica.core.exchange import all_gather_bytes
-from lightning_replica.core.works import Check, finish
+from lightning_replica.core.pending_work import Check, finish
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.groups.membership import Groups
 from lightning_replica.sharding.gathering import gather

@@ -27,16 +27,16 @@ class CheckpointFiles:
     Args:
         store: The store in which a replacement finds the record.
         callbacks: The trainer's callbacks; others than `ModelCheckpoint` are ignored.
-        newborn: Whether this process is a replacement.
+        is_replacement: Whether this process is a replacement.
         writes: Whether this rank keeps the record.
         report: Called with checkpoints that the predecessor was still writing when it was lost.
     """
 
     def __init__(
-        self, store: Store, callbacks: Sequence[Callback], newborn: bool, writes: bool, report: Report = warn
+        self, store: Store, callbacks: Sequence[Callback], is_replacement: bool, writes: bool, report: Report = warn
     ) -> None:
-        self._written = Written(store, "checkpoints", newborn and writes)
-        self._writes, self._report, self._joins = writes, report, newborn and writes
+        self._written = Written(store, "checkpoints", is_replacement and writes)
+        self._writes, self._report, self._joins = writes, report, is_replacement and writes
         self._callbacks = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in self._callbacks:
             vars(callback)["file_exists"] = self._exists(callback)
@@ -90,8 +90,8 @@ class CheckpointFiles:
 
     def _exists(self, callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
-            there = self._writes and checkpoint_exists(callback, filepath)
-            there = there and not self._written.is_there(os.fspath(filepath))
-            return bool(trainer.strategy.broadcast(there))
+            exists = self._writes and checkpoint_exists(callback, filepath)
+            exists = exists and not self._written.is_there(os.fspath(filepath))
+            return bool(trainer.strategy.broadcast(exists))
 
         return file_exists

@@ -33,8 +33,8 @@ class LoggerRows:
     Args:
         store: The store in which a replacement finds what was written.
         loggers: The trainer's loggers.
-        newborn: Whether this process is a replacement. It writes nothing until it has joined, because until then it
-            could only repeat its predecessor.
+        is_replacement: Whether this process is a replacement. It writes nothing until it has joined, because until
+            then it could only repeat its predecessor.
         named: Returns what has a name beside the loggers. A logger may refer to it, and does not contain it.
         report: Called with a logger that keeps rows in memory, which a replacement lacks.
     """
@@ -43,12 +43,12 @@ class LoggerRows:
         self,
         store: Store,
         loggers: Sequence[Logger],
-        newborn: bool,
+        is_replacement: bool,
         named: Callable[[], Anchors] = lambda: Anchors({}),
         report: Report = warn,
     ) -> None:
-        self._written, self._joining, self._report = Written(store, "rows", newborn), newborn, report
-        unclear = [number for number, logger in enumerate(loggers) if newborn and is_users(logger)]
+        self._written, self._joining, self._report = Written(store, "rows", is_replacement), is_replacement, report
+        unclear = [number for number, logger in enumerate(loggers) if is_replacement and is_users(logger)]
         self._memory = {number: _Memory(loggers[number], number, named) for number in unclear}
         self._lengths: dict[int, Lengths | None] = {}  # of files after the last row, by number of the logger
         self._training = False

@@ -50,11 +50,11 @@ class LoopResults:
     Args:
         blobs: Where every process that may replace a rank finds them; None if no rank can be replaced.
         rank: This rank.
-        alike: The ranks that have the same part of the model, itself included.
+        same_part: The ranks that have the same part of the model, itself included.
     """
 
-    def __init__(self, blobs: Blobs | None, rank: int, alike: Sequence[int]) -> None:
-        self._blobs, self._rank, self._alike, self._place = blobs, rank, tuple(alike), alike.index(rank)
+    def __init__(self, blobs: Blobs | None, rank: int, same_part: Sequence[int]) -> None:
+        self._blobs, self._rank, self._same_part, self._place = blobs, rank, tuple(same_part), same_part.index(rank)
         self._kept: tuple[int, LoopResult] | None = None
 
     def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[bytes, bytes]]) -> None:
@@ -77,7 +77,7 @@ class LoopResults:
 
     def _share(self, parameter: Tensor) -> Tensor:
         flat = local_of(parameter).detach().reshape(-1)
-        ranks = len(self._alike)
+        ranks = len(self._same_part)
         return flat[_start(flat, self._place, ranks) : _start(flat, self._place + 1, ranks)]
 
     def write(self) -> str:
@@ -109,7 +109,7 @@ class LoopResults:
         Raises:
             RecoveryError: If there is no such result, or if it does not fit ``module``.
         """
-        results = [self._read(loop, rank) for rank in self._alike]
+        results = [self._read(loop, rank) for rank in self._same_part]
         follow(module, Outline(**results[0].outline), results[0].buffers)
         with torch.no_grad():
             for name, parameter in module.named_parameters():

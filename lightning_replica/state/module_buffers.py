@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core import plain
 from lightning_replica.core.inexact import Report
+from lightning_replica.core.pending_work import Work
 from lightning_replica.core.ranges import ranged
-from lightning_replica.core.works import Work
 from lightning_replica.devices.host import on_host
 from lightning_replica.state.objects.contents import Contents, Held, plain_of, same_pairs
 

@@ -100,7 +100,7 @@ class Reachable:
         sizes = [len(group["params"]) for each in self._trainer.optimizers for group in each.param_groups]
         marked = [id(each) for each in (*tree.parameters, *tree.buffers.values()) if each.__dict__ and _is_marked(each)]
         of_rank = [watch.of_rank() for _, _, watch in _watched(self._trainer)]
-        self._tell_of_both()
+        self._report_both()
         seen = [loaders, marked, sizes, of_rank]
         if tree is not self._tree or seen != [self._loaders, self._marked, self._sizes, self._of_rank]:
             self._tree = tree
@@ -108,7 +108,7 @@ class Reachable:
             self._roots = [*_roots(self._trainer, tree), *self._variables.of(self._trainer, tree)]
             self._anchors = anchors_of(self._trainer)
 
-    def _tell_of_both(self) -> None:
+    def _report_both(self) -> None:
         for name, _, watch in _watched(self._trainer):
             for attribute in watch.of_both:
                 why = "updates and other code write to it; what other code has written does not go back with a batch"
@@ -184,9 +184,9 @@ class Reachable:
         own = self.signature(taken)
         for name in differences(own, expected):
             if name.startswith(_HOOKS):
-                here, there = own.get(name, "none"), expected.get(name, "none")
+                local, others = own.get(name, "none"), expected.get(name, "none")
                 self._report(
-                    name, f"in this replacement there are other ones ({here}) than on other ranks ({there})", "once"
+                    name, f"in this replacement there are other ones ({local}) than on other ranks ({others})", "once"
                 )
             elif name in own and name in expected:
                 self._report(name, "in this replacement it refers to something else than on the other ranks", "once")
@@ -195,8 +195,8 @@ class Reachable:
         """Report where other hooks are registered than when the checkpoint was written."""
         now = names_of(self._trainer.lightning_module)
         for name in differences(now, saved):
-            here, there = now.get(name, "none"), saved.get(name, "none")
-            why = f"in this run there are other ones ({here}) than when its checkpoint was written ({there})"
+            present, former = now.get(name, "none"), saved.get(name, "none")
+            why = f"in this run there are other ones ({present}) than when its checkpoint was written ({former})"
             self._report(_HOOKS + name, why, "once")
 
     def whole(self, taken: Taken) -> list[Any]:

@@ -136,13 +136,13 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _changed(what: str, there: Collection[str], here: Collection[str]) -> RecoveryError:
-    more, fewer = ([name for name in a if name not in b] for a, b in ((there, here), (here, there)))
+def _changed(what: str, expected: Collection[str], found: Collection[str]) -> RecoveryError:
+    more, fewer = ([name for name in a if name not in b] for a, b in ((expected, found), (found, expected)))
     again = "a process that runs the script again"
     if more or fewer:
         difference = f"have the {what} {_some(more)}, but {again} has {_some(fewer)} instead"
     else:
-        difference = f"have the {what} in the order {_some(there)}, but {again} has {_some(here)}"
+        difference = f"have the {what} in the order {_some(expected)}, but {again} has {_some(found)}"
     return RecoveryError(
         "The structure of the model has changed in training, so a lost rank cannot be replaced: the ranks that trained"
         f" {difference}. Create all submodules and parameters in the model's constructor or in `configure_model`. Of"

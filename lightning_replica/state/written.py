@@ -18,20 +18,20 @@ class Written:
     Args:
         store: The store in which a replacement finds the record.
         what: The name of the kind.
-        newborn: Whether this process is a replacement, and begins with its predecessor's record.
+        is_replacement: Whether this process is a replacement, and begins with its predecessor's record.
 
     Attributes:
         begun: What the predecessor has begun to write, and what it has noted with it; None if it has written all of it.
     """
 
-    def __init__(self, store: Store, what: str, newborn: bool) -> None:
+    def __init__(self, store: Store, what: str, is_replacement: bool) -> None:
         self._store, self._key = store, keys.written(what)
         self._since: dict[tuple[Kind, int], list[str]] = {}
-        self._there: Counter[str] = Counter()  # what was written before this rank went back, and will be again
+        self._written_before: Counter[str] = Counter()  # what was written before this rank went back, and will be again
         self._back: tuple[Kind, int] | None = None  # the snapshot that this rank has gone back to
         self._anew: set[tuple[Kind, int]] = set()  # snapshots taken since then
         self.begun: tuple[str, Any] | None = None
-        if newborn and store.check([self._key]):
+        if is_replacement and store.check([self._key]):
             since, begun = json.loads(store.get(self._key))
             self._since = {(kind, step): things for kind, step, things in since}
             self.begun = None if begun is None else (begun[0], begun[1])
@@ -47,14 +47,14 @@ class Written:
             self._since = {key: things for key, things in self._since.items() if key[1] >= step}
         else:  # a rank that went back to before the commit has written nothing of what comes after it
             self._back = None
-            self._there.clear()
+            self._written_before.clear()
         self._since[kind, step] = []
         self._anew.add((kind, step))
 
     def restored(self, kind: Kind, step: int) -> None:
         """Note that this rank goes back to a snapshot, or, as a replacement, takes its predecessor's place there."""
         self._back, self._anew = (kind, step), set()
-        self._there = Counter(self._since.setdefault((kind, step), []))
+        self._written_before = Counter(self._since.setdefault((kind, step), []))
 
     def wait_for_store(self) -> None:
         """Wait until the store answers; see `begin`."""
@@ -79,12 +79,12 @@ class Written:
 
     def is_there(self, thing: str) -> bool:
         """Return whether a thing was written before this rank went back, and has not been written again."""
-        return self._there[thing] > 0
+        return self._written_before[thing] > 0
 
     def add(self, thing: str) -> None:
         """Note that a thing is written, or was there already."""
         again = self.is_there(thing)
-        self._there[thing] -= again
+        self._written_before[thing] -= again
         for key, things in self._since.items():
             if not again or key in self._anew:
                 things.append(thing)  # otherwise the record has it already

@@ -73,12 +73,12 @@ class EtcdStore(dist.Store):
         As in TCPStore, a key that has no value gets one only if ``expected`` is empty. Otherwise ``expected`` is
         returned, and the key still has none.
         """
-        there = _to_bytes(expected)
-        found: _Entry | None = self._entry(key) if there else _Entry(b"", 0)
+        before = _to_bytes(expected)
+        found: _Entry | None = self._entry(key) if before else _Entry(b"", 0)
         while found is not None:
-            if there and not found.revision:
-                return there
-            if found.value != there:
+            if before and not found.revision:
+                return before
+            if found.value != before:
                 return found.value
             found = self._change(key, _put(key, desired), found.revision)
         return _to_bytes(desired)

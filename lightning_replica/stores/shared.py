@@ -12,7 +12,7 @@ from lightning_replica.stores.reach import reach
 
 T = TypeVar("T")
 
-Heir: TypeAlias = Callable[[int], Address]
+Failover: TypeAlias = Callable[[int], Address]
 """Waits until the nodes have agreed on the n-th store that takes the place of a lost one, and returns its address."""
 
 _PAUSE_S: Final = 0.2
@@ -28,12 +28,12 @@ class SharedStore(dist.Store):
 
     Args:
         address: The address of the first store.
-        heir: Finds the next one.
+        failover: Finds the next one.
     """
 
-    def __init__(self, address: Address, heir: Heir) -> None:
+    def __init__(self, address: Address, failover: Failover) -> None:
         super().__init__()
-        self._address, self._heir, self._moves = address, heir, 0
+        self._address, self._failover, self._moves = address, failover, 0
         self._store: dist.Store | None = None
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
@@ -43,7 +43,7 @@ class SharedStore(dist.Store):
                 return question(self._store)
             except ConnectionRefusedError:
                 self._moves += 1
-                self._address = self._heir(self._moves)
+                self._address = self._failover(self._moves)
             except (OSError, dist.DistNetworkError):
                 self._store = None
                 time.sleep(_PAUSE_S)

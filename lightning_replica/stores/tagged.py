@@ -72,15 +72,15 @@ class TaggedStore(dist.Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Give ``key`` the value ``desired`` if it has the value ``expected``, or none; return its value."""
-        there, new = self._with_tag(key, expected) if expected else b"", self._with_tag(key, desired)
+        current, new = self._with_tag(key, expected) if expected else b"", self._with_tag(key, desired)
         while True:
-            found = self._store.compare_set(key, there, new)  # type: ignore[arg-type]
+            found = self._store.compare_set(key, current, new)  # type: ignore[arg-type]
             value = self._value(key, found)
             if value is not None and (value or expected or found == new):
                 return value
             if value is None and expected:
                 return _to_bytes(expected)  # torch's answer where a key has no value
-            there = found  # no valid value, or an empty one, which is the same as none here
+            current = found  # no valid value, or an empty one, which is the same as none here
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value. Counters carry no tags."""

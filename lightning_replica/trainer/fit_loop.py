@@ -168,7 +168,7 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
         self._follow_sanity_check()
         self.setup_data()
         loaded = self.strategy.resumption(self.trainer)
-        if self.strategy.session.succession.remembered("skips", lambda: self._skips(loaded)):
+        if self.strategy.session.handoff.remembered("skips", lambda: self._skips(loaded)):
             return
         self.reset()
         self.on_run_start()
@@ -250,9 +250,9 @@ class ReplicaFitLoop(_HasStrategy, RemembersSetup, _FitLoop):
         A replacement runs no sanity check. A dataset may draw its contents when it is made, so the order matters. The
         generators that the sanity check draws from are put back after it, and they are put back here too.
         """
-        succession = self.strategy.session.succession
-        if succession.remembered("validation data", lambda: self._validates_already):
-            with isolate_rng(), succession.journal.reading_left_out():
+        handoff = self.strategy.session.handoff
+        if handoff.remembered("validation data", lambda: self._validates_already):
+            with isolate_rng(), handoff.journal.reading_left_out():
                 self._set_up_validation()
 
     @property

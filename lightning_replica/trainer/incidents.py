@@ -26,8 +26,10 @@ class Incidents:
 
     def __init__(self, trainer: pl.Trainer, session: Session, hooks: Hooks) -> None:
         self._trainer, self._session, self._hooks = trainer, session, hooks
-        self._account = Account(session.world.generations, session.rank, session.world.size, session.world.born)
-        self._untold: list[Incident] = []
+        self._account = Account(
+            session.world.generations, session.rank, session.world.size, session.world.start_generation
+        )
+        self._unpublished: list[Incident] = []
         self._shown = ""  # the last exception whose traceback was printed
         self._batches, self._since = 0, time.monotonic()  # batches begun since the last step, and when the first began
 
@@ -47,9 +49,9 @@ class Incidents:
         self._nothing_begun()
         self._shown = ""
 
-    def born(self) -> None:
+    def started_as_replacement(self) -> None:
         """Record the fault because of which this replacement was started."""
-        self._account.fault(self._session.world.born - 1, 0, 0, 0.0)
+        self._account.fault(self._session.world.start_generation - 1, 0, 0, 0.0)
 
     def fault(self, step: int) -> None:
         """Record that a fault has stopped this rank, with ``step`` updates applied."""
@@ -68,23 +70,23 @@ class Incidents:
     def went_on(self, outcome: Outcome) -> None:
         """Record that a recovery has succeeded."""
         self._nothing_begun()
-        self._untold += self._account.went_on(outcome, self._trainer.current_epoch)
+        self._unpublished += self._account.went_on(outcome, self._trainer.current_epoch)
 
     def _nothing_begun(self) -> None:
         self._batches, self._since = 0, time.monotonic()
 
-    def tell(self, step: int | None) -> None:
+    def publish(self, step: int | None) -> None:
         """Report the incidents that are over. If a user's hook raises, the rest is reported by the next call.
 
         Args:
             step: The step that all ranks have done; None at the end of training.
         """
         generations = self._session.world.generations
-        self._untold += self._account.close(step)
-        while self._untold:
-            incident = self._untold.pop(0)
+        self._unpublished += self._account.close(step)
+        while self._unpublished:
+            incident = self._unpublished.pop(0)
             # The supervisor has said of a run that was asked to end that it was.
-            if incident.teller == self._session.rank and not (incident.failed and generations.was_asked()):
+            if incident.reporter == self._session.rank and not (incident.failed and generations.stop_was_requested()):
                 say(describe(incident))
             self._hooks.incident(incident)
 
@@ -92,7 +94,7 @@ class Incidents:
         """Report that the run cannot continue because of ``error``. A failure here must not hide that: it is logged."""
         try:
             generation, epoch = self._session.world.generations.current, self._trainer.current_epoch
-            self._untold.append(self._account.failed(error, generation, step, epoch))
-            self.tell(None)
+            self._unpublished.append(self._account.failed(error, generation, step, epoch))
+            self.publish(None)
         except Exception:
             log.warning("rank %d: the incident could not be reported", self._session.rank, exc_info=True)

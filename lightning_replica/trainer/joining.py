@@ -174,7 +174,7 @@ class Joining:
         ready = self._loop.epoch_loop.batch_progress.current.ready
         for present in (self._of_epoch.present(ready, 0), self._present, self._of_epoch.present(ready - 1, 0)):
             if any(present):  # a replacement and a fit that resumes have not begun a step
-                return max(rank for rank, here in enumerate(present) if here)
+                return max(rank for rank, is_present in enumerate(present) if is_present)
         return 0
 
     @property

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_replica._compat.lightning import length_of
 from lightning_replica._compat.lightning_names import CombinedLoader, Strategy, pl, sized_len
 from lightning_replica.core.exchange import all_gather_bytes
-from lightning_replica.core.works import Check
+from lightning_replica.core.pending_work import Check
 from lightning_replica.errors import ConfigurationError
 
 UNSIZED = -1

@@ -1,7 +1,7 @@
 """Lightning's own collectives (`strategy.reduce`, `all_gather`, `broadcast`), waited for in slices.
 
 Lightning's helpers block in C++ until the operation ends. If gloo loses the wake-up, a rank that waits there does not
-notice that the next generation has begun (see [Note: destructors may block] in core/works.py).
+notice that the next generation has begun (see [Note: destructors may block] in core/pending_work.py).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_replica.core import plain
-from lightning_replica.core.works import Work
+from lightning_replica.core.pending_work import Work
 from lightning_replica.errors import ConfigurationError
 
 Wait = Callable[[Work, Tensor], None]

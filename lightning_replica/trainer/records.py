@@ -27,9 +27,9 @@ class Records:
         recovers, store = session.options.recovery, session.world.generations.store
         writes = recovers and trainer.is_global_zero
         saving = trainer.checkpoint_callbacks if recovers else ()
-        self.files = CheckpointFiles(store, saving, session.newborn, writes, report)
+        self.files = CheckpointFiles(store, saving, session.is_replacement, writes, report)
         named = partial(anchors_of, trainer)
-        rows = [LoggerRows(store, trainer.loggers, session.newborn, named, report)] if writes else []
+        rows = [LoggerRows(store, trainer.loggers, session.is_replacement, named, report)] if writes else []
         self._each: list[CheckpointFiles | LoggerRows] = [self.files, *rows]
 
     def taken(self, kind: Kind, step: int) -> None:

@@ -25,14 +25,14 @@ from lightning_replica.groups.membership import Groups
 from lightning_replica.launch import stacks
 from lightning_replica.launch.beacons import VARIABLE, Beacon, HangLimits
 from lightning_replica.launch.ending import Ending
-from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.environment import RankContext
 from lightning_replica.recovery.context import RecoveryContext
 from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.engine import Engine
 from lightning_replica.trainer.exits import Exits
-from lightning_replica.trainer.succession import Succession
+from lightning_replica.trainer.handoff import Handoff
 from lightning_replica.trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Session:
     Args:
         grids: Which rank owns which shard.
         rank: This rank.
-        surroundings: How this process reaches the other ranks.
+        rank_context: How this process reaches the other ranks.
         device: The device that this rank trains on.
         timeout_s: Time after which a collective fails on its own, in seconds.
         options: What the user has chosen about recovery.
@@ -53,7 +53,7 @@ class Session:
         options: What the user has chosen about recovery.
         rank: This rank.
         world: The connections to the other ranks.
-        succession: What this process leaves to a replacement, or has from its predecessor.
+        handoff: What this process leaves to a replacement, or has from its predecessor.
         exits: The ways in which this process ends before training is done.
         ending: Records how the run ends.
         fits: Number of fits that have begun.
@@ -65,7 +65,7 @@ class Session:
         self,
         grids: Grids,
         rank: int,
-        surroundings: Surroundings,
+        rank_context: RankContext,
         device: Device,
         timeout_s: float,
         options: RecoveryOptions,
@@ -73,31 +73,31 @@ class Session:
         self.rank, self.options, self.fits = rank, options, 0
         self._compared: dict[str, str] | None = None
         planned_save.ignore()
-        newborn = surroundings.generation > 0
-        _refuse_shared_devices(surroundings, device)
-        self._show_progress(newborn)
-        store = surroundings.connect()
-        self.ending = Ending(store, grids.size, surroundings.supervised)
-        self.succession = Succession(store, rank, grids.alike(rank), surroundings, options)
-        self.exits = Exits(rank, surroundings, options, lambda: self.succession.armed)
-        journal, orphaned = self.succession.journal, self.exits.as_orphan
-        self.world = World(grids, rank, surroundings, store, device, timeout_s, options, journal, orphaned)
+        is_replacement = rank_context.generation > 0
+        _refuse_shared_devices(rank_context, device)
+        self._show_progress(is_replacement)
+        store = rank_context.connect()
+        self.ending = Ending(store, grids.size, rank_context.supervised)
+        self.handoff = Handoff(store, rank, grids.same_part(rank), rank_context, options)
+        self.exits = Exits(rank, rank_context, options, lambda: self.handoff.armed)
+        journal, orphaned = self.handoff.journal, self.exits.as_orphan
+        self.world = World(grids, rank, rank_context, store, device, timeout_s, options, journal, orphaned)
         self._compare_worlds()
         self.world.open()
         atexit.register(self._close_at_exit)  # gloo's threads must end before the interpreter does
 
     @property
-    def newborn(self) -> bool:
+    def is_replacement(self) -> bool:
         """Whether this process is a replacement that has not joined the other ranks yet."""
-        return self.succession.newborn
+        return self.handoff.is_replacement
 
-    def _show_progress(self, newborn: bool) -> None:
+    def _show_progress(self, is_replacement: bool) -> None:
         """Show this rank's progress and, on request, its stacks to the supervisor from now on."""
         limits = HangLimits.of(self.options)
         if VARIABLE in os.environ and self.options.recovery and not limits.off:
             path = os.environ[VARIABLE]
             try:
-                points.watch(Beacon(path, self.rank, limits, stacks.answer(), newborn))
+                points.watch(Beacon(path, self.rank, limits, stacks.answer(), is_replacement))
             except OSError as error:
                 log.warning("rank %d: a hang will not be noticed: %s", self.rank, error)
 
@@ -121,7 +121,7 @@ class Session:
             world.generations, keys.WORLD, self.rank, world.size, facts, advice, timeout_s, together_of
         )
         if not together:
-            world.generations.store.set(keys.APART, "")
+            world.generations.store.set(keys.SEPARATE, "")
         if together and self.rank == 0:
             log.warning(
                 "Shards %s are held by several ranks of one node: losing that node loses them. Choose `replicas` so"
@@ -149,7 +149,7 @@ class Session:
             ConfigurationError: If the sources differ.
         """
         if self._compared is not None:
-            return self._compared if self.newborn else {}
+            return self._compared if self.is_replacement else {}
         world, timeout_s = self.world, self.options.rendezvous_timeout_s
         differ = agreement.compare_sources(
             world.generations,
@@ -171,7 +171,7 @@ class Session:
             for name in sorted({*began, *own})
             if began.get(name) != own.get(name)
         }
-        if self.newborn:
+        if self.is_replacement:
             self._compared |= dict.fromkeys(differ, "it has other contents than when the run began")
         elif differ:
             log.warning("rank %d: %s has other contents than on rank 0.", self.rank, ", ".join(differ))
@@ -209,11 +209,11 @@ class Session:
 
     def arm(self) -> None:
         """Begin a training loop. With recovery, a lost rank can be replaced from now on. Collective."""
-        self.succession.begin_loop(self.world.meet)
+        self.handoff.begin_loop(self.world.meet)
 
     def disarm(self, module: nn.Module, result: Callable[[], tuple[bytes, bytes]]) -> None:
-        """End a training loop; ranks are no longer replaced after it. Collective. See `Succession.end_loop`."""
-        self.succession.end_loop(self.world.meet, module, result)
+        """End a training loop; ranks are no longer replaced after it. Collective. See `Handoff.end_loop`."""
+        self.handoff.end_loop(self.world.meet, module, result)
 
     def gasp(self) -> Gasp:
         """Return this rank's part in the dying gasp. Called once the run has been given up."""
@@ -247,7 +247,7 @@ _current: Session | None = None
 def join(
     grids: Grids,
     rank: int,
-    enter: Callable[[], Surroundings],
+    enter: Callable[[], RankContext],
     device: Device,
     timeout_s: float,
     options: RecoveryOptions,
@@ -279,8 +279,8 @@ def join(
     return _current
 
 
-def _refuse_shared_devices(surroundings: Surroundings, device: Device) -> None:
-    if surroundings.doubles_up and not device.is_host:
+def _refuse_shared_devices(rank_context: RankContext, device: Device) -> None:
+    if rank_context.doubles_up and not device.is_host:
         raise ConfigurationError(
             "--double-up-after works on CPUs only: ranks of two nodes would share a device, which"
             f" {device.backend!r} refuses. Leave the option out, and give more --spares."

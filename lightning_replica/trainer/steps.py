@@ -18,8 +18,8 @@ from lightning_replica.core.digests import Digest
 from lightning_replica.core.exchange import all_gather_bytes
 from lightning_replica.core.inexact import Inexact
 from lightning_replica.core.messages import warn
+from lightning_replica.core.pending_work import finish
 from lightning_replica.core.points import at_step, reach
-from lightning_replica.core.works import finish
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, DeviceLostError, RecoveryError
 from lightning_replica.groups.membership import Groups
@@ -112,7 +112,7 @@ class Training:
             guard=session.options.guard,
             recoverable=self.recoverable,
         )
-        if trainer.is_global_zero and not session.newborn:
+        if trainer.is_global_zero and not session.is_replacement:
             users = [user_optimizer(each) for each in optimizers]
             for difference in differences_from_ddp(module, users, settings.partition):
                 warn(difference)
@@ -128,8 +128,8 @@ class Training:
         self._repeated = RepeatedStep(self.state, session.rank, inexact.report)
         self._recovered: Plan | None = None  # by which plan, until the next commit
         self._buffers = BufferSync(module, self.host.buffers, session.world.wait)
-        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.told_to_end)
-        self._told_to_end = False
+        self._sigterm = Sigterm(trainer, _ENDS if session.options.gasp else (), session.exits.limit_time)
+        self._stop_agreed = False
         self._tail_commit: Commit | None = None  # of the tail that is done again
         self.last_save = LastSave(session)
         self._planned: PlannedSave | None = None
@@ -140,7 +140,7 @@ class Training:
         self._incidents = Incidents(trainer, session, self._hooks)
         self.records = Records(trainer, session, inexact.report)
         session.attach(self.state, self._hooks.phase if self._hooks.any else None)
-        session.exits.end_waiting(session.world.generations, lambda: self.asked_to_stop)
+        session.exits.end_waiting(session.world.generations, lambda: self.stop_requested)
         precision.attach(self)
 
     # A step, in the order of calls
@@ -158,7 +158,7 @@ class Training:
         self._incidents.batch(first_of_window=not goes_on)
         if goes_on:
             return
-        self._incidents.tell(self.state.step)
+        self._incidents.publish(self.state.step)
         finish(self.check)  # of the gather: what follows needs its result, and would wait for it without any check
         self.give_buffers()
         self.state.begin_window(self._may_change_weights or self._weights_touched)
@@ -167,10 +167,10 @@ class Training:
         if not self.recoverable:
             self.host.pass_window(self.state.step)
             return
-        taken = self.host.begin_window(self.state.step, whole=self._told_to_end)
+        taken = self.host.begin_window(self.state.step, whole=self._stop_agreed)
         self.records.taken("batch", taken.step)
         self._session.mirrors.begin("batch", taken.step, taken.private())
-        if self._told_to_end:
+        if self._stop_agreed:
             self._session.mirrors.settle()
             self._session.world.generations.give_up("All ranks have agreed to save and end.", asked=True)
             self._end_with_last_save()
@@ -266,7 +266,7 @@ class Training:
             session.mirrors.begin("tail", taken.step, taken.private(), found)
         else:
             self.host.pass_commit(state.step + 1, output)
-        flags = Flags(self._sigterm.noted, self.asked_to_save, lengths.is_last(self._trainer))
+        flags = Flags(self._sigterm.noted, self.save_requested, lengths.is_last(self._trainer))
         part = state.part_of_commit(request, flags)  # the mirrors are under way meanwhile
         if self.recoverable:
             session.mirrors.settle()
@@ -309,9 +309,9 @@ class Training:
         if self._planned is not None:
             self._planned.agree(commit.save)
         if commit.stop and self._session.options.gasp:
-            self._told_to_end = True  # `begin_batch` saves and ends
+            self._stop_agreed = True  # `begin_batch` saves and ends
         elif commit.stop:
-            self._session.succession.training_is_done()
+            self._session.handoff.training_is_done()
             self._sigterm.agree()
 
     # Recovery, called by the fit loop
@@ -326,10 +326,10 @@ class Training:
             Where training actually begins.
         """
         self.host.begin_to_save()
-        if self._session.newborn:
-            self._session.succession.join_loop()
-            self.host.set_differing(self._session.succession.read_note(self._note_of_builds) or {})
-            self._incidents.born()
+        if self._session.is_replacement:
+            self._session.handoff.join_loop()
+            self.host.set_differing(self._session.handoff.read_note(self._note_of_builds) or {})
+            self._incidents.started_as_replacement()
             return self._recover(None)
         if loaded is not None:
             self.host.load(loaded)
@@ -351,7 +351,7 @@ class Training:
         found = differing(own, map(json.loads, told))
         self.host.set_differing(found)
         if found:
-            self._session.succession.leave_note(self._note_of_builds, found)
+            self._session.handoff.leave_note(self._note_of_builds, found)
 
     @property
     def _note_of_builds(self) -> str:
@@ -363,7 +363,7 @@ class Training:
         Returns:
             Whether the loop is skipped, so that there is nothing to train here.
         """
-        result = self._session.succession.pass_loop(self._module)
+        result = self._session.handoff.pass_loop(self._module)
         if result is not None:
             self.host.adopt_result(*result)
         return result is not None
@@ -383,7 +383,7 @@ class Training:
 
     def report(self) -> None:
         """Report an incident that no further step has followed. Called after the end."""
-        self._incidents.tell(None)
+        self._incidents.publish(None)
 
     def recover_from(self, error: Exception) -> Snapshot | None:
         """Recover from a fault that surfaced as ``error``, and return where training continues.
@@ -415,7 +415,7 @@ class Training:
         self._repeated.interrupted()
         generations, before = session.world.generations, session.world.generations.current
         try:
-            outcome = session.recovery.recover(self.state, self.host, session.newborn, own)
+            outcome = session.recovery.recover(self.state, self.host, session.is_replacement, own)
         except DeviceLostError as lost:
             session.exits.without_device(str(lost))
         except dist.DistNetworkError:  # the store is gone; the monitor's thread will see it too, but later
@@ -428,8 +428,8 @@ class Training:
         self._recovered = outcome.plan
         if any(map(generations.has_corruption, range(before + 1, outcome.generation + 1))):
             self._repeated.forget()  # it may have been computed from wrong bits
-        if session.newborn:
-            session.succession.has_joined()
+        if session.is_replacement:
+            session.handoff.has_joined()
         self._window_is_open, self._weights_touched = False, True
         self._buffers.forget()
         if self._planned is not None:
@@ -445,8 +445,8 @@ class Training:
         """End the run, for all ranks."""
         session = self._session
         session.ending.leave_step(session.rank, self._trainer.global_step)  # `state.step` counts this run's steps
-        session.world.generations.give_up(str(final), asked=self.asked_to_stop)
-        step = session.recovery.planned_step if session.newborn else self.state.step
+        session.world.generations.give_up(str(final), asked=self.stop_requested)
+        step = session.recovery.planned_step if session.is_replacement else self.state.step
         self._incidents.failed(str(final), step)
         if session.options.gasp:
             self._end_with_last_save()
@@ -460,7 +460,7 @@ class Training:
         """Note that user code may have written to the weights outside of a step's own hooks."""
         self._weights_touched = True
 
-    def save_when_asked(self, write: Callable[[], None]) -> None:
+    def save_on_request(self, write: Callable[[], None]) -> None:
         """Let users ask for a checkpoint. Of several calls, which may save to different places, the first counts.
 
         Args:
@@ -468,7 +468,7 @@ class Training:
         """
         if self._planned is None and self.recoverable:
             self._planned = PlannedSave(write)
-            self._session.succession.can_be_asked_to_save()
+            self._session.handoff.accept_save_requests()
 
     def release(self) -> None:
         """Release the sharded state, the loggers and the callbacks: the trainer is done with this fit."""
@@ -479,12 +479,12 @@ class Training:
             self._aliases.follow()
 
     @property
-    def asked_to_save(self) -> bool:
+    def save_requested(self) -> bool:
         """Whether this rank was asked for a checkpoint that is not written yet."""
         return self._planned is not None and self._planned.noted
 
     @property
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether this process got a signal to end; ``trainer.received_sigterm`` is true only once all ranks agree."""
         return self._sigterm.noted
 

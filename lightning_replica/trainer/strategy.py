@@ -23,7 +23,7 @@ from lightning_replica._compat.lightning_names import (
 )
 from lightning_replica._compat.packages import describe
 from lightning_replica._compat.swa import leave_functions_out_of_states
-from lightning_replica.control.once import once
+from lightning_replica.control.run_on_rank0 import run_on_rank0
 from lightning_replica.core import checks
 from lightning_replica.core.digests import GuardMode
 from lightning_replica.core.inexact import Report, warn
@@ -34,7 +34,7 @@ from lightning_replica.devices import device_for
 from lightning_replica.devices.host import HOST
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import ConfigurationError, ReplicaError
-from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, surroundings
+from lightning_replica.launch.choice import check_devices, environment_of_rank, is_rank, launcher_for, rank_context
 from lightning_replica.sharding.engine import Engine, EngineSettings, Partition, ReduceDtype
 from lightning_replica.state import logger_runs
 from lightning_replica.state.snapshot import Snapshot
@@ -251,14 +251,14 @@ class ReplicaZeroStrategy(ModelParallel):
             self.num_nodes,
             extension().overridden(self._given_options),
             self.options_for,
-            WhichCheckpoint(extension().resume(self._resume), self._once).fill_in,
+            WhichCheckpoint(extension().resume(self._resume), self._on_rank0).fill_in,
             logger_runs.hand_over,
         )
 
-    def _once(self, work: Callable[[], str]) -> str:
+    def _on_rank0(self, work: Callable[[], str]) -> str:
         rank = self.node_rank * self.num_processes + self.local_rank  # `set_world_ranks` has not been called yet
-        store = surroundings(self.cluster_environment, rank, self.num_nodes).connect()
-        return once(rank, store, work, self._given_options.rendezvous_timeout_s)
+        store = rank_context(self.cluster_environment, rank, self.num_nodes).connect()
+        return run_on_rank0(rank, store, work, self._given_options.rendezvous_timeout_s)
 
     def _device(self) -> Device:
         return device_for(self.root_device, self.accelerator)
@@ -287,12 +287,12 @@ class ReplicaZeroStrategy(ModelParallel):
         if is_rank(self.cluster_environment):
             trainer = self.lightning_module.trainer if self.lightning_module is not None else None
             options = self.options_for(trainer)
-            enter = partial(surroundings, self.cluster_environment, self.global_rank, self.num_nodes)
+            enter = partial(rank_context, self.cluster_environment, self.global_rank, self.num_nodes)
             self._session = join(self.grids, self.global_rank, enter, self._device(), self._timeout_s, options)
             if trainer is not None:
-                self._session.succession.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
-                if self._session.newborn:
-                    self._session.succession.leave_out(trainer, self._session.fits, self.is_global_zero)
+                self._session.handoff.journal.may_leave_out(partial(getattr, trainer, "sanity_checking"))
+                if self._session.is_replacement:
+                    self._session.handoff.leave_out(trainer, self._session.fits, self.is_global_zero)
             self._make_mesh(self._device().kind)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
                 extension().enter(trainer)
@@ -308,7 +308,7 @@ class ReplicaZeroStrategy(ModelParallel):
             self.model = self.precision_plugin.convert_module(self.model)
         self._tensor.check(trainer.lightning_module, self.global_rank)
         self.model_to_device()
-        if not self.session.newborn:
+        if not self.session.is_replacement:
             self._sync_module()
         if fitting:
             moved = self.session.compare_runtimes()
@@ -316,8 +316,8 @@ class ReplicaZeroStrategy(ModelParallel):
             fit_loop.adopt(trainer, self)
             if self._uneven_inputs == "join":
                 self.joining = Joining(trainer, self._divides_by_all)
-            if not self.session.newborn:
-                self.session.succession.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
+            if not self.session.is_replacement:
+                self.session.handoff.leave_note(f"loggers/{self.session.fits}", logger_runs.record(trainer.loggers))
                 logger_runs.leave(self.session.world.generations.store, self.global_rank)
             self.setup_optimizers(trainer)
             self._training = Training(

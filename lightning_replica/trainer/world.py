@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_replica.checkpoint.together import TogetherBeside
+from lightning_replica.checkpoint.barrier import StoreBarrier
 from lightning_replica.control import departures, keys
 from lightning_replica.control.gathering import Conclude, Gathering
 from lightning_replica.control.generation import Generations
@@ -19,13 +19,13 @@ from lightning_replica.control.monitor import Monitor
 from lightning_replica.core.grids import Grids
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.core.orphans import ORPHANED
-from lightning_replica.core.works import Ordered, Work, finish, wait
-from lightning_replica.devices.interface import Device, is_apart
+from lightning_replica.core.pending_work import Ordered, Work, finish, wait
+from lightning_replica.devices.interface import Device, is_separate
 from lightning_replica.errors import CollectiveError, Interrupted
 from lightning_replica.groups.membership import Groups, make_groups
 from lightning_replica.groups.world import ProcessGroups
-from lightning_replica.launch.environment import Surroundings
-from lightning_replica.launch.external import roll_call
+from lightning_replica.launch.environment import RankContext
+from lightning_replica.launch.external import census
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class World:
     Args:
         grids: Which rank owns which shard.
         rank: This rank.
-        surroundings: How this process reaches the other ranks.
-        store: A connection of ``surroundings``.
+        rank_context: How this process reaches the other ranks.
+        store: A connection of ``rank_context``.
         device: The device that this rank trains on.
         timeout_s: Time after which a collective fails on its own, in seconds.
         options: What the user has chosen about recovery.
@@ -51,7 +51,7 @@ class World:
         grids: Which rank owns which shard.
         rank: This rank.
         size: Number of ranks.
-        born: The generation that this process was born into.
+        start_generation: The generation in which this process was started.
         device: The device that this rank trains on.
         generations: The log of generations.
         process_groups: All groups of this process.
@@ -63,7 +63,7 @@ class World:
         self,
         grids: Grids,
         rank: int,
-        surroundings: Surroundings,
+        rank_context: RankContext,
         store: dist.Store,
         device: Device,
         timeout_s: float,
@@ -72,24 +72,24 @@ class World:
         orphaned: Callable[[], None],
     ) -> None:
         self.grids, self.rank, self.size, self.device = grids, rank, grids.size, device
-        self._surroundings, self._journal, self._patience_s = surroundings, journal, options.rendezvous_timeout_s
-        self.born = surroundings.generation
-        gathering = Gathering(store, surroundings.local_ranks())
-        self.generations = Generations(store, self.born, gathering)
+        self._rank_context, self._journal, self._patience_s = rank_context, journal, options.rendezvous_timeout_s
+        self.start_generation = rank_context.generation
+        gathering = Gathering(store, rank_context.local_ranks())
+        self.generations = Generations(store, self.start_generation, gathering)
         self.process_groups = ProcessGroups(
             store, rank, self.size, device, timeout_s, self.check_now, journal, gathering
         )
-        self._watched = Generations(surroundings.near())
+        self._watched = Generations(rank_context.near())
         self.monitor = Monitor(self._watched, self._wake, orphaned, _LOOKS_S if options.recovery else _SELDOM_LOOKS_S)
-        self.monitor.start(self.born)
+        self.monitor.start(self.start_generation)
         self.is_over = False
         self._groups: Groups | None = None
         self._follower: Callable[[Groups], None] | None = None
-        self._beside = (-1, 0)  # generation, and number of the newest call of `beside` in it
+        self._barriers = (-1, 0)  # generation, and number of the newest barrier in it
 
     def open(self) -> None:
         """Open the process groups. A replacement has only handles until it joins the other ranks."""
-        if self.born > 0:
+        if self.start_generation > 0:
             departures.come_back(self.generations.store, self.rank)
             self.process_groups.hold()
         else:
@@ -140,7 +140,7 @@ class World:
         """
         if self._journal.mode == "reading":
             return  # the journal has answered; a replacement that has not joined yet ignores new generations
-        if isinstance(work, dist.Work) and tensor is not None and is_apart(self.device, tensor):
+        if isinstance(work, dist.Work) and tensor is not None and is_separate(self.device, tensor):
             wait(Ordered(work), self.check_now)
             finish(self.check_now)
         else:
@@ -154,26 +154,26 @@ class World:
     def conclude_last(self, generation: int, part: dict[str, Any], conclusion: Conclude) -> Any:
         """Draw a conclusion with the ranks that are left: by the supervisor's record, or else all ranks that come."""
         topic, generations = keys.gasping(generation), self.generations
-        if not self._surroundings.supervised:
-            return conclusion(roll_call(generations, topic, self.rank, part, generation, self.size))
+        if not self._rank_context.supervised:
+            return conclusion(census(generations, topic, self.rank, part, generation, self.size))
         lost = generations.lost(generation)
         left = [rank for rank in range(self.size) if rank not in lost]
         return generations.conclude(
             topic, self.rank, part, generation, left, self._patience_s, conclusion, given_up=True
         )
 
-    def beside(self) -> TogetherBeside:
-        """Return a `TogetherBeside` for work beside training, until the next generation begins. Called on all ranks."""
-        generation, store = self.generations.current, self._surroundings.connect()
-        number = self._beside[1] + 1 if self._beside[0] == generation else 0
-        self._beside = generation, number
-        generations = Generations(self._surroundings.near())
+    def store_barrier(self) -> StoreBarrier:
+        """Return a `StoreBarrier` for work beside training, until the next generation begins. Called on all ranks."""
+        generation, store = self.generations.current, self._rank_context.connect()
+        number = self._barriers[1] + 1 if self._barriers[0] == generation else 0
+        self._barriers = generation, number
+        generations = Generations(self._rank_context.near())
 
         def check() -> None:
             if generations.begun(generation + 1):
                 raise Interrupted(f"generation {generation} is over")
 
-        return TogetherBeside(store, keys.beside(generation, number), self.rank, self.size, check)
+        return StoreBarrier(store, keys.barrier(generation, number), self.rank, self.size, check)
 
     def let_go(self) -> None:
         """Stop the monitor and restart the device: the run has ended, and reporting its error may need the device."""
@@ -191,8 +191,8 @@ class World:
             departures.leave(self.generations.store, self.rank)
         self.process_groups.close()
         self.generations.gathering.close()
-        if not self._surroundings.supervised:
-            self._surroundings.leave(self.size, failed=self.generations.verdict() is not None)
+        if not self._rank_context.supervised:
+            self._rank_context.leave(self.size, failed=self.generations.verdict() is not None)
 
     def _wake(self) -> None:
         """End what this rank waits for, here and on the device: its generation is over. Called in the monitor's thread.

@@ -39,7 +39,7 @@ def test_on_all_ranks_in_order_with_own_state_and_group(untouched: tuple[Path, w
         lines = told(tmp_path, rank)
         assert [line[0] for line in lines][-7:] == [*PHASES, "incident"]
         last = {line[0]: line[1:] for line in lines[-7:]}
-        assert [last[phase][1] for phase in PHASES] == [rank == 1] * 6  # newborn
+        assert [last[phase][1] for phase in PHASES] == [rank == 1] * 6  # is_replacement
         assert [last[phase][2] for phase in PHASES] == [None, None, None, 2, 2, 2]
         assert [last[phase][3] for phase in PHASES] == [[], [], [1], [1], [1], [1]]
         assert len({last[phase][4] for phase in PHASES}) == 1  # one process

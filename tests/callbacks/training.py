@@ -45,7 +45,9 @@ class Recorder(RecoveryCallback):
 
     def reached(self, trainer: Any, context: Any) -> None:
         assert trainer.global_rank == context.rank == self.rank
-        self.write(context.phase, context.generation, context.newborn, context.step, context.replaced, os.getpid())
+        self.write(
+            context.phase, context.generation, context.is_replacement, context.step, context.replaced, os.getpid()
+        )
         torch.rand(3)
         for number, (rank, phase, times, how) in enumerate(self.case.fails):
             done = self.out / f"failed{number}"

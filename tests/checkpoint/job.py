@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica.checkpoint.location import Location, locate
-from lightning_replica.checkpoint.sharded import beside_trained, load_sharded, save_sharded
+from lightning_replica.checkpoint.sharded import load_sharded, save_sharded, untrained_tensors_of
 from lightning_replica.core.grid import Grid
 from lightning_replica.groups.membership import make_groups
 from lightning_replica.sharding.piece import is_like
@@ -119,11 +119,11 @@ class Run:
                 torch.distributed.broadcast(buffer, 0)
 
     def save(self, path: Location, **more: Any) -> None:
-        extras, aliases = beside_trained(self.net, self.state)
+        extras, aliases = untrained_tensors_of(self.net, self.state)
         save_sharded(path, self.state, self.names, extras, PLAIN, aliases=aliases, **more)
 
     def load(self, path: Location) -> None:
-        load_sharded(path, self.state, self.names, beside_trained(self.net, self.state)[0])
+        load_sharded(path, self.state, self.names, untrained_tensors_of(self.net, self.state)[0])
 
     def facts(self) -> dict[str, Any]:
         """Everything, as bytes in the order of memory: whole where each rank has it, pieces by where they begin."""

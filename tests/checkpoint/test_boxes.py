@@ -67,9 +67,9 @@ def test_every_element_is_found_once(data: st.DataObject, shape: tuple[int, ...]
     found, missing = Stored({name: [box] for name, (box, _) in stored.items()}).find(here)
     mine = torch.zeros(numel, dtype=torch.long)
     for each in found:
-        first, after = each.there.span(each.block)
+        first, after = each.stored.span(each.block)
         read = memory[each.name][first:after].clone()  # nothing else is read
-        strided(mine, here, each.block, 0).copy_(strided(read, each.there, each.block, first))
+        strided(mine, here, each.block, 0).copy_(strided(read, each.stored, each.block, first))
     there = {number for box, _ in stored.values() for number in elements(box.block, shape)}
     assert sum(each.block.numel for each in found) == len(elements(here.block, shape) & there)
     assert {number for each in missing for number in elements(each, shape)} == elements(here.block, shape) - there

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning_replica._compat.torch import read_dcp_metadata
-from lightning_replica.checkpoint.sharded import beside_trained, read_plain
+from lightning_replica.checkpoint.sharded import read_plain, untrained_tensors_of
 from lightning_replica.core.grid import Grid
 from tests.checkpoint.job import CASES, Net, Run, World, assemble, load_all, save_all
 from tests.support.ranks import run_ranks
@@ -60,7 +60,7 @@ def written_once(rank: int, store: Any, root: str) -> dict[str, Any]:
     run.save(Path(root) / "step")
     trained = [p.numel() for buffers in run.state.buffers for p in buffers.parameters]
     updated = [p.numel() for b in run.state.buffers for p, u in zip(b.parameters, b.used, strict=True) if u]
-    others = [tensor.numel() for tensor in beside_trained(run.net, run.state)[0].values()]
+    others = [tensor.numel() for tensor in untrained_tensors_of(run.net, run.state)[0].values()]
     return {"trained": sum(trained), "updated": sum(updated), "others": sum(others)}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_replica.checkpoint import resharding
+from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.boxes import Box, Whole
 from lightning_replica.checkpoint.chunks import ChunkReader
 from lightning_replica.checkpoint.contents import Contents, OptimizerInfo, StateInfo, TensorInfo, read_contents
@@ -18,7 +19,6 @@ from lightning_replica.checkpoint.location import locate
 from lightning_replica.checkpoint.publish import check, published
 from lightning_replica.checkpoint.sharded import load_sharded, stage, write
 from lightning_replica.checkpoint.sources import Sources
-from lightning_replica.checkpoint.together import Together
 from lightning_replica.checkpoint.torch_dist import export_megatron
 from lightning_replica.core.grid import Grid
 from lightning_replica.errors import CheckpointError
@@ -59,9 +59,9 @@ class Rows:
         return flat.view(self.weight.shape).T
 
     def save(self, path: Path) -> Path:
-        together, state = Together(None), self.run.state
+        barrier, state = Barrier(None), self.run.state
         where: dict[str, Any] = {"parts": (self.part,), "whole": self.whole}
-        write(stage(locate(path), state, self.names, self.extras, {}, together, step=7, **where), together)
+        write(stage(locate(path), state, self.names, self.extras, {}, barrier, step=7, **where), barrier)
         return path
 
     def load(self, path: Path) -> "Rows":

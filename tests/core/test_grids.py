@@ -22,11 +22,11 @@ def test_the_holders_of_a_shard_are_those_that_own_it() -> None:
 
 
 def test_ranks_that_have_the_same_part_of_the_model() -> None:
-    assert Grids.of(Grid.of(4, 2)).alike(1) == (0, 1, 2, 3)
+    assert Grids.of(Grid.of(4, 2)).same_part(1) == (0, 1, 2, 3)
     tensor = Grid((0, 2, 4, 6), 2), Grid((1, 3, 5, 7), 2)
-    assert Grids(tensor, ("a", "b")).alike(5) == (1, 3, 5, 7)
+    assert Grids(tensor, ("a", "b")).same_part(5) == (1, 3, 5, 7)
     experts = tuple(Grid((first, first + 4), 2) for first in range(4))
-    assert Grids(tensor, ("a", "b"), experts).alike(5) == (1, 5)
+    assert Grids(tensor, ("a", "b"), experts).same_part(5) == (1, 5)
 
 
 def test_one_grid_is_like_the_grid() -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_replica._compat.torch import backend_of
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.polling import poll
 from lightning_replica.devices import cuda as cuda_module
@@ -350,8 +350,8 @@ def open_abort_open(rank: int, store: Any) -> Any:
         for where in ("cuda", HOST):
             value = torch.full((1000,), 1.0 + generation, device=where)
             work = dist.all_reduce(value, async_op=True)
-            works.wait(work if where == HOST else works.Ordered(work), lambda: None)
-            works.finish(lambda: None)
+            pending_work.wait(work if where == HOST else pending_work.Ordered(work), lambda: None)
+            pending_work.finish(lambda: None)
             sums.append(value.sum().item())
         own.close()
     return sums

@@ -8,7 +8,7 @@ import torch
 
 from lightning_replica import FabricStrategy, RecoveryError
 from lightning_replica.devices.gloo import abort_group
-from lightning_replica.fabric import roll_call
+from lightning_replica.fabric import census
 from tests.fabric.loop import Case, Training, launch
 from tests.support.doubles import put
 from tests.support.ranks import open_world, run_ranks
@@ -90,7 +90,7 @@ def test_rank_0_and_an_exception() -> None:
 def silent(rank: int, store: Any) -> Any:
     """A rank that computes for long, and ranks of which this machine sees no process."""
     open_world(rank, store, WORLD)
-    roll_call.PATIENCE_S = 0.5
+    census.PATIENCE_S = 0.5
     fabric = launch(rank, WORLD, "replica_zero")
     torch.distributed.barrier()
     if rank == 1:
@@ -100,7 +100,7 @@ def silent(rank: int, store: Any) -> Any:
         store.wait(["said"])
         return None
     store.wait(["gone/2", "gone/3"])
-    put(roll_call, "machine", lambda: 0)
+    put(census, "machine", lambda: 0)
     try:
         fabric.barrier()
     except RecoveryError as error:
@@ -121,7 +121,7 @@ def without_store(rank: int, store: Any) -> Any:
     def gone(*_: Any) -> None:
         raise torch.distributed.DistNetworkError("Connection reset by peer")
 
-    put(roll_call, "default_store", lambda: type("Gone", (), {"set": gone})())
+    put(census, "default_store", lambda: type("Gone", (), {"set": gone})())
     if rank == 1:
         os._exit(9)
     try:

@@ -73,10 +73,10 @@ class Groups(Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         total = torch.rand(3)
-        if self.case.differs == "shape" and strategy_of(trainer).session.newborn:
+        if self.case.differs == "shape" and strategy_of(trainer).session.is_replacement:
             total = torch.rand(4)
         works = [dist.all_reduce(total, group=self.group, async_op=True)]
-        if self.case.differs != "left out" or not strategy_of(trainer).session.newborn:
+        if self.case.differs != "left out" or not strategy_of(trainer).session.is_replacement:
             works.append(dist.all_reduce(torch.ones(2), group=self.group, async_op=True))
         for work in works[::-1]:
             work.wait()

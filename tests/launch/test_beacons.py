@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_replica.core import points
-from lightning_replica.core.works import wait
+from lightning_replica.core.pending_work import wait
 from lightning_replica.launch import beacons, stacks
 from lightning_replica.launch.beacons import PLACES, Beacon, Beacons, HangLimits, Learnt, Slot
 from tests.support.forked import context
@@ -59,7 +59,7 @@ def test_a_point_is_seen_by_the_supervisor_and_by_nobody_else(block: tuple[Beaco
     assert (slot.count, PLACES[slot.place], slot.waiting) == (1, "update", False)
     assert slot.deadline == slot.written + 100.0
     assert (slot.process, slot.stacks, slot.thread) == (os.getpid(), 7, threading.main_thread().ident)
-    # Fresh memory is zero: a rank that has not been born yet is nobody's business.
+    # Fresh memory is zero: a rank that has not been started yet is nobody's business.
     assert [block[0].slot(rank) for rank in (0, 2)] == [Slot(deadline=0.0, stacks=0, step=0)] * 2
 
 

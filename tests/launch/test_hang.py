@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.launch import stacks
 from tests.support import job, world
 from tests.support.forked import ForkedProcess
@@ -74,7 +74,7 @@ def test_a_hook_that_never_returns(untouched: world.Outcome, tmp_path: Path) -> 
     assert re.match(r"rank 1, process \d+: at the end of a batch for [\d.]+ s\n", files["rank1.txt"])
     for rank in (0, 2, 3):
         assert re.match(rf"rank {rank}, process \d+: .* s, waits for others\n", files[f"rank{rank}.txt"])
-        assert "core/works.py" in files[f"rank{rank}.txt"]
+        assert "core/pending_work.py" in files[f"rank{rank}.txt"]
         assert "monitor.py" in files[f"rank{rank}.txt"]  # all threads
 
 
@@ -146,7 +146,7 @@ def fills_the_queue_of_its_device(rank: int, first: bool) -> None:
         time.sleep(1e6)
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
-    works.Ordered(work)
+    pending_work.Ordered(work)
     while not work.is_completed():
         time.sleep(0.01)
 
@@ -296,7 +296,7 @@ def test_in_a_recovery(point: str, untouched: world.Outcome, tmp_path: Path) -> 
     assert len(outcome.said) == 3
 
 
-def _stopped_newborn(case: Case, out: Path) -> None:
+def _stopped_replacement(case: Case, out: Path) -> None:
     marker = out / "stopped"
     if os.environ["LIGHTNING_REPLICA_GENERATION"] != "0" and not marker.exists():
         marker.touch()
@@ -306,7 +306,7 @@ def _stopped_newborn(case: Case, out: Path) -> None:
 
 def test_a_replacement_that_does_not_come(untouched: world.Outcome, tmp_path: Path) -> None:
     case = Case((Fault("kill", 1, "backward", 2),), hang=(5.0, 5.0))
-    outcome = world.run(case, tmp_path, target=_stopped_newborn)
+    outcome = world.run(case, tmp_path, target=_stopped_replacement)
     outcome.assert_same(untouched)
     assert outcome.said[1].startswith("Rank 1 hangs at the start, before its first batch ")
     assert len(outcome.said) == 3

@@ -59,7 +59,7 @@ def judge(
         # A single rank.
         ([busy(99)], {}, ()),
         ([busy(101)], {}, (0,)),
-        # Not born yet, or outside of training.
+        # Not started yet, or outside of training.
         ([Slot(), waits(50), waits(50)], {}, ()),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_signal_gives_ranks_the_grace() -> None:
     said, sent = run.signalled(signal.SIGTERM, 100.0, FIT)
     assert said == Say("SIGTERM: all ranks save and end, within 30 s.")
     assert sent == Send(signal.SIGTERM)
-    assert run.state is State.TOLD
+    assert run.state is State.STOPPING
     assert run.keeps_time
     assert run.time_passes(114.9, FIT, hanging=False) == ()
     why = "The run was stopped by SIGTERM."
@@ -202,7 +202,7 @@ def test_a_copy_of_a_signal_is_no_second_one() -> None:
     run.signalled(signal.SIGTERM, 0.0, FIT)
     assert run.signalled(signal.SIGTERM, 0.9, FIT) == ()
     assert run.signalled(signal.SIGHUP, 5.0, FIT) == ()
-    assert run.state is State.TOLD
+    assert run.state is State.STOPPING
     run = policy(gasp=True)
     run.signalled(signal.SIGHUP, 0.0, FIT)
     assert run.signalled(signal.SIGTERM, 0.9, FIT) == ()

@@ -19,7 +19,7 @@ from lightning_replica import DyingGaspCheckpoint, ReplicaZeroStrategy
 from lightning_replica.control import keys
 
 KEYS = [keys.OPTIONS, keys.PHASE, keys.VERDICT, keys.LOOP, keys.SAVING_FORBIDDEN, keys.NO_REPLACEMENT, keys.GASP]
-KEYS += [keys.ENDING_DIRECTORY, keys.ENDING_LAST_STEP, keys.ENDING_CODE, keys.ASKED, keys.APART, keys.FAILED]
+KEYS += [keys.ENDING_DIRECTORY, keys.ENDING_LAST_STEP, keys.ENDING_CODE, keys.ASKED, keys.SEPARATE, keys.FAILED]
 KEYS += [make(number) for number in (0, 1, 2) for make in (keys.generation, keys.listens, keys.ending_step, keys.left)]
 KEYS += [keys.standby_call(number) for number in (1, 2, 3)]
 VALUES = ["what?", "[]", "-1", '["stranger"]', str(Path("mine").absolute())]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat import megatron
+from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.location import locate
-from lightning_replica.checkpoint.sharded import beside_trained, load_sharded, stage, write
-from lightning_replica.checkpoint.together import Together
+from lightning_replica.checkpoint.sharded import load_sharded, stage, untrained_tensors_of, write
 from lightning_replica.errors import CheckpointError
 from lightning_replica.megatron.division import part_of
 from lightning_replica.megatron.sizes import ParallelSizes
@@ -97,7 +97,7 @@ class Rank:
         settings = EngineSettings(bucket_bytes=1024, uncounted=self.part.uncounted, experts=self.part.experts)
         parameters, optimizers = list(self.module.parameters()), [self.module.configure_optimizers()]
         self.engine = make_engine(grids.grids_of(rank), rank, parameters, optimizers, settings)
-        extras, _ = beside_trained(self.module, self.engine)
+        extras, _ = untrained_tensors_of(self.module, self.engine)
         self.extras = self.part.all_named(extras)
         self.names = [self.part.named(name) for name, _ in self.module.named_parameters()]
 
@@ -113,9 +113,9 @@ class Rank:
     def save(self, path: str) -> str:
         for _, state, expected in self.pieces():
             state |= {key: each.clone() for key, each in expected.items()}
-        together = Together(None)
+        barrier = Barrier(None)
         where: dict[str, Any] = {"parts": self.part.names, "whole": self.part.whole()}
-        write(stage(locate(path), self.engine, self.names, self.extras, {}, together, step=3, **where), together)
+        write(stage(locate(path), self.engine, self.names, self.extras, {}, barrier, step=3, **where), barrier)
         return ""
 
     def load(self, path: str) -> str:

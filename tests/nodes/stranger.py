@@ -1,6 +1,6 @@
 """A process without the secret, which writes to a store: ``python stranger.py HOST PORT``.
 
-It writes under keys that do not exist yet: those that do, with other numbers in them. And it writes over signs of life.
+It writes under keys that do not exist yet: those that do, with other numbers in them. And it writes over heartbeats.
 """
 
 import itertools

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_replica.control import keys
 from lightning_replica.nodes import attempt
-from lightning_replica.nodes.life import Sign
+from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import register
 from lightning_replica.nodes.placement import Placement
 from lightning_replica.nodes.settings import NodeSettings
@@ -75,7 +75,7 @@ def test_an_attempt_with_a_live_node_goes_on(store: Any) -> None:
         count = 1
         while not stopped.wait(0.01):
             count += 1
-            own.set(keys.beat(1), Sign(count).to_json())
+            own.set(keys.beat(1), Heartbeat(count).to_json())
 
     thread = threading.Thread(target=live)
     thread.start()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_replica.control import keys, unreadable
+from lightning_replica.control import keys, untrusted
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.gathering import Gathering
 from lightning_replica.control.generation import Generations
@@ -33,8 +33,8 @@ BAD = [
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(unreadable, "warn", said.append)
-    monkeypatch.setattr(unreadable, "_told", set())
+    monkeypatch.setattr(untrusted, "warn", said.append)
+    monkeypatch.setattr(untrusted, "_told", set())
     return said
 
 
@@ -55,7 +55,7 @@ def test_an_entry_of_the_log(bad: bytes, told: list[str]) -> None:
     "bad", [*BAD, b'["death", [0], "x", "", "[[0, 1, 2], []]"]', b'["death", [0], "x", "", "what?"]']
 )
 def test_a_cluster_reads_on(bad: bytes, make: Callable[..., Node], told: list[str]) -> None:
-    """A log with a bad entry, signs of life, and a node that is none: a node that is lost is found all the same."""
+    """A log with a bad entry, heartbeats, and a node that is none: a node that is lost is found all the same."""
     a, b = make("a"), make("b")
     know(a, b, count=1)
     c = make("c")
@@ -68,7 +68,7 @@ def test_a_cluster_reads_on(bad: bytes, make: Callable[..., Node], told: list[st
     store.set(keys.generation(1), bad)
     a.until(lambda: a.cluster._known == 1)
     b.die()
-    a.cluster.pulse.look_at_once()
+    a.cluster.heartbeats.probe_now()
     a.until(lambda: bool(a.heard))
     assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "node c")]
     c.until(lambda: bool(c.heard))

@@ -15,12 +15,12 @@ from lightning_replica.control.generation import Generations
 from lightning_replica.exit_codes import GAVE_UP
 from lightning_replica.launch.supervisor import Supervisor
 from lightning_replica.nodes.cluster import Cluster
-from lightning_replica.nodes.door import Door, is_dead
 from lightning_replica.nodes.failover import Stores
-from lightning_replica.nodes.life import Sign
-from lightning_replica.nodes.line import Line, StoreGoneError
+from lightning_replica.nodes.listener import Listener, is_dead
+from lightning_replica.nodes.liveness import Heartbeat
 from lightning_replica.nodes.membership import Member, register
 from lightning_replica.nodes.placement import Placement
+from lightning_replica.nodes.reconnecting_store import ReconnectingStore, StoreGoneError
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress
 from lightning_replica.stores.tcp import connect, serve
@@ -33,11 +33,11 @@ class Node:
 
     def __init__(self, settings: NodeSettings, name: str, patience_s: float = 60.0, nodes: int = 2) -> None:
         self.patience_s, self.heard, self._events = patience_s, [], queue.SimpleQueue()  # type: ignore[var-annotated]
-        self.stores, self.door, self.node_store = Stores(settings.store), Door("127.0.0.1"), serve("127.0.0.1")
+        self.stores, self.listener, self.node_store = Stores(settings.store), Listener("127.0.0.1"), serve("127.0.0.1")
         self.store, self.dead = self.stores.connect(), False
-        own = register(self.store, "127.0.0.1", self.door.port, name)
+        own = register(self.store, "127.0.0.1", self.listener.port, name)
         supervisor, first = cast("Supervisor", self), Placement(tuple(range(nodes)))
-        self.cluster = Cluster(settings, self.stores, self.node_store, own, self.door, first, supervisor)
+        self.cluster = Cluster(settings, self.stores, self.node_store, own, self.listener, first, supervisor)
         self.cluster.begin(self._events.put)
 
     def start(self, ranks: tuple[int, ...], generation: int) -> None:
@@ -72,12 +72,12 @@ class Node:
         self.heard.append(("store", ranks, how))
 
     def die(self) -> None:
-        """Give no further sign. The operating system would close the socket."""
+        """Send no further heartbeat. The operating system would close the socket."""
         if not self.dead:
             self.dead = True
-            self.cluster.pulse.stop()
+            self.cluster.heartbeats.stop()
             self.cluster.ended()
-            self.door.close()
+            self.listener.close()
 
 
 @pytest.fixture
@@ -100,9 +100,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
 
 def know(*nodes: Node, count: int) -> None:
     """Waits until each of some nodes knows that many others, without waiting for its next look."""
-    while any(len(node.cluster.pulse.others()) < count for node in nodes):
+    while any(len(node.cluster.heartbeats.others()) < count for node in nodes):
         for node in nodes:
-            node.cluster.pulse.beat_at_once()
+            node.cluster.heartbeats.send_now()
         time.sleep(0.01)
 
 
@@ -127,7 +127,7 @@ def test_without_a_spare_the_ranks_wait_for_a_node_that_comes(make: Callable[...
     a, b = make("a"), make("b")
     know(a, count=1)
     b.die()
-    a.cluster.pulse.look_at_once()
+    a.cluster.heartbeats.probe_now()
     a.until(lambda: bool(a.heard))
     assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "")]
     c = make("c")
@@ -150,8 +150,8 @@ def test_a_supervisor_that_dies_after_its_ranks_is_found_at_once(
         b.die()
         return probes[-1]
 
-    monkeypatch.setattr("lightning_replica.nodes.pulse.is_dead", probe)
-    a.cluster.pulse.look_at_once()
+    monkeypatch.setattr("lightning_replica.nodes.heartbeats.is_dead", probe)
+    a.cluster.heartbeats.probe_now()
     a.until(lambda: bool(a.heard))
     assert a.heard == [((2, 3), "Node b, with ranks [2, 3], is lost", "")]
     assert probes == [False, True]
@@ -161,7 +161,7 @@ def test_the_wait_for_a_node_ends(make: Callable[..., Node]) -> None:
     a, b = make("a", patience_s=0.1), make("b")
     know(a, count=1)
     b.die()
-    a.cluster.pulse.look_at_once()
+    a.cluster.heartbeats.probe_now()
     a.until(lambda: len(a.heard) == 2)
     assert a.heard[1] == ("nobody", (2, 3), "Node b, with ranks [2, 3], is lost")
 
@@ -170,10 +170,10 @@ def test_a_node_that_is_left_runs_the_ranks_until_another_comes(make: Callable[.
     a, b = make("a", double_up_after_s=0.1), make("b", double_up_after_s=0.1)
     know(a, count=1)
     b.die()
-    a.cluster.pulse.look_at_once()
+    a.cluster.heartbeats.probe_now()
     a.until(lambda: len(a.heard) == 2)
     assert a.heard[1] == ("start", (2, 3), 2)
-    a.store.set(keys.APART, "")
+    a.store.set(keys.SEPARATE, "")
     c = make("c")
     know(a, count=1)
     for _ in range(3):  # ranks lack something: whoever was killed now might have the only copy
@@ -192,7 +192,7 @@ def test_a_spare_that_has_not_read_the_log_to_its_end_decides_nothing(make: Call
     for number, slots in ((1, (2, 1)), (2, (2, 3))):
         assert Generations(a.store).begin_first(number, FAULT, Placement(slots).to_json())
     e = make("e")
-    e.cluster.pulse.bury({0, 1, 2})
+    e.cluster.heartbeats.mark_lost({0, 1, 2})
     e.until(lambda: e.cluster._known == 2)
     e.cluster._lose()
     assert not e.heard
@@ -224,7 +224,7 @@ def test_a_node_whose_ranks_others_have_ends(
     with pytest.raises(SystemExit):
         b.until(lambda: False)
     assert (b.heard, exits) == ([("killed",)], [GAVE_UP])
-    assert "this node gave no sign of life for too long" in caplog.text
+    assert "this node sent no heartbeat for too long" in caplog.text
     c.until(lambda: bool(c.heard))
     assert c.heard == [("start", (2, 3), 1)]
 
@@ -233,7 +233,7 @@ def test_a_node_that_runs_the_only_holders_of_a_shard_keeps_them(make: Callable[
     a, b = make("a", double_up_after_s=0.1), make("b", double_up_after_s=0.1)
     know(a, count=1)
     b.die()
-    a.cluster.pulse.look_at_once()
+    a.cluster.heartbeats.probe_now()
     a.until(lambda: len(a.heard) == 2)
     a.store.set(keys.result(keys.account(2)), "{}")
     make("c")
@@ -247,7 +247,7 @@ def test_a_spare_does_not_wait_where_nobody_trains(make: Callable[..., Node]) ->
     know(c, count=2)
     a.die()
     b.die()
-    c.cluster.pulse.look_at_once()
+    c.cluster.heartbeats.probe_now()
     c.until(c.cluster.may_leave)
     assert c.heard == [("abandoned", "Node a and node b is lost, and no node is left that trains.")]
 
@@ -257,20 +257,24 @@ def test_the_first_nodes_watch_all_others_and_the_others_watch_them(make: Callab
     a, b, c, d, e, f = [make(name, nodes=5) for name in "abcdef"]
     know(a, b, c, count=5)
     know(d, e, f, count=3)
-    assert [node.cluster.pulse.watched for node in (a, b, c)] == [[1, 2, 3, 4, 5], [0, 2, 3, 4, 5], [0, 1, 3, 4, 5]]
-    assert [node.cluster.pulse.watched for node in (d, e, f)] == [[0, 1, 2]] * 3
+    assert [node.cluster.heartbeats.watched for node in (a, b, c)] == [
+        [1, 2, 3, 4, 5],
+        [0, 2, 3, 4, 5],
+        [0, 1, 3, 4, 5],
+    ]
+    assert [node.cluster.heartbeats.watched for node in (d, e, f)] == [[0, 1, 2]] * 3
     for node in (a, b, e):
         node.die()
-    c.cluster.pulse.look_at_once()
+    c.cluster.heartbeats.probe_now()
     c.until(lambda: bool(c.heard))
     ranks = (0, 1, 2, 3, 8, 9)
     assert c.heard == [(ranks, f"Node a and node b and node e, with ranks {list(ranks)}, is lost", "node f")]
     for node in (d, f):
         node.until(lambda node=node: node.cluster._known == 1)  # type: ignore[misc]
         know(node, count=2)
-    assert [node.cluster.pulse.watched for node in (c, d, f)] == [[3, 5], [2, 5], [2, 3]]
+    assert [node.cluster.heartbeats.watched for node in (c, d, f)] == [[3, 5], [2, 5], [2, 3]]
     c.die()
-    d.cluster.pulse.look_at_once()
+    d.cluster.heartbeats.probe_now()
     d.until(lambda: bool(d.heard))
     assert d.heard == [((4, 5), "Node c, with ranks [4, 5], is lost", "")]
 
@@ -281,7 +285,7 @@ def test_a_node_that_comes_to_decide_knows_the_spares(make: Callable[..., Node])
     know(d, f, count=3)
     for node in (a, b, c):
         node.die()
-    d.cluster.pulse.look_at_once()
+    d.cluster.heartbeats.probe_now()
     d.until(lambda: bool(d.heard))  # its main thread is idle, so it decides as soon as it is told
     ranks = (0, 1, 2, 3, 4, 5)
     assert d.heard == [(ranks, f"Node a and node b and node c, with ranks {list(ranks)}, is lost", "node f")]
@@ -291,22 +295,22 @@ def test_nodes_that_are_lost_during_a_look_are_told_after_the_next_one(make: Cal
     """Before, the node decided without the spares: the look had begun while others were to decide."""
     a, b, c, d, _e, f = (make(name, nodes=5) for name in "abcdef")
     know(d, f, count=3)
-    pulse, found, decide = d.cluster.pulse, d.cluster.pulse._find_over, d.cluster.lost
+    heartbeats, found, decide = d.cluster.heartbeats, d.cluster.heartbeats._find_over, d.cluster.lost
     known: list[list[str]] = []
 
     def lost() -> None:
-        known.append([other.name for other in pulse.others()])
+        known.append([other.name for other in heartbeats.others()])
         decide()
 
-    def lose(signs: Mapping[int, Sign]) -> None:
-        pulse._find_over = found  # type: ignore[method-assign]
+    def lose(received: Mapping[int, Heartbeat]) -> None:
+        heartbeats._find_over = found  # type: ignore[method-assign]
         for node in (a, b, c):
             node.die()
-        pulse.bury((0, 1, 2))
-        found(signs)
+        heartbeats.mark_lost((0, 1, 2))
+        found(received)
 
     d.cluster.lost = lost  # type: ignore[method-assign]
-    pulse._find_over = lose  # type: ignore[method-assign]
+    heartbeats._find_over = lose  # type: ignore[method-assign]
     d.until(lambda: bool(d.heard))
     assert known == [["e", "f"]]
     ranks = (0, 1, 2, 3, 4, 5)
@@ -319,12 +323,12 @@ def test_ranks_of_several_nodes_that_wait_for_each_other_are_called_back(make: C
     know(b, c, count=2)
 
     def look(*nodes: Node) -> None:
-        """Two more signs of each node."""
+        """Two more heartbeats of each node."""
         for _ in range(2):
             for node in nodes:
-                count = node.cluster.pulse._life._looked
-                node.cluster.pulse.beat_at_once()
-                while node.cluster.pulse._life._looked == count:
+                count = node.cluster.heartbeats._liveness._looked
+                node.cluster.heartbeats.send_now()
+                while node.cluster.heartbeats._liveness._looked == count:
                     time.sleep(0.01)
 
     for node in (a, c):  # a spare says so too, and it does not matter
@@ -343,15 +347,15 @@ def test_ranks_of_several_nodes_that_wait_for_each_other_are_called_back(make: C
 def test_a_spare_ends_with_the_code_of_the_others(make: Callable[..., Node]) -> None:
     a, c = make("a"), make("c")
     know(a, c, count=1)
-    a.cluster.pulse.over(75)
-    while c.cluster.pulse._over != {0}:
-        c.cluster.pulse._now.set()
+    a.cluster.heartbeats.report_end(75)
+    while c.cluster.heartbeats._over != {0}:
+        c.cluster.heartbeats._now.set()
         time.sleep(0.01)
     c.until(c.cluster.may_leave)
     assert c.cluster.code == 75
 
 
-def test_a_question_is_asked_again_over_a_new_connection() -> None:
+def test_a_request_is_sent_again_over_a_new_connection() -> None:
     store = serve("127.0.0.1")
     store.set("a", "1")
     opened: list[dist.Store] = []
@@ -360,26 +364,26 @@ def test_a_question_is_asked_again_over_a_new_connection() -> None:
         opened.append(connect("127.0.0.1", store.port))
         return opened[-1]
 
-    def question(connection: dist.Store) -> bytes:
+    def work(connection: dist.Store) -> bytes:
         return connection.get("never" if connection is opened[0] else "a")  # the first connection stalls
 
-    line = Line(open_store)
-    first, second = line.ask(question), line.ask(question)
+    reconnecting = ReconnectingStore(open_store)
+    first, second = reconnecting.request(work), reconnecting.request(work)
     assert first.value == second.value == b"1"
-    assert second.asked > first.asked
-    assert len(opened) >= 2  # on a busy machine an answer may be late, and the question is asked once more
+    assert second.sent_at > first.sent_at
+    assert len(opened) >= 2  # on a busy machine a reply may be late, and the request is sent once more
     store.set("never", "")
 
 
-def test_after_a_late_answer_the_next_question_follows_at_once(
+def test_after_a_late_reply_the_next_request_follows_at_once(
     make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link that is down for less than the time-out again and again does not end the node."""
-    pulse = make("a").cluster.pulse
-    assert 0 < pulse.pause_s <= pulse._settings.beat_s
+    heartbeats = make("a").cluster.heartbeats
+    assert 0 < heartbeats.pause_s <= heartbeats._settings.beat_s
     later = time.monotonic() + 2
-    monkeypatch.setattr("lightning_replica.nodes.pulse.time", SimpleNamespace(monotonic=lambda: later))
-    assert pulse.pause_s == 0
+    monkeypatch.setattr("lightning_replica.nodes.heartbeats.time", SimpleNamespace(monotonic=lambda: later))
+    assert heartbeats.pause_s == 0
 
 
 def test_a_store_that_has_ended() -> None:
@@ -387,4 +391,4 @@ def test_a_store_that_has_ended() -> None:
         raise ConnectionRefusedError
 
     with pytest.raises(StoreGoneError):
-        Line(refused).ask(lambda store: store.get(keys.JOB))
+        ReconnectingStore(refused).request(lambda store: store.get(keys.JOB))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning_replica.control import keys
 from lightning_replica.control.faults import Fault
 from lightning_replica.control.generation import Generations
-from lightning_replica.nodes.door import Door, is_dead
-from lightning_replica.nodes.failover import NoHeirError, find_heir
+from lightning_replica.nodes.failover import NoFailoverError, agree_on_failover
+from lightning_replica.nodes.listener import Listener, is_dead
 from lightning_replica.nodes.membership import Member
 from lightning_replica.nodes.settings import NodeSettings
 from lightning_replica.stores.address import StoreAddress, parse
@@ -45,12 +45,12 @@ def run() -> Iterator[tuple[Callable[[str], Node], Callable[[], None], int]]:
 
 def woken(*nodes: Node) -> None:
     for node in nodes:
-        node.cluster.pulse.beat_at_once()
+        node.cluster.heartbeats.send_now()
 
 
-def heirs(*nodes: Node) -> list[str]:
+def failover_stores(*nodes: Node) -> list[str]:
     """The address that each node gives its ranks; waits for it."""
-    return [connect("127.0.0.1", node.node_store.port).get(keys.heir(1)).decode() for node in nodes]
+    return [connect("127.0.0.1", node.node_store.port).get(keys.failover(1)).decode() for node in nodes]
 
 
 def test_the_first_node_serves_the_next_store(run: Any) -> None:
@@ -59,12 +59,12 @@ def test_the_first_node_serves_the_next_store(run: Any) -> None:
     know(a, b, c, count=2)
     a.store.set(keys.PHASE, "fit")
     for node in (a, b, c):
-        while node.cluster.pulse.phase != "fit":
+        while node.cluster.heartbeats.phase != "fit":
             woken(node)
     Generations(b.store).begin(1, Fault("exception", (1,), "x"))
     kill()
     woken(a)  # the others notice when it comes to them
-    assert heirs(a, b, c) == [f"127.0.0.1:{a.door.port}"] * 3
+    assert failover_stores(a, b, c) == [f"127.0.0.1:{a.listener.port}"] * 3
     a.until(lambda: bool(a.heard))
     assert a.heard == [("store", (), f"{WHY.format(port)}.")]
     assert not b.heard
@@ -85,54 +85,55 @@ def test_nodes_that_die_with_the_store(run: Any, dies: str, ranks: tuple[int, ..
     kill()
     first = next(iter(nodes.values()))
     woken(*nodes.values())
-    assert heirs(*nodes.values()) == [f"127.0.0.1:{first.door.port}"] * 2
+    assert failover_stores(*nodes.values()) == [f"127.0.0.1:{first.listener.port}"] * 2
     first.until(lambda: bool(first.heard))
     assert first.heard == [("store", ranks, f"{WHY.format(port)}, and node {dies} is lost.")]
 
 
 def test_all_nodes_notice_at_once_that_the_store_is_lost(run: Any) -> None:
-    """Without being asked to look, and long before their next signs of life: a spare that is late finds nobody."""
+    """Without being asked to look, and long before their next heartbeats: a spare that is late finds nobody."""
     make, kill, _ = run
     nodes = a, *_ = make("a"), make("b"), make("c")
     know(*nodes, count=2)
     kill()
-    assert heirs(*nodes) == [f"127.0.0.1:{a.door.port}"] * 3
+    assert failover_stores(*nodes) == [f"127.0.0.1:{a.listener.port}"] * 3
 
 
 def test_a_node_that_does_not_come_might_still_train_so_nobody_writes() -> None:
-    doors = [Door("127.0.0.1") for _ in range(3)]
-    a, b, c = (Member(number, "127.0.0.1", door.port, "abc"[number]) for number, door in enumerate(doors))
+    listeners = [Listener("127.0.0.1") for _ in range(3)]
+    a, b, c = (Member(number, "127.0.0.1", listener.port, "abc"[number]) for number, listener in enumerate(listeners))
     found: list[Any] = []
 
-    def find(own: Member, others: list[Member], door: Door) -> None:
+    def find(own: Member, others: list[Member], listener: Listener) -> None:
         try:
-            found.append(find_heir(own, others, {own.number}, door, 0, "fit", 0.5))
-        except NoHeirError as error:
+            found.append(agree_on_failover(own, others, {own.number}, listener, 0, "fit", 0.5))
+        except NoFailoverError as error:
             found.append(error)
 
     threads = [
-        threading.Thread(target=find, args=arguments) for arguments in [(a, [b, c], doors[0]), (b, [a, c], doors[1])]
+        threading.Thread(target=find, args=arguments)
+        for arguments in [(a, [b, c], listeners[0]), (b, [a, c], listeners[1])]
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [type(each) for each in found] == [NoHeirError] * 2
-    doors[1].close()
-    doors[2].close()
+    assert [type(each) for each in found] == [NoFailoverError] * 2
+    listeners[1].close()
+    listeners[2].close()
 
 
-def test_a_door_is_closed_or_open() -> None:
-    knocked = threading.Event()
-    door = Door("127.0.0.1")
-    door.when_knocked(knocked.set)
-    member = Member(0, "127.0.0.1", door.port, "a")
+def test_a_listener_is_open_or_closed() -> None:
+    connected = threading.Event()
+    listener = Listener("127.0.0.1")
+    listener.on_connection(connected.set)
+    member = Member(0, "127.0.0.1", listener.port, "a")
     assert not is_dead(member)
-    assert knocked.wait(10)
-    store = door.serve()
-    assert store.port == door.port
+    assert connected.wait(10)
+    store = listener.serve()
+    assert store.port == listener.port
     assert not is_dead(member)
-    other = Door("127.0.0.1")
+    other = Listener("127.0.0.1")
     other.close()
     assert is_dead(Member(1, "127.0.0.1", other.port, "b"))
 

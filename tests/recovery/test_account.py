@@ -18,20 +18,20 @@ from lightning_replica.stores.tagged import TaggedStore
 MOVE = {"bytes": 8, "seconds": 0.5, "host": False}
 
 
-def accounts_of(born: list[int], bases: list[int], moved: list[int], inexact: list[int]) -> list[dict[str, Any]]:
-    """Accounts by rank: in which generation each was born, which each says was over, and to whom a shard was sent."""
+def accounts_of(starts: list[int], bases: list[int], moved: list[int], inexact: list[int]) -> list[dict[str, Any]]:
+    """Accounts by rank: in which generation each began, which each says was over, and to whom a shard was sent."""
     return [
         {
             "reporter": rank,
             "time": f"of {rank}",
             "phases": {"stop": float(rank)},
             "base": base,
-            "born": [[rank, generation]],
+            "starts": [[rank, generation]],
             "reported": rank % 3,
             "moves": [{"source": source, "target": rank, **MOVE} for source in moved if source != rank],
             "inexact": {f"finding {number}": "why" for number in inexact if number == rank},
         }
-        for rank, (generation, base) in enumerate(zip(born, bases, strict=True))
+        for rank, (generation, base) in enumerate(zip(starts, bases, strict=True))
     ]
 
 
@@ -40,14 +40,14 @@ numbers = st.lists(st.integers(0, 3), min_size=4, max_size=4)
 
 @given(numbers, numbers, numbers, numbers, st.permutations(range(4)), st.integers(1, 3))
 def test_the_order_does_not_matter_nor_do_accounts_that_are_together_already(
-    born: list[int], bases: list[int], moved: list[int], inexact: list[int], order: list[int], cut: int
+    starts: list[int], bases: list[int], moved: list[int], inexact: list[int], order: list[int], cut: int
 ) -> None:
-    accounts = accounts_of(born, bases, moved, inexact)
+    accounts = accounts_of(starts, bases, moved, inexact)
     whole = merged(accounts)
     assert merged([accounts[rank] for rank in order]) == whole
     base = min(bases)
-    assert whole["replaced"] == [rank for rank in range(4) if born[rank] > base]
-    there = [rank for rank in range(4) if born[rank] <= base] or [0]
+    assert whole["replaced"] == [rank for rank in range(4) if starts[rank] > base]
+    there = [rank for rank in range(4) if starts[rank] <= base] or [0]
     assert (whole["reporter"], whole["time"]) == (there[0], f"of {there[0]}")
     assert [(each["target"], each["source"]) for each in whole["moves"]] == sorted(
         {(rank, source) for rank in range(4) for source in moved if source != rank}
@@ -88,7 +88,7 @@ def test_all_ranks_tell_the_same_incident(tagged: bool) -> None:
         account.good_step()
         assert account.close(5) == []
     found = [incident for account in accounts for incident in account.close(6)]
-    assert {(each.number, each.teller, each.replaced, each.time) for each in found} == {(1, 0, (2,), found[0].time)}
+    assert {(each.number, each.reporter, each.replaced, each.time) for each in found} == {(1, 0, (2,), found[0].time)}
     assert [each.inexact for each in found] == [{"module.x": "it is large"}] * 3
     assert [each.faults[0].text for each in found] == ["it died"] * 3
 
@@ -98,11 +98,11 @@ def test_a_rank_that_has_given_no_account_is_not_waited_for_for_ever(monkeypatch
     (account,) = recovers(dist.HashStore(), 3, [1])
     account.good_step()
     (incident,) = account.close(6)
-    assert (incident.teller, incident.replaced) == (1, ())
+    assert (incident.reporter, incident.replaced) == (1, ())
 
 
 def test_a_run_that_fails_tells_what_is_known() -> None:
     first, second, _ = recovers(dist.HashStore(), 3, range(3))
     failed = second.failed("no shard is left", 1, 5, 0)
-    assert (failed.outcome, failed.teller, failed.replaced) == ("failed", 1, (2,))
-    assert first.failed("no shard is left", 1, 5, 0).teller == 1
+    assert (failed.outcome, failed.reporter, failed.replaced) == ("failed", 1, (2,))
+    assert first.failed("no shard is left", 1, 5, 0).reporter == 1

@@ -108,7 +108,7 @@ class Explorer:
                 raised = how == "raised" and own.at >= START
                 corrupted = how == "corrupted"
                 hurt = own._replace(raised=raised, corrupted=corrupted, torn=own.torn or corrupted)
-                ranks[rank] = self.rule.newborn() if how == "killed" else hurt
+                ranks[rank] = self.rule.replacement() if how == "killed" else hurt
             world = tuple(ranks)
             if world not in self.decided:
                 self.decided[world] = self.decide(world)

@@ -23,7 +23,7 @@ parts: dict[str, Any] = {
     "replaced": ranks, "forward": ranks,
     "moves": st.lists(moves, max_size=3).map(tuple), "phases_s": st.fixed_dictionaries(dict.fromkeys(PHASES, seconds)),
     "recovery_s": seconds, "first_good_step_s": st.none() | seconds, "redone_batches": st.integers(0),
-    "redone_s": seconds, "teller": st.just(-1),
+    "redone_s": seconds, "reporter": st.just(-1),
 }  # fmt: skip
 
 

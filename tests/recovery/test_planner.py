@@ -21,7 +21,7 @@ def at(rank: int, step: int = 5, **changes: Any) -> Report:
     return replace(Report(rank, step, True, False, step, (1.0,), (step,), (step,), mirrors), **changes)
 
 
-def newborn(rank: int) -> Report:
+def replacement(rank: int) -> Report:
     return Report(rank, -1, False, False, -1, (), (), ())
 
 
@@ -36,7 +36,7 @@ def test_exception_before_the_commit_does_the_batch_again() -> None:
         ({}, True),
         ({"links": (True, True)}, False),  # its last collective had just made one
         ({"links": ()}, False),
-        ({"newborn": True}, False),
+        ({"is_replacement": True}, False),
         ({"resumed": 4}, True),
         ({"resumed": 5}, False),  # and then came this
     ],
@@ -52,7 +52,7 @@ def test_connections_that_nobody_has_are_made() -> None:
 
 
 def test_a_lost_rank_gets_everything_from_its_peer() -> None:
-    plan = make_plan([at(0), newborn(1), at(2), at(3)], GRID, 3)
+    plan = make_plan([at(0), replacement(1), at(2), at(3)], GRID, 3)
     assert (plan.step, plan.kind, plan.moves) == (5, "batch", (Move(3, 1, host=True),))
 
 
@@ -61,7 +61,7 @@ def test_one_who_saw_the_commit_takes_all_forward() -> None:
     mirrors = (Mirror(1, "tail", 6),)
     reports = [
         at(0, **entered),
-        newborn(1),
+        replacement(1),
         at(2, **entered, committed=6, commit=(2.5,)),
         at(3, **entered, mirrors=mirrors),
     ]
@@ -90,9 +90,9 @@ def test_a_corrupted_shard_comes_from_the_peer_and_the_tail_is_done_again() -> N
 def test_the_tail_is_done_again_though_whoever_found_wrong_bits_is_lost() -> None:
     """Others know; its peers may have seen parameters made of wrong bits all the same."""
     others = [at(0, corruption_seen=True), at(2, corruption_seen=True), at(3, corruption_seen=True)]
-    plan = make_plan([others[0], newborn(1), *others[1:]], GRID, 3)
+    plan = make_plan([others[0], replacement(1), *others[1:]], GRID, 3)
     assert (plan.step, plan.kind, plan.moves) == (5, "tail", (Move(3, 1, host=True),))
-    assert make_plan([at(0), newborn(1), at(2), at(3)], GRID, 3).kind == "batch"
+    assert make_plan([at(0), replacement(1), at(2), at(3)], GRID, 3).kind == "batch"
 
 
 def test_with_a_corrupted_shard_the_batch_is_done_again_where_the_tail_is_forgotten() -> None:
@@ -124,37 +124,37 @@ def test_a_tail_that_one_rank_has_not_finished_is_done_again_by_all() -> None:
 
 
 def test_a_lost_rank_whose_batch_start_was_not_mirrored_goes_back_to_the_tail() -> None:
-    plan = make_plan([at(0), newborn(1), at(2), at(3, mirrors=(Mirror(1, "tail", 5),))], GRID, 3)
+    plan = make_plan([at(0), replacement(1), at(2), at(3, mirrors=(Mirror(1, "tail", 5),))], GRID, 3)
     assert (plan.step, plan.kind) == (5, "tail")
 
 
 def test_sources_share_the_load() -> None:
     grid = Grid.of(3, 3)
     mirrors = tuple(Mirror(rank, kind, 5) for rank in range(3) for kind in ("tail", "batch"))
-    reports = [at(0, mirrors=mirrors), newborn(1), newborn(2)]
+    reports = [at(0, mirrors=mirrors), replacement(1), replacement(2)]
     assert {move.source for move in make_plan(reports, grid, 3).moves} == {0}
     grid = Grid.of(4, 4)
     mirrors = tuple(Mirror(rank, kind, 5) for rank in range(4) for kind in ("tail", "batch"))
-    reports = [at(0, mirrors=mirrors), at(1, mirrors=mirrors), newborn(2), newborn(3)]
+    reports = [at(0, mirrors=mirrors), at(1, mirrors=mirrors), replacement(2), replacement(3)]
     assert {move.source for move in make_plan(reports, grid, 3).moves} == {0, 1}
 
 
 @pytest.mark.parametrize(
     ("reports", "message"),
     [
-        ([newborn(r) for r in range(4)], "Every rank is lost"),
+        ([replacement(r) for r in range(4)], "Every rank is lost"),
         ([at(r, raised="ValueError: bad batch") for r in range(4)], "Every rank raised.*bad batch"),
-        ([at(0), newborn(1), at(2), newborn(3)], r"Every holder of shard 1 is lost \(ranks 1, 3\).*replicas=2"),
+        ([at(0), replacement(1), at(2), replacement(3)], r"Every holder of shard 1 is lost \(ranks 1, 3\).*replicas=2"),
         (
             [at(0), corrupted(1), at(2), corrupted(3)],
             r"Shard 1 is lost at step 5: .*\(ranks 1, 3\) can be trusted. bits of rank 1. bits of rank 3. Resume from",
         ),
         ([corrupted(rank) for rank in range(4)], "Shard 0 is lost at step 5.*bits of rank 0. bits of rank 2"),
-        ([at(0), corrupted(1), at(2), newborn(3)], "Shard 1 is lost at step 5.*bits of rank 1"),
+        ([at(0), corrupted(1), at(2), replacement(3)], "Shard 1 is lost at step 5.*bits of rank 1"),
         ([at(0), corrupted(1, tries=3), at(2), at(3)], "failed 4 times .*rank 1: bits of rank 1"),
         ([at(0), at(1, tries=3, device="UCE ERROR"), at(2), at(3)], "failed 4 times .*rank 1: UCE ERROR"),
         ([at(0, tries=3, raised="ValueError: x"), at(1), at(2), at(3)], r"failed 4 times \(max_tries=3\).*rank 0: Val"),
-        ([at(0), newborn(1), at(2), at(3, mirrors=())], "No peer of rank 1 holds its random state"),
+        ([at(0), replacement(1), at(2), at(3, mirrors=())], "No peer of rank 1 holds its random state"),
     ],
 )  # fmt: skip
 def test_hopeless(reports: list[Report], message: str) -> None:
@@ -185,7 +185,7 @@ def test_whoever_can_be_saved_is_saved(replicas: int, shards: int, data: st.Data
     reports = []
     for rank in range(grid.size):
         mirrors = tuple(Mirror(p, k, 5) for p in grid.peers(rank) for k in ("tail", "batch") if p != rank)
-        reports.append(newborn(rank) if rank in lost else at(rank, mirrors=mirrors))
+        reports.append(replacement(rank) if rank in lost else at(rank, mirrors=mirrors))
     covered = all(set(grid.peers(rank)) - lost for rank in range(grid.size))
     if not covered:
         with pytest.raises(RecoveryError):
@@ -203,7 +203,7 @@ def healthy(grid: Grid, lost: set[int]) -> list[Report]:
         mirrors = tuple(
             Mirror(peer, kind, 5) for peer in grid.peers(rank) for kind in ("tail", "batch") if peer != rank
         )
-        reports.append(newborn(rank) if rank in lost else at(rank, mirrors=mirrors))
+        reports.append(replacement(rank) if rank in lost else at(rank, mirrors=mirrors))
     return reports
 
 

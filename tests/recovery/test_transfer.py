@@ -8,7 +8,7 @@ import torch
 
 from lightning_replica.control.generation import Generations
 from lightning_replica.control.monitor import Monitor
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.core.grid import Grid
 from lightning_replica.core.options import RecoveryOptions
 from lightning_replica.devices.cpu import Cpu
@@ -27,7 +27,7 @@ TAG = Tag(job=77, generation=3, step=5)
 
 
 def wait(work: Any) -> None:
-    works.wait(work, lambda: None)
+    pending_work.wait(work, lambda: None)
 
 
 def groups(rank: int, store: Any, world_size: int, device: Device | None = None) -> ProcessGroups:

@@ -75,7 +75,7 @@ class Rule:
             for rank in range(self.grid.size)
         )
 
-    def newborn(self) -> Rank:
+    def replacement(self) -> Rank:
         """A replacement."""
         return Rank(PLANNED, 0, 0, 0, (0,) * self.grid.replicas, new=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.devices.gloo import abort_group, is_collective_failure
 from lightning_replica.errors import CollectiveError, Interrupted
 from tests.support.ranks import open_world, run_ranks
@@ -28,7 +28,7 @@ def late(rank: int, store: Any) -> Any:
     if rank == 1:
         store.wait(["three"])
     value = torch.tensor([rank + 1.0])
-    works.wait(dist.all_reduce(value, async_op=True), check)
+    pending_work.wait(dist.all_reduce(value, async_op=True), check)
     return [float(value), slices]
 
 
@@ -48,7 +48,7 @@ def interrupted(rank: int, store: Any) -> Any:
         raise Interrupted("enough")
 
     try:
-        works.wait(dist.all_reduce(torch.ones(1), async_op=True), check)
+        pending_work.wait(dist.all_reduce(torch.ones(1), async_op=True), check)
     except Interrupted:
         abort_group(world_group())
         return "interrupted"
@@ -68,7 +68,7 @@ def point_to_point(rank: int, store: Any) -> Any:
     work = dist.irecv(torch.zeros(1), 1)
     assert work is not None
     try:
-        work.wait(works.SLICE)
+        work.wait(pending_work.SLICE)
     except RuntimeError:
         store.set("expired", "1")
     try:
@@ -118,7 +118,7 @@ def dead_peer(rank: int, store: Any) -> Any:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        works.wait(dist.all_reduce(torch.ones(1), async_op=True), lambda: None)
+        pending_work.wait(dist.all_reduce(torch.ones(1), async_op=True), lambda: None)
     except CollectiveError as error:
         return str(error)
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_replica.core import works
-from lightning_replica.core.works import Ordered, Work
+from lightning_replica.core import pending_work
+from lightning_replica.core.pending_work import Ordered, Work
 from lightning_replica.sharding.levels import IN_FLIGHT, Job, Stage
 from lightning_replica.sharding.pipeline import Pipeline
 
@@ -79,7 +79,7 @@ def ordered() -> Ordered:
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    works.all_ended(0.0)
+    pending_work.all_ended(0.0)
 
 
 def test_a_device_does_not_wait_for_a_collective_until_a_stage_is_full() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_replica.core.grid import Grid
-from lightning_replica.core.works import Ordered, all_ended
+from lightning_replica.core.pending_work import Ordered, all_ended
 from lightning_replica.devices.gloo import abort_group
 from lightning_replica.errors import ConfigurationError, Interrupted
 from lightning_replica.groups.membership import make_groups

@@ -55,7 +55,7 @@ EXPECTED = [(0, "lr"), (0, "loss"), (1, "lr"), (1, "loss"), (2, "lr"), (2, "loss
 
 def test_a_batch_that_is_done_again_and_again() -> None:
     logger = Lines()
-    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    rows = LoggerRows(dist.HashStore(), [logger], is_replacement=False)
     window(rows, logger, 0)
     for _ in range(3):
         window(rows, logger, 1, "backward")
@@ -78,7 +78,7 @@ class CutOff(dist.HashStore):
 def test_a_rank_that_is_cut_off_logs_nothing() -> None:
     """Its replacement would log the row again."""
     logger = Lines()
-    rows = LoggerRows(CutOff(), [logger], newborn=False)
+    rows = LoggerRows(CutOff(), [logger], is_replacement=False)
     with pytest.raises(dist.DistStoreError):
         window(rows, logger, 0)
     assert logger.lines == []
@@ -87,7 +87,7 @@ def test_a_rank_that_is_cut_off_logs_nothing() -> None:
 
 def test_a_rank_that_is_cut_off_writes_no_checkpoint() -> None:
     """Its replacement would take the file for one of an earlier run."""
-    files = CheckpointFiles(CutOff(), [], newborn=False, writes=True)
+    files = CheckpointFiles(CutOff(), [], is_replacement=False, writes=True)
     with pytest.raises(dist.DistStoreError):
         files.is_written("epoch=0.ckpt")
 
@@ -95,12 +95,12 @@ def test_a_rank_that_is_cut_off_writes_no_checkpoint() -> None:
 def test_a_replacement_that_goes_back_to_the_tail() -> None:
     """It passes what its predecessor had written there and in the next batch; and once more after a second fault."""
     store, logger = dist.HashStore(), Lines()
-    rows = LoggerRows(store, [logger], newborn=False)
+    rows = LoggerRows(store, [logger], is_replacement=False)
     window(rows, logger, 0)
     window(rows, logger, 1, "backward")
     for again in ("tail", "batch"):
         rows.release()
-        rows = LoggerRows(store, [logger], newborn=True)
+        rows = LoggerRows(store, [logger], is_replacement=True)
         logger.log_metrics({"hp_metric": -1}, 0)  # of its set-up, as its predecessor's
         rows.restored(again, 1)
         if again == "tail":
@@ -114,11 +114,11 @@ def test_a_replacement_that_goes_back_to_the_tail() -> None:
 
 def test_a_replacement_whose_predecessor_wrote_nothing_since() -> None:
     store, logger = dist.HashStore(), Lines()
-    rows = LoggerRows(store, [logger], newborn=False)
+    rows = LoggerRows(store, [logger], is_replacement=False)
     window(rows, logger, 0)
     rows.taken("batch", 1)
     rows.release()
-    rows = LoggerRows(store, [logger], newborn=True)
+    rows = LoggerRows(store, [logger], is_replacement=True)
     rows.restored("batch", 1)
     window(rows, logger, 1)
     window(rows, logger, 2)
@@ -128,7 +128,7 @@ def test_a_replacement_whose_predecessor_wrote_nothing_since() -> None:
 def test_a_commit_that_fails_after_its_snapshot() -> None:
     """It was entered here, and not by all: all go back to the tail of the step before."""
     logger = Lines()
-    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    rows = LoggerRows(dist.HashStore(), [logger], is_replacement=False)
     window(rows, logger, 0)
     for _ in range(3):
         window(rows, logger, 1, "backward")
@@ -153,7 +153,7 @@ class StandIn:
 def test_a_logger_that_stands_in_for_another_one() -> None:
     lines = Lines()
     logger: Any = StandIn(lines)
-    rows = LoggerRows(dist.HashStore(), [logger], newborn=False)
+    rows = LoggerRows(dist.HashStore(), [logger], is_replacement=False)
     window(rows, logger, 0)
     window(rows, logger, 1, "backward")
     rows.restored("batch", 1)
@@ -161,11 +161,11 @@ def test_a_logger_that_stands_in_for_another_one() -> None:
     assert lines.lines == EXPECTED[:4]
 
 
-@pytest.mark.parametrize("newborn", [False, True])
-def test_a_replacement_names_a_logger_that_keeps_rows_in_memory(newborn: bool) -> None:
+@pytest.mark.parametrize("is_replacement", [False, True])
+def test_a_replacement_names_a_logger_that_keeps_rows_in_memory(is_replacement: bool) -> None:
     inexact, logger = Inexact(), Lines()
-    log_three(LoggerRows(dist.HashStore(), [logger], newborn, report=inexact.report), logger)
-    assert list(inexact.known) == (["logger 0 (Lines).lines"] if newborn else [])
+    log_three(LoggerRows(dist.HashStore(), [logger], is_replacement, report=inexact.report), logger)
+    assert list(inexact.known) == (["logger 0 (Lines).lines"] if is_replacement else [])
 
 
 def log_three(rows: LoggerRows, logger: Lines) -> None:

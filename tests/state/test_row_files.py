@@ -90,7 +90,7 @@ def test_a_row_is_there_once(
 ) -> None:
     store, found = dist.HashStore(), Inexact()
     logger = make(tmp_path / "lost", **options)
-    rows = LoggerRows(store, [logger], newborn=False)
+    rows = LoggerRows(store, [logger], is_replacement=False)
     for number in range(step):
         rows.taken("tail", number + 1)
         tail(logger, number)
@@ -100,7 +100,7 @@ def test_a_row_is_there_once(
         with pytest.raises(Lost):
             tail(logger, step)
     logger = make(tmp_path / "lost", **options)
-    rows = LoggerRows(store, [logger], newborn=True, report=found.report)
+    rows = LoggerRows(store, [logger], is_replacement=True, report=found.report)
     rows.restored("tail", step + 1)
     for number in range(step, 4):
         rows.taken("tail", number + 1)
@@ -133,7 +133,7 @@ def test_a_line_that_a_crash_has_torn_is_cut_off(torn: str, tmp_path: Path) -> N
 def test_a_row_that_failed_is_not_cut_off_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user's code writes since would be cut off with it."""
     store, logger = dist.HashStore(), TensorBoardLogger(tmp_path, version=0, default_hp_metric=False)
-    rows = LoggerRows(store, [logger], newborn=False)
+    rows = LoggerRows(store, [logger], is_replacement=False)
     rows.taken("tail", 1)
     with monkeypatch.context() as patch:
         lose(patch, logger, "before the row")
@@ -142,7 +142,7 @@ def test_a_row_that_failed_is_not_cut_off_later(tmp_path: Path, monkeypatch: pyt
     rows.restored("tail", 1)
     logger.experiment.add_scalar("own", 3.0, 0)
     logger.experiment.flush()
-    rows = LoggerRows(store, [TensorBoardLogger(tmp_path, version=0)], newborn=True)
+    rows = LoggerRows(store, [TensorBoardLogger(tmp_path, version=0)], is_replacement=True)
     rows.restored("tail", 1)
     assert written(tmp_path) == [("own", 0, 3.0)]
 
@@ -171,7 +171,7 @@ def test_what_code_writes_beside_rows_is_told(
     make: Callable[..., Logger], write: Callable[[Logger, int], None], tmp_path: Path
 ) -> None:
     found, logger = Inexact(), make(tmp_path)
-    rows = LoggerRows(dist.HashStore(), [logger], newborn=False, report=found.report)
+    rows = LoggerRows(dist.HashStore(), [logger], is_replacement=False, report=found.report)
     logger.log_metrics({"of a fit before": 1.0}, 0)
     for step in range(4):  # in step 2 another column comes
         rows.taken("tail", step + 1)
@@ -185,7 +185,7 @@ def test_what_code_writes_beside_rows_is_told(
 
 def test_what_lightning_writes_before_the_first_step_is_not_meant(tmp_path: Path) -> None:
     found, logger = Inexact(), TensorBoardLogger(tmp_path, version=0)
-    rows = LoggerRows(dist.HashStore(), [logger], newborn=False, report=found.report)
+    rows = LoggerRows(dist.HashStore(), [logger], is_replacement=False, report=found.report)
     logger.log_hyperparams({"width": 3})
     rows.taken("tail", 0)
     for step in range(2):
@@ -196,7 +196,7 @@ def test_what_lightning_writes_before_the_first_step_is_not_meant(tmp_path: Path
 
 def test_a_row_that_raises_half_way(tmp_path: Path) -> None:
     found, logger = Inexact(), Files.tensorboard(tmp_path)
-    rows = LoggerRows(dist.HashStore(), [logger], newborn=False, report=found.report)
+    rows = LoggerRows(dist.HashStore(), [logger], is_replacement=False, report=found.report)
     rows.taken("tail", 1)
     tail(logger, 0)
     with pytest.raises(ValueError, match="you tried to log"):
@@ -207,7 +207,7 @@ def test_a_row_that_raises_half_way(tmp_path: Path) -> None:
 
 def test_loggers_that_share_files(tmp_path: Path) -> None:
     found, loggers = Inexact(), [Files.tensorboard(tmp_path), Files.tensorboard(tmp_path)]
-    rows = LoggerRows(dist.HashStore(), loggers, newborn=False, report=found.report)
+    rows = LoggerRows(dist.HashStore(), loggers, is_replacement=False, report=found.report)
     for step in range(4):
         rows.taken("tail", step + 1)
         for logger in loggers:
@@ -240,7 +240,7 @@ def test_a_row_that_may_be_there_twice_is_told(
     make: Callable[[Path], Logger], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, found, logger = dist.HashStore(), Inexact(), make(tmp_path)
-    rows = LoggerRows(store, [logger], newborn=False)
+    rows = LoggerRows(store, [logger], is_replacement=False)
     rows.taken("tail", 1)
     with monkeypatch.context() as patch:
         lose(patch, logger, where)
@@ -248,7 +248,7 @@ def test_a_row_that_may_be_there_twice_is_told(
             logger.log_metrics({"loss": 1.0}, 0)
         except Lost:
             assert where
-    rows = LoggerRows(store, [make(tmp_path)], newborn=True, report=found.report)
+    rows = LoggerRows(store, [make(tmp_path)], is_replacement=True, report=found.report)
     rows.restored("tail", 1)
     why = "rank 0 was lost while it wrote the row of step 0, which may be there twice"
     assert found.after(replaced=True) == ({f"logger 0 ({type(logger).__name__})": why} if where else {})

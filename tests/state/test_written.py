@@ -11,7 +11,7 @@ from lightning_replica.state.written import Written
 
 
 def test_what_is_done_again_is_there_once() -> None:
-    since = Written(dist.HashStore(), "things", newborn=False)
+    since = Written(dist.HashStore(), "things", is_replacement=False)
     since.taken("tail", 1)
     since.add("a")
     since.add("a")
@@ -23,7 +23,7 @@ def test_what_is_done_again_is_there_once() -> None:
 
 
 def test_what_came_before_the_snapshot_is_not_there() -> None:
-    since = Written(dist.HashStore(), "things", newborn=False)
+    since = Written(dist.HashStore(), "things", is_replacement=False)
     since.taken("batch", 0)
     since.add("a")
     since.taken("tail", 1)
@@ -44,7 +44,7 @@ class Trainer:
 def test_a_file_that_was_written_since_is_not_there(replaced: bool, tmp_path: Any) -> None:
     store, callback, trainer = dist.HashStore(), ModelCheckpoint(tmp_path), Trainer()
     before, since = str(tmp_path / "before.ckpt"), str(tmp_path / "since.ckpt")
-    files = CheckpointFiles(store, [callback], newborn=False, writes=True)
+    files = CheckpointFiles(store, [callback], is_replacement=False, writes=True)
     for path, taken in ((before, 1), (since, 2)):
         files.taken("batch", taken - 1)
         files.taken("tail", taken)
@@ -53,7 +53,7 @@ def test_a_file_that_was_written_since_is_not_there(replaced: bool, tmp_path: An
         assert callback.file_exists(path, trainer)  # type: ignore[arg-type]
     if replaced:
         files.release()
-        files = CheckpointFiles(store, [callback], newborn=True, writes=True)
+        files = CheckpointFiles(store, [callback], is_replacement=True, writes=True)
     files.restored("tail", 2)
     assert callback.file_exists(before, trainer)  # type: ignore[arg-type]
     assert not callback.file_exists(since, trainer)  # type: ignore[arg-type]

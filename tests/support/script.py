@@ -53,7 +53,7 @@ class Break(Callback):
             return
         if MODE == "wait" and first:
             print("waiting", flush=True)
-            while not trainer.strategy.training.asked_to_stop:  # type: ignore[attr-defined]
+            while not trainer.strategy.training.stop_requested:  # type: ignore[attr-defined]
                 time.sleep(0.01)
         if MODE == "raise and kill" and first and COMMAND.read_text() != "raised\n":
             COMMAND.write_text("raised")

@@ -17,12 +17,12 @@ def test_a_hook_that_raises_loses_no_other_incident(monkeypatch: pytest.MonkeyPa
         if incident.number == 1:
             raise RuntimeError("in the user's hook")
 
-    over = [SimpleNamespace(number=number, teller=1) for number in (1, 2, 3)]
+    over = [SimpleNamespace(number=number, reporter=1) for number in (1, 2, 3)]
     account = SimpleNamespace(close=lambda step: [over.pop(0) for _ in range(len(over))])
     monkeypatch.setattr(incidents, "Account", lambda *_: account)
-    session: Any = SimpleNamespace(rank=0, world=SimpleNamespace(generations=None, size=2, born=0))
+    session: Any = SimpleNamespace(rank=0, world=SimpleNamespace(generations=None, size=2, start_generation=0))
     own = Incidents(trainer=None, session=session, hooks=SimpleNamespace(incident=hook))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="in the user's hook"):
-        own.tell(5)
-    own.tell(6)
+        own.publish(5)
+    own.publish(6)
     assert seen == [1, 2, 3]

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp
 
-from lightning_replica.core import works
+from lightning_replica.core import pending_work
 from lightning_replica.errors import ConfigurationError
 from lightning_replica.trainer import objects
 from tests.support.ranks import open_world, run_ranks
 
 
 def wait(work: Any, tensor: Any = None) -> None:
-    works.wait(work, lambda: None)
+    pending_work.wait(work, lambda: None)
 
 
 def compare(rank: int, store: Any) -> Any:
@@ -61,13 +61,13 @@ def leave(rank: int, store: Any) -> Any:
         raise TimeoutError
 
     try:
-        works.wait(dist.all_reduce(torch.ones(1), async_op=True), enough)
+        pending_work.wait(dist.all_reduce(torch.ones(1), async_op=True), enough)
     except TimeoutError:
-        before = works.all_ended(0.01)
+        before = pending_work.all_ended(0.01)
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    works.track(work)
+    pending_work.track(work)
     store.set("given up", "1")
-    return [before, works.all_ended(0.0)]
+    return [before, pending_work.all_ended(0.0)]
 
 
 def test_a_collective_that_nobody_waits_for_is_not_forgotten() -> None:

@@ -10,12 +10,12 @@ import fsspec
 import pytest
 import torch.distributed as dist
 
-import lightning_replica.control.once
+import lightning_replica.control.run_on_rank0
 from lightning_replica import CheckpointPublisher, ConfigurationError, DyingGaspCheckpoint
 from lightning_replica.checkpoint import store
 from lightning_replica.checkpoint.attempts import attempts_at
 from lightning_replica.control import departures, keys
-from lightning_replica.control.once import once
+from lightning_replica.control.run_on_rank0 import run_on_rank0
 from lightning_replica.trainer.saving import which_checkpoint
 from lightning_replica.trainer.saving.which_checkpoint import WhichCheckpoint
 from tests.checkpoint.rewrite import rewrite
@@ -46,12 +46,12 @@ def trainer_with(callbacks: list[Any]) -> Any:
 
 def fill_in(callbacks: list[Any], **given: str) -> dict[str, Any]:
     which_checkpoint._fits = 0  # in another start of the script
-    which = WhichCheckpoint("auto", once=lambda choose: choose())
+    which = WhichCheckpoint("auto", on_rank0=lambda choose: choose())
     return which.fill_in(trainer_with(callbacks), _fit_impl, ("model",), given).arguments
 
 
 def test_a_checkpoint_that_is_given() -> None:
-    which = WhichCheckpoint("there", once=lambda choose: pytest.fail(choose()))
+    which = WhichCheckpoint("there", on_rank0=lambda choose: pytest.fail(choose()))
     trainer = trainer_with([])
     assert which.fill_in(trainer, _fit_impl, ("model",), {}).arguments == {"model": "model", "ckpt_path": "there"}
     asked = {"ckpt_path": "elsewhere"}
@@ -70,11 +70,11 @@ def test_a_replacement_is_told_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     directory = directory_of(tmp_path, 1)
 
     def chosen() -> Any:
-        which = WhichCheckpoint("auto", once=lambda choose: once(0, store, choose, 60))
+        which = WhichCheckpoint("auto", on_rank0=lambda choose: run_on_rank0(0, store, choose, 60))
         return which.fill_in(trainer_with(callbacks), _fit_impl, ("model",), {}).arguments["ckpt_path"]
 
     for _ in ("rank 0", "its replacement"):
-        monkeypatch.setattr(lightning_replica.control.once, "_numbers", itertools.count())
+        monkeypatch.setattr(lightning_replica.control.run_on_rank0, "_numbers", itertools.count())
         monkeypatch.setattr(which_checkpoint, "_fits", 0)
         assert chosen() == str(directory.path_of(1))
         save(directory.path_of(2), 2, 2.0)
@@ -109,14 +109,14 @@ def choose(rank: int, store: Any, out: str) -> str:
             file.write(f"{rank}")
         return "the newest"
 
-    return once(rank, store, work, 60)
+    return run_on_rank0(rank, store, work, 60)
 
 
 def refuse(rank: int, store: Any) -> str:
     def work() -> str:
         raise ConfigurationError("cannot be told")
 
-    return once(rank, store, work, 60)
+    return run_on_rank0(rank, store, work, 60)
 
 
 def test_one_rank_chooses_for_all(tmp_path: Path) -> None:
@@ -154,20 +154,20 @@ def test_a_call_that_rank_0_does_not_make() -> None:
     store = dist.HashStore()
     departures.leave(store, 0)
     with pytest.raises(ConfigurationError, match=r"waits for rank 0, which has ended .* are for all ranks"):
-        once(1, store, pytest.fail, 1e6)
+        run_on_rank0(1, store, pytest.fail, 1e6)
     departures.come_back(store, 0)
     with pytest.raises(ConfigurationError, match=r"within 0.1 s \(rendezvous_timeout_s\)"):
-        once(1, store, pytest.fail, 0.1)
+        run_on_rank0(1, store, pytest.fail, 0.1)
 
 
 def test_rank_0_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
-    monkeypatch.setattr(lightning_replica.control.once, "_numbers", numbers)
+    monkeypatch.setattr(lightning_replica.control.run_on_rank0, "_numbers", numbers)
     store = dist.HashStore()
-    store.set(keys.once_begun(0), "yes")
+    store.set(keys.rank0_began(0), "yes")
     departures.leave(store, 0)  # another fit's
-    waits = ThreadPoolExecutor(1).submit(once, 1, store, pytest.fail, 0.0)
+    waits = ThreadPoolExecutor(1).submit(run_on_rank0, 1, store, pytest.fail, 0.0)
     with pytest.raises(concurrent.futures.TimeoutError):
         waits.result(0.3)
-    store.set(keys.once(0), '{"result": "found"}')
+    store.set(keys.rank0_result(0), '{"result": "found"}')
     assert waits.result(60) == "found"

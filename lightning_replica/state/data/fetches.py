@@ -78,7 +78,7 @@ class Fetches:
         states, fetching = self.state(ahead)
         begun = [loader.has_begun and loader.position == ahead for loader in self._loaders]
         pairs = zip(self._loaders, states, begun, strict=True)
-        return [state if here else loader.state_between() for loader, state, here in pairs], (
+        return [state if has_begun else loader.state_between() for loader, state, has_begun in pairs], (
             fetching if any(begun) else Fetching()
         )
 

@@ -293,13 +293,13 @@ class ExactLoader:
         if not before.batches and not self._feed.workers:
             before = before._replace(epoch=self._sampler_epoch())
         random = b"" if before.batches or self._feed.workers else self._rng_state()
-        self._tell_of_changed_between_batches()
+        self._report_changed_between_batches()
         with self._sources.loading():
             item = self._next()
         if item is END:
             self._ended = True
             raise StopIteration
-        self._tell_of_changed_by_loading()
+        self._report_changed_by_loading()
         if self._changing() is None:
             self._sources.note_loaded()
         left = self._sources.state(begins=False) if self._feed.skips else None
@@ -396,7 +396,7 @@ class ExactLoader:
             self._feed.replay(state)
         self._sources.put(state.left)
 
-    def _tell_of_changed_by_loading(self) -> None:
+    def _report_changed_by_loading(self) -> None:
         """Report what changes with each batch that is loaded and does not go with the position of iterable data."""
         if self._changing() is not self._sources:
             for owner, names in self._sources.changed_by_loading.items():
@@ -405,7 +405,7 @@ class ExactLoader:
                         f"{owner}.{name}", "loading data changes it, and a batch that comes again is not loaded again"
                     )
 
-    def _tell_of_changed_between_batches(self) -> None:
+    def _report_changed_between_batches(self) -> None:
         """Report what code changes in iterable data while that is iterated: it does not go back."""
         if self._changing() is not None:
             return

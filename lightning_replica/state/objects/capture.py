@@ -241,10 +241,10 @@ class Capture:
             except Exception as error:  # its class runs code of its own, or refuses
                 report(record.name, _not_put_back(error), "once")
             if isinstance(record, Unknown):
-                _tell_of(record, report)
+                _report_unrestored(record, report)
             elif isinstance(record, Attributes):
                 wake_waiting(record.values)
-        stands.tell_of_former(each for each in self.records.values() if isinstance(each, Closure))
+        stands.report_former(each for each in self.records.values() if isinstance(each, Closure))
 
 
 @contextmanager
@@ -286,8 +286,8 @@ class _Standing:
             self._making.discard(key)
         return self._made.get(key, value)
 
-    def tell_of_former(self, functions: Iterable[Record]) -> None:
-        """Tell what still refers to an object in C that another one has taken the place of."""
+    def report_former(self, functions: Iterable[Record]) -> None:
+        """Report what still refers to an object in C that another one has taken the place of."""
         for record in functions:
             owner = getattr(record.value, "__self__", None)
             if self._is_former(owner):
@@ -311,7 +311,7 @@ def _not_put_back(error: Exception) -> str:
     return f"it could not be put back ({type(error).__name__}: {error})"
 
 
-def _tell_of(record: Unknown, report: Report) -> None:
+def _report_unrestored(record: Unknown, report: Report) -> None:
     changed, what = record.has_changed(), describe(record.value)
     if changed:
         report(record.name, f"it is a {what}, which has changed and cannot be restored")
@@ -461,7 +461,7 @@ class Recorder:
         if former.is_same():
             return former
         if isinstance(former, Unknown):
-            self._tell_of_unknown(former)
+            self._report_unknown(former)
         return record
 
     def _compare_in_each_window(self, key: int, record: Record) -> None:
@@ -524,7 +524,7 @@ class Recorder:
             in_parts = self._in_parts(name, value) if kind is Kind.REBUILT else None
             record = in_parts or (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
             if isinstance(record, Unknown) and record.advances:
-                self._tell_of_unknown(record)
+                self._report_unknown(record)
             if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):
                 return
             yield key, record
@@ -582,7 +582,7 @@ class Recorder:
         for key in changed:
             record = self._records[key]
             if isinstance(record, Unknown):
-                self._tell_of_unknown(record)
+                self._report_unknown(record)
             renewed, container = record.renewed(), self._in_turn.get(key)
             added = renewed.added_to(record)
             known = self._note_dropped(record, renewed) if added is None else frozenset[int]()
@@ -603,7 +603,7 @@ class Recorder:
         if pickled:
             record = pickled[self._windows // _PICKLED_EACH % len(pickled)]
             if record.has_changed():
-                self._tell_of_unknown(record)
+                self._report_unknown(record)
 
     def _note_dropped(self, before: Record, now: Record) -> Set[int]:
         """Count what an object no longer refers to: it may not be reachable any more, and takes memory.
@@ -657,7 +657,7 @@ class Recorder:
         self._turn = start + len(found)
         return found
 
-    def _tell_of_unknown(self, record: Record) -> None:
+    def _report_unknown(self, record: Record) -> None:
         self._report(record.name, f"it is a {describe(record.value)}, which changes and cannot be restored")
 
 

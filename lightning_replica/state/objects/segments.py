@@ -92,8 +92,8 @@ class Segment:
 
     def is_at(self, flat: Sequence[Any], place: int) -> bool:
         """Return whether a list or a dict has the rows from ``flat[place]`` on."""
-        there = flat[place : place + len(self.flat)]
-        return len(there) == len(self.flat) and all(map(operator.is_, there, self.flat))
+        rows = flat[place : place + len(self.flat)]
+        return len(rows) == len(self.flat) and all(map(operator.is_, rows, self.flat))
 
 
 Part: TypeAlias = "Segment | range"

@@ -91,20 +91,20 @@ class _Tokens:
         """Yield texts and bytes."""
         ahead = [value]
         while ahead:
-            here = ahead.pop()
-            key = id(here)
-            if type(here) in ATOMS:
-                yield f"{type(here).__name__} {here!r}" if self._contents else type(here).__name__
+            value = ahead.pop()
+            key = id(value)
+            if type(value) in ATOMS:
+                yield f"{type(value).__name__} {value!r}" if self._contents else type(value).__name__
             elif key in self._anchors.names:
                 yield f"@ {self._anchors.names[key]}"
             elif key in self._met:
                 yield f"# {self._met[key]}"
             else:
-                if kind_of(here) not in (Kind.ATOM, Kind.TUPLE):  # of which it does not matter who shares them
+                if kind_of(value) not in (Kind.ATOM, Kind.TUPLE):  # of which it does not matter who shares them
                     self._met[key] = len(self._met)
-                yield f"{self._class_of(here)} {self._form(here)}"
-                yield from self._content(here)
-                ahead += [child for _, child in self._children(here)][::-1]
+                yield f"{self._class_of(value)} {self._form(value)}"
+                yield from self._content(value)
+                ahead += [child for _, child in self._children(value)][::-1]
 
     def _class_of(self, value: Any) -> str:
         record = self._capture.records.get(id(value))

@@ -321,13 +321,13 @@ def _keys_under(
     """Yield the keys of all objects that a value leads to, but not through what is ``known`` by itself."""
     ahead, seen = [value], set[int]()
     while ahead:
-        here = ahead.pop()
-        if id(here) in known or id(here) in seen or kind_of(here) in (Kind.ATOM, Kind.CLOSED):
+        reached = ahead.pop()
+        if id(reached) in known or id(reached) in seen or kind_of(reached) in (Kind.ATOM, Kind.CLOSED):
             continue
-        seen.add(id(here))
-        yield id(here)
-        yield ~id(here)
-        for key in (id(here), ~id(here)):
+        seen.add(id(reached))
+        yield id(reached)
+        yield ~id(reached)
+        for key in (id(reached), ~id(reached)):
             if key in capture.records:
                 ahead += children(capture.records[key])
 

@@ -224,12 +224,14 @@ class Encoder:
         self._numbers[key] = len(self._numbers)
         identity = self._identity(value, kind)
         sent = self._encode_new(value, kind, identity, name, depth)
-        beside = self._capture.records.get(~key)
-        with_more = isinstance(beside, (Attributes, Slots)) or (kind is Kind.ARRAY and type(value) is not np.ndarray)
+        attributes = self._capture.records.get(~key)
+        with_more = isinstance(attributes, (Attributes, Slots)) or (
+            kind is Kind.ARRAY and type(value) is not np.ndarray
+        )
         if kind is Kind.OBJECT or not with_more:
             return sent
         # A list, a tensor or an array with attributes, or an array of a class of its own.
-        return ["with", identity, _class_of(value), sent, self._pairs([beside], name, depth)]
+        return ["with", identity, _class_of(value), sent, self._pairs([attributes], name, depth)]
 
     def _identity(self, value: Any, kind: Kind) -> list[Any]:
         """Return the number of an object, and its name when training began: None if it is new, "" if unknown."""
@@ -529,9 +531,9 @@ class Decoder:
             return self._weak(rest[0], current, name)
         if kind == "beside":
             owner, places, inner = rest
-            there = self.existing.get(owner)
-            is_itself = owner in self._claimed or id(there) not in self._used
-            if not is_itself or not all(self._memories.holds(place, there) for place in places):
+            existing = self.existing.get(owner)
+            is_itself = owner in self._claimed or id(existing) not in self._used
+            if not is_itself or not all(self._memories.holds(place, existing) for place in places):
                 self._lacks(name, f"it lies in the memory of {owner}, but not in this replacement")
             return self._decode(inner, current, name)
         if kind == "class":
@@ -577,10 +579,10 @@ class Decoder:
         if kind_of(made) is not Kind.ATOM:
             self._used.add(id(made))
 
-    def _all(self, sent: list[Any], there: list[Any], name: str) -> list[Any]:
-        there = there + [MISSING] * (len(sent) - len(there))
+    def _all(self, sent: list[Any], existing: list[Any], name: str) -> list[Any]:
+        existing = existing + [MISSING] * (len(sent) - len(existing))
         found = [
-            self._decode(each, now, f"{name}[{n}]") for n, (each, now) in enumerate(zip(sent, there, strict=False))
+            self._decode(each, now, f"{name}[{n}]") for n, (each, now) in enumerate(zip(sent, existing, strict=False))
         ]
         return [None if each is MISSING else each for each in found]
 
@@ -621,9 +623,9 @@ class Decoder:
 
     def _objects(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         shape, sent = content
-        there = list(current.flat) if isinstance(current, np.ndarray) and current.size == len(sent) else []
+        existing = list(current.flat) if isinstance(current, np.ndarray) and current.size == len(sent) else []
         made = np.empty(len(sent), dtype=object)
-        for place, item in enumerate(self._all(sent, there, name)):
+        for place, item in enumerate(self._all(sent, existing, name)):
             made[place] = item
         return self._filled(current, made.reshape(shape), [], name)
 
@@ -716,17 +718,17 @@ class Decoder:
         set_attributes_of_wrapper(current, {key: each for key, each in attributes.items() if each is not MISSING})
         cache, entries = Cache(current), list[Entry]()
         was = cache.entries()
-        there = dict(was)
+        existing = dict(was)
         for place, ((arguments, keywords, values), result) in enumerate(zip(sent_calls, sent, strict=True)):
             lacking = self._lacking
             named = dict(zip(keywords, self._all(values, [], name), strict=True))
             call = Call(tuple(self._all(arguments, [], name)), named)
             key = cache.key_of(call) if self._lacking == lacking else None
-            item = self._decode(result, there.get(key, MISSING), f"{name}[{place}]")
+            item = self._decode(result, existing.get(key, MISSING), f"{name}[{place}]")
             if self._lacking == lacking:  # else it would be what another call returns
                 entries.append((key, item))
         is_same = len(was) == len(entries) and all(
-            one == other and there[one] is result for (one, _), (other, result) in zip(was, entries, strict=True)
+            one == other and existing[one] is result for (one, _), (other, result) in zip(was, entries, strict=True)
         )
         if not is_same:
             cache.put_back(entries)
@@ -734,8 +736,8 @@ class Decoder:
 
     def _iterator(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         function, sent, state = content
-        there = list(reduced(current)[1]) if kind_of(current) is Kind.ITERATOR else []
-        arguments = self._all(sent, there if len(there) == len(sent) else [], name)
+        existing = list(reduced(current)[1]) if kind_of(current) is Kind.ITERATOR else []
+        arguments = self._all(sent, existing if len(existing) == len(sent) else [], name)
         return iterator_of(_ITERATORS[function], arguments, self._decode(state, MISSING, name))
 
     def _view(self, number: int, content: list[Any], current: Any, name: str) -> Any:
@@ -800,9 +802,9 @@ class Decoder:
     def _mapping_view(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent = content
         is_there = type(current) in VIEWS and type(current).__name__ == cls
-        there = mapping_of(current) if is_there else MISSING
-        mapping = self._decode(sent, there, f"{name}.mapping")
-        return current if is_there and mapping is there else _VIEWS[cls](mapping)
+        existing = mapping_of(current) if is_there else MISSING
+        mapping = self._decode(sent, existing, f"{name}.mapping")
+        return current if is_there and mapping is existing else _VIEWS[cls](mapping)
 
     def _list(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent, maxlen = content
@@ -820,13 +822,13 @@ class Decoder:
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
         self._keep(number, made)
-        there = list(base_of(made).__iter__(made))
+        existing = list(base_of(made).__iter__(made))
         length = sum(len(part if isinstance(part, list) else self._segments[part]) for part in parts)
-        there = there if len(there) == length else []
+        existing = existing if len(existing) == length else []
         items: list[Any] = []
         for part in parts:
             if isinstance(part, list):
-                items += self._all(part, there[len(items) : len(items) + len(part)], name)
+                items += self._all(part, existing[len(items) : len(items) + len(part)], name)
             else:
                 items += self._segments[part]
         if isinstance(made, deque):
@@ -887,10 +889,10 @@ class Decoder:
 
     def _tuple(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, sent, *made_class = content
-        there = list(tuple.__iter__(current)) if isinstance(current, tuple) else []
-        there = there if len(there) == len(sent) else []
-        items = self._all(sent, there, name)
-        if there and all(a is b for a, b in zip(items, there, strict=True)):
+        existing = list(tuple.__iter__(current)) if isinstance(current, tuple) else []
+        existing = existing if len(existing) == len(sent) else []
+        items = self._all(sent, existing, name)
+        if existing and all(a is b for a, b in zip(items, existing, strict=True)):
             return current
         return self._fixed(cls, made_class, tuple, items, name)
 
@@ -917,29 +919,29 @@ class Decoder:
 
     def _rebuilt(self, number: int, content: list[Any], current: Any, name: str) -> Any:
         cls, maker, *sent = content
-        there = parts_of(current) if _is_a(current, cls) and kind_of(current) is Kind.REBUILT else None
-        function = _maker_named(maker, cls, there)
-        beside = (MISSING, MISSING) if there is None else there[1:]
-        made = tuple(self._part(*both, name) for both in zip(sent, beside, strict=True))
-        if function is None or not _are_safe(made, there):
+        existing = parts_of(current) if _is_a(current, cls) and kind_of(current) is Kind.REBUILT else None
+        function = _maker_named(maker, cls, existing)
+        targets = (MISSING, MISSING) if existing is None else existing[1:]
+        made = tuple(self._part(*both, name) for both in zip(sent, targets, strict=True))
+        if function is None or not _are_safe(made, existing):
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return current
-        if there is not None and has_parts(current, Parts(function, *made)):
+        if existing is not None and has_parts(current, Parts(function, *made)):
             return current
         return rebuilt(function, *made)
 
-    def _part(self, sent: list[Any], there: Any, name: str) -> Any:
+    def _part(self, sent: list[Any], existing: Any, name: str) -> Any:
         kind, content, *more = sent
         if kind == "":
-            found = self._decode(content, there, name)
+            found = self._decode(content, existing, name)
             return None if found is MISSING else found
         if kind == "dict":
-            known = there if type(there) is dict else {}
+            known = existing if type(existing) is dict else {}
             pairs = zip(self._all(content, [], name), more[0], strict=True)
             return {key: self._part(each, known.get(key, MISSING), name) for key, each in pairs}
-        fits = type(there) in (tuple, list) and len(there) == len(content)
-        beside = there if fits else [MISSING] * len(content)
-        made = [self._part(each, now, name) for each, now in zip(content, beside, strict=True)]
+        fits = type(existing) in (tuple, list) and len(existing) == len(content)
+        targets = existing if fits else [MISSING] * len(content)
+        made = [self._part(each, now, name) for each, now in zip(content, targets, strict=True)]
         return tuple(made) if kind == "tuple" else made
 
     def _with_attributes(self, number: int, made: Any, pairs: list[Any], name: str) -> Any:
@@ -1129,26 +1131,26 @@ def _name_of_maker(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
 
 
-def _maker_named(name: str, cls: str, there: Parts | None) -> Any:
+def _maker_named(name: str, cls: str, existing: Parts | None) -> Any:
     """Return what makes an object in C; None if it might do anything else.
 
     It is what an object of that class that is there names, or one of pandas' that are known to make objects only.
     """
-    if there is not None and _name_of_maker(there.function) == name:
-        return there.function
+    if existing is not None and _name_of_maker(existing.function) == name:
+        return existing.function
     made = _class_named(cls)
     if name == cls and made is not None and derives_attributes(made):
         return made
     return _named(name) if _MAKERS.fullmatch(name) else None
 
 
-def _are_safe(parts: tuple[Any, Any], there: Parts | None) -> bool:
+def _are_safe(parts: tuple[Any, Any], existing: Parts | None) -> bool:
     """Return whether what makes an object in C gets no other classes and functions than for the object that is there.
 
     `copyreg.__newobj__` makes an object of any class. Where no object is there, classes of pandas that consist of such
     parts are known to do nothing else.
     """
-    known = [] if there is None else [id(each) for _, each in leaves_of(there) if callable(each)]
+    known = [] if existing is None else [id(each) for _, each in leaves_of(existing) if callable(each)]
     made = [each for _, each in leaves_of(Parts(_nothing, *parts)) if callable(each)]
     return all(id(each) in known or (isinstance(each, type) and derives_attributes(each)) for each in made)
 

@@ -12,18 +12,18 @@ from torch.optim import Optimizer
 
 from lightning_replica._compat.lightning import dump_checkpoint, user_optimizer
 from lightning_replica._compat.lightning_names import pl
+from lightning_replica.checkpoint.barrier import Barrier, StoreBarrier
 from lightning_replica.checkpoint.contents import WEIGHTS_AT
 from lightning_replica.checkpoint.directory import CheckpointDirectory, may_be_sharded
 from lightning_replica.checkpoint.location import Location
 from lightning_replica.checkpoint.manifest import Lineage
-from lightning_replica.checkpoint.together import Together, TogetherBeside
 from lightning_replica.core.messages import warn
 from lightning_replica.errors import CheckpointError, ConfigurationError
 from lightning_replica.state.snapshot import Snapshot
 from lightning_replica.trainer.model_part import ModelPart
 from lightning_replica.trainer.saving import resume
+from lightning_replica.trainer.saving.async_save import AsyncSave
 from lightning_replica.trainer.saving.hyperparameters import made_plain
-from lightning_replica.trainer.saving.save_beside import SaveBeside
 from lightning_replica.trainer.session import Session
 from lightning_replica.trainer.steps import Training
 
@@ -66,7 +66,7 @@ class Checkpoints:
         self._stand_in: dict[str, Any] = {}
         self._directory: Location | None = None  # a sharded checkpoint, from when it is opened until the fit is set up
         self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._beside: SaveBeside | None = None
+        self._async_save: AsyncSave | None = None
 
     def is_sharded(self, training: Training | None) -> bool:
         """Return whether a checkpoint saved now is sharded. Without a fit there are no shards."""
@@ -136,7 +136,7 @@ class Checkpoints:
         training: Training,
         path: Location,
         written_for: str = "periodic",
-        beside: TogetherBeside | None = None,
+        store_barrier: StoreBarrier | None = None,
     ) -> None:
         """Write a sharded checkpoint, whatever form the others have. Collective.
 
@@ -145,13 +145,18 @@ class Checkpoints:
             training: The fit.
             path: The directory to write.
             written_for: Why the checkpoint is written: "periodic" or "planned".
-            beside: Used to write a copy in a thread of its own; see `settle`. None writes now.
+            store_barrier: Used to write a copy in a thread of its own; see `settle`. None writes now.
         """
         with self._sharded():
             checkpoint = dump_checkpoint(trainer)
             self.complete(trainer, training, checkpoint)
             self.save_sharded(
-                training, trainer.lightning_module, checkpoint, path, written_for=written_for, beside=beside
+                training,
+                trainer.lightning_module,
+                checkpoint,
+                path,
+                written_for=written_for,
+                store_barrier=store_barrier,
             )
 
     def settle(self, check: Callable[[], None]) -> Exception | None:
@@ -160,10 +165,10 @@ class Checkpoints:
         Args:
             check: Called repeatedly; may raise.
         """
-        if self._beside is None:
+        if self._async_save is None:
             return None
-        failed = self._beside.wait(check)
-        self._beside = None
+        failed = self._async_save.wait(check)
+        self._async_save = None
         return failed
 
     @contextmanager
@@ -183,7 +188,7 @@ class Checkpoints:
         pieces: Collection[int] | None = None,
         step: int | None = None,
         written_for: str = "periodic",
-        beside: TogetherBeside | None = None,
+        store_barrier: StoreBarrier | None = None,
     ) -> None:
         """Write this rank's part of a sharded checkpoint, or the parts of the ranks ``pieces``. Collective."""
         from lightning_replica.checkpoint import sharded
@@ -197,14 +202,14 @@ class Checkpoints:
         place = next((key for key, value in checkpoint.items() if value is self._stand_in), "state_dict")
         checkpoint, _ = made_plain(checkpoint)
         plain = {**checkpoint, place: {**checkpoint[place], **others}, "optimizer_states": [], WEIGHTS_AT: place}
-        together = Together(None)
+        barrier = Barrier(None)
         staged = sharded.stage(
             path,
             training.state,
             names,
             extras,
             plain,
-            together,
+            barrier,
             aliases=aliases,
             parts=training.part.names,
             whole=training.part.whole(),
@@ -215,15 +220,17 @@ class Checkpoints:
         )
         first = pieces is None and training.groups.rank == 0
 
-        def write(staged: sharded.Staged, together: Together) -> None:
-            sharded.write(staged, together)
+        def write(staged: sharded.Staged, barrier: Barrier) -> None:
+            sharded.write(staged, barrier)
             self._published(path, first)
 
-        if beside is None:
-            write(staged, together)
+        if store_barrier is None:
+            write(staged, barrier)
             return
         self.settle(training.check)  # an abandoned one may still write its last file
-        self._beside = SaveBeside(partial(write, together.run(staged.copied), beside), lambda: beside.waits)
+        self._async_save = AsyncSave(
+            partial(write, barrier.run(staged.copied), store_barrier), lambda: store_barrier.waits
+        )
 
     def lineage_in(self, directory: Location) -> Lineage | None:
         """Return what the last fit was in a directory; None if no callback has named that."""
@@ -324,7 +331,7 @@ def _named(training: Training, module: pl.LightningModule) -> tuple[list[str], d
     from lightning_replica.checkpoint import sharded
 
     part = training.part
-    extras, aliases = sharded.beside_trained(module, training.state)
+    extras, aliases = sharded.untrained_tensors_of(module, training.state)
     named = {part.named(alias): part.named(name) for alias, name in aliases.items()}
     return [part.named(name) for name, _ in module.named_parameters()], part.all_named(extras), named
 

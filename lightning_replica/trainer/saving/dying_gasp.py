@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from lightning_replica._compat.lightning_names import pl
+from lightning_replica.checkpoint.barrier import Barrier
 from lightning_replica.checkpoint.directory import CheckpointDirectory
-from lightning_replica.checkpoint.together import Together
 from lightning_replica.core.messages import warn
 from lightning_replica.core.points import reach
 from lightning_replica.errors import CheckpointError, CollectiveError
@@ -64,7 +64,7 @@ class DyingGasp:
     def _write(self, plan: GaspPlan) -> str:
         taken = self._training.host.kept(plan.kind, plan.step)
         own = {rank: self._private(taken, rank) for rank in plan.privates[self._rank]}
-        privates = {rank: each for given in Together(None).all(lambda: own) for rank, each in given.items()}
+        privates = {rank: each for given in Barrier(None).all(lambda: own) for rank, each in given.items()}
         self._training.state.params_from_main()  # of this rank's shard only: it writes no other
         self._training.host.put_back(taken)
         first = self._training.first_rank
@@ -76,7 +76,7 @@ class DyingGasp:
         path = self._directory.path_of(step)
         self._checkpoints.save_last(self._trainer, self._training, record, path, step, plan.pieces[self._rank])
         reach("track")
-        Together(None).run(lambda: self._track(path.name, step, plan))
+        Barrier(None).run(lambda: self._track(path.name, step, plan))
         return str(path)
 
     def _track(self, name: str, step: int, plan: GaspPlan) -> None:

@@ -37,7 +37,7 @@ class LightningCheckpoints(LightningCollectives):
 
     _checkpoints: Checkpoints
     _training: Training | None
-    _told_left_out: Sequence[str] = ()
+    _reported_left_out: Sequence[str] = ()
 
     @property
     def training(self) -> Training:
@@ -48,13 +48,13 @@ class LightningCheckpoints(LightningCollectives):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer, in torch's format, on rank 0. Collective."""
-        if self._is_newborn or self._is_cut_off:
+        if self._is_replacement or self._is_cut_off:
             return {}
         return self._checkpoints.optimizer_state(self.training, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states. A replacement gets it from a peer instead."""
-        if not self._is_newborn and self.lightning_module is not None:
+        if not self._is_replacement and self.lightning_module is not None:
             self._checkpoints.load_optimizers(self.training, self.lightning_module, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -64,20 +64,20 @@ class LightningCheckpoints(LightningCollectives):
             CheckpointError: If it is damaged.
         """
         path = locate(checkpoint_path)
-        if self._is_newborn and not exists(path):
+        if self._is_replacement and not exists(path):
             return absent(path)
         opened = self._checkpoints.open(path, self._is_fitting)
         if opened is not None:
             return opened
         # Another plugin checks what it has written by itself; a replacement gets its state from a peer.
-        if writes_archives(self.checkpoint_io) and not self._is_newborn and can_be_checked(path):
+        if writes_archives(self.checkpoint_io) and not self._is_replacement and can_be_checked(path):
             check_archive(path)
         with reading(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, unless they come with the optimizers' shards or from a peer."""
-        from_a_peer = self._is_newborn and (self._is_fitting or is_absent(checkpoint))
+        from_a_peer = self._is_replacement and (self._is_fitting or is_absent(checkpoint))
         if not self._checkpoints.is_open and not from_a_peer:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -97,7 +97,7 @@ class LightningCheckpoints(LightningCollectives):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint in the form of ``state_dict_type``. A replacement that has not joined yet writes none."""
-        if self._is_newborn:
+        if self._is_replacement:
             return
         if self._is_cut_off:
             if self.is_global_zero:
@@ -116,9 +116,9 @@ class LightningCheckpoints(LightningCollectives):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
-    def _is_newborn(self) -> bool:
+    def _is_replacement(self) -> bool:
         """Whether this is a replacement that has not joined. Without a session, the module is saved as it is."""
-        return self._session is not None and self._session.newborn
+        return self._session is not None and self._session.is_replacement
 
     @property
     def _is_cut_off(self) -> bool:
@@ -129,7 +129,7 @@ class LightningCheckpoints(LightningCollectives):
 
         A replacement that has not joined yet removes none.
         """
-        if not self._is_newborn:
+        if not self._is_replacement:
             if self._training is not None:
                 self._training.records.files.is_removed(filepath)
             after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
@@ -142,17 +142,17 @@ class LightningCheckpoints(LightningCollectives):
             CollectiveError: If a device's fault or a lost rank is the reason. The run must recover from that.
         """
         trainer, training = self._fitting()
-        with self._faults_apart():
+        with self._faults_of_saving():
             self._checkpoints.save_periodic(trainer, training, path)
 
-    def save_beside(self, path: Location) -> None:
+    def save_async(self, path: Location) -> None:
         """Begin to write a sharded checkpoint, and return once its data is copied. Collective. See `settle_save`."""
         trainer, training = self._fitting()
-        with self._faults_apart():
-            self._checkpoints.save_periodic(trainer, training, path, beside=self.session.world.beside())
+        with self._faults_of_saving():
+            self._checkpoints.save_periodic(trainer, training, path, store_barrier=self.session.world.store_barrier())
 
     def settle_save(self, path: Location) -> bool:
-        """Wait for the checkpoint that `save_beside` has begun. Collective.
+        """Wait for the checkpoint that `save_async` has begun. Collective.
 
         Returns:
             Whether there is a whole checkpoint at ``path``. There is none if a rank was lost before it was complete.
@@ -184,19 +184,19 @@ class LightningCheckpoints(LightningCollectives):
         if lineage is None or lineage.fit != fit_number():  # the first of the callbacks with this directory
             occupy(directory, self._checkpoints.directories_of(fit_number()), self.session, self.broadcast)
             begun = None
-            if self.is_global_zero and not self._is_newborn:
+            if self.is_global_zero and not self._is_replacement:
                 begun = asdict(begin_run(trainer, directory))
             lineage = Lineage.of_plain(self.broadcast(begun))
         self._checkpoints.publish_to(directory, keep_last, lineage)
-        self._tell_what_is_left_out(trainer)
+        self._report_what_is_left_out(trainer)
         self.session.ending.leave_directory(str(directory.path))
-        training.save_when_asked(partial(self._save_planned, trainer, training, directory))
+        training.save_on_request(partial(self._save_planned, trainer, training, directory))
 
-    def _tell_what_is_left_out(self, trainer: pl.Trainer) -> None:
+    def _report_what_is_left_out(self, trainer: pl.Trainer) -> None:
         """Say at the start of a fit what its sharded checkpoints will lack, once."""
-        left = left_out(trainer) if trainer.is_global_zero and not self._is_newborn else []
-        if left and left != self._told_left_out:
-            self._told_left_out = left
+        left = left_out(trainer) if trainer.is_global_zero and not self._is_replacement else []
+        if left and left != self._reported_left_out:
+            self._reported_left_out = left
             warn(
                 f"checkpoints in directories hold tensors and plain data only, and lack: {'; '.join(left)}."
                 " `save_hyperparameters(ignore=[...])` leaves it out everywhere. A run that starts again needs none of"
@@ -207,7 +207,7 @@ class LightningCheckpoints(LightningCollectives):
         path = directory.path_of(trainer.global_step)
         said = f"{path} is written, as asked."
         try:
-            with self._faults_apart():
+            with self._faults_of_saving():
                 self._checkpoints.save_periodic(trainer, training, path, "planned")
         except CheckpointError as error:  # on every rank
             said = f"the checkpoint that was asked for could not be written: {error} Training continues; ask again."
@@ -215,7 +215,7 @@ class LightningCheckpoints(LightningCollectives):
             say(said)
 
     @contextmanager
-    def _faults_apart(self) -> Iterator[None]:
+    def _faults_of_saving(self) -> Iterator[None]:
         """Raise `CollectiveError` in place of a `CheckpointError` that a device's fault or a lost rank has caused."""
         try:
             yield

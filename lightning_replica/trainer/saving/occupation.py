@@ -31,7 +31,7 @@ def occupy(directory: CheckpointDirectory, number: int, session: Session, broadc
         ConfigurationError: On every rank, if the directory cannot be written to, another run writes to it, or some rank
             does not see what rank 0 has written there.
     """
-    begun = _begin(directory) if session.rank == 0 and not session.newborn else None
+    begun = _begin(directory) if session.rank == 0 and not session.is_replacement else None
     problem, token = broadcast(begun)
     if problem is not None:
         raise ConfigurationError(problem)
@@ -65,7 +65,7 @@ def _begin(directory: CheckpointDirectory) -> tuple[str | None, str]:
 
 def _share(path: Path, number: int, session: Session, token: str) -> None:
     name, advice = f"dirpath={str(path)!r}", "Let all nodes see one directory, or give the URL of an object store."
-    if session.newborn:
+    if session.is_replacement:
         if not lease.share(path, token, _SEEN_AGAIN_S):  # the file may just be gone; the rank is needed in any case
             warn(
                 f"{name} on node {agreement.node()}, where rank {session.rank} was replaced, does not hold what rank 0"

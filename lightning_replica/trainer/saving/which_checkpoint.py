@@ -39,11 +39,11 @@ class WhichCheckpoint:
     Args:
         resume: Where a fit resumes that is given no checkpoint: "auto" is the newest one, a path is that one, and with
             None it begins anew.
-        once: Calls a function on one rank and gives its result to all ranks.
+        on_rank0: Calls a function on rank 0 and gives its result to all ranks.
     """
 
-    def __init__(self, resume: str | None, once: Callable[[Callable[[], str]], str]) -> None:
-        self._resume, self._once = resume, once
+    def __init__(self, resume: str | None, on_rank0: Callable[[Callable[[], str]], str]) -> None:
+        self._resume, self._on_rank0 = resume, on_rank0
 
     def fill_in(
         self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,7 +72,7 @@ class WhichCheckpoint:
                 " DyingGaspCheckpoint(dirpath) or CheckpointPublisher(dirpath), or leave `resume` out."
             )
         fit = None if asked == "last" else _fits
-        found = self._once(lambda: self._newest(directories, fit, writes=_is_fit(function)))
+        found = self._on_rank0(lambda: self._newest(directories, fit, writes=_is_fit(function)))
         if found:
             bound.arguments["ckpt_path"] = found
             continue_in_place(trainer)
@@ -89,12 +89,12 @@ class WhichCheckpoint:
             ConfigurationError: On the ranks that have chosen another one than rank 0.
         """
         own = None if path is None else str(path)
-        host, theirs = json.loads(self._once(lambda: json.dumps([socket.gethostname(), own])))
+        host, theirs = json.loads(self._on_rank0(lambda: json.dumps([socket.gethostname(), own])))
         environment = RankEnvironment.current()
         if environment is not None and environment.generation:
             return
-        here, name = host == socket.gethostname(), Path(own or "").name
-        same = own == theirs if here else name == Path(theirs or "").name
+        same_host, name = host == socket.gethostname(), Path(own or "").name
+        same = own == theirs if same_host else name == Path(theirs or "").name
         if (own is None) != (theirs is None) or (looked_up and not same):
             raise ConfigurationError(
                 f"This rank is to load {own or 'no checkpoint'}, but rank 0 {theirs or 'none'}. With ckpt_path='last',"

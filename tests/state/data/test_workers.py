@@ -76,8 +76,8 @@ class Counting(Noisy):
 
     def __getitem__(self, index: int) -> Tensor:
         Counting.count += 1
-        TOLD["asked"] = TOLD.get("asked", 0) + index
-        return torch.cat([super().__getitem__(index), torch.tensor([float(Counting.count), float(TOLD["asked"])])])
+        CALLS["asked"] = CALLS.get("asked", 0) + index
+        return torch.cat([super().__getitem__(index), torch.tensor([float(Counting.count), float(CALLS["asked"])])])
 
 
 class Pages(Stream):
@@ -137,7 +137,7 @@ def marked(samples: list[list[float]]) -> Tensor:
     return torch.tensor(samples)
 
 
-TOLD: dict[str, int] = {}
+CALLS: dict[str, int] = {}
 
 
 def init(worker: int) -> None:
@@ -264,22 +264,22 @@ def test_the_loader_of_the_user_stays_as_it_is() -> None:
 
 
 def test_workers_that_start_again_find_the_variables_of_that_time() -> None:
-    TOLD["asked"] = 0
+    CALLS["asked"] = 0
     exact = loader("counting")
-    TOLD["asked"] = 100
+    CALLS["asked"] = 100
     batches = iter(exact)
     take(batches, 1)  # two of the workers have reported nothing
     place, drawn = exact.state(), rng_state()
-    TOLD["asked"] = 1000  # which is for the workers of the next epoch
+    CALLS["asked"] = 1000  # which is for the workers of the next epoch
     expected = rest(batches)
 
-    TOLD["asked"] = 0
+    CALLS["asked"] = 0
     fresh = loader("counting")
-    TOLD["asked"] = 1000
+    CALLS["asked"] = 1000
     fresh.rewind(place)
     set_rng_state(drawn)
     assert rest(iter(fresh)) == expected
-    assert TOLD["asked"] == 1000
+    assert CALLS["asked"] == 1000
 
 
 class Weighed(Noisy):

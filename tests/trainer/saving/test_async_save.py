@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_replica import CheckpointPublisher, ConfigurationError
 from lightning_replica.checkpoint.directory import CheckpointDirectory
 from lightning_replica.core.points import listen
-from lightning_replica.trainer.saving.save_beside import SaveBeside
+from lightning_replica.trainer.saving.async_save import AsyncSave
 from tests.support import job, world
 from tests.support.job import Case, Fault
 
@@ -117,9 +117,9 @@ def test_a_rank_that_is_lost_meanwhile(pair: world.Outcome, tmp_path: Path) -> N
 
 def stops_while_all_wait_for_it(case: Case, out: Path) -> None:
     """A rank is stopped once training is over, and its part of the last checkpoint is all that is missing."""
-    waits, original = threading.Event(), SaveBeside.wait
+    waits, original = threading.Event(), AsyncSave.wait
 
-    def wait(self: SaveBeside, check: Any) -> Any:
+    def wait(self: AsyncSave, check: Any) -> Any:
         waits.set()
         return original(self, check)
 
@@ -131,7 +131,7 @@ def stops_while_all_wait_for_it(case: Case, out: Path) -> None:
             marker.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    SaveBeside.wait = wait  # type: ignore[method-assign]
+    AsyncSave.wait = wait  # type: ignore[method-assign]
     job.watch_closely(1, 4.0)
     listen(stop)
     job.run(case, out, (CheckpointPublisher(out / "kept", every_n_train_steps=12, async_save=True),))

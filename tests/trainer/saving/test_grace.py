@@ -48,7 +48,7 @@ class GetsStuck(Callback):
             time.sleep(0.01)  # nobody is told to end before all who get stuck are there
         for told in self.case.signals if rank == 0 else ():
             os.kill(int(os.environ["TESTED_BY"]), told)
-            while not trainer.strategy.training.asked_to_stop:  # the supervisor has heard, and told all ranks
+            while not trainer.strategy.training.stop_requested:  # the supervisor has heard, and told all ranks
                 time.sleep(0.01)
             time.sleep(1.1 * COPY_S)  # so that the next one is no copy of this one
         if rank in self.case.waiting:

@@ -23,7 +23,7 @@ from tests.support.bits import same
 from tests.support.job import Case, Fault
 
 # Told to end at the end of the third step: the fourth is in the gasp, the third in a periodic checkpoint.
-TOLD = Case(devices=2, faults=(Fault("sigterm", 1, "train_batch_end", 3),), gasp=True, load="last")
+STOPPING = Case(devices=2, faults=(Fault("sigterm", 1, "train_batch_end", 3),), gasp=True, load="last")
 
 
 def fits(case: Case, out: Path, *callbacks: Callback) -> None:
@@ -34,7 +34,7 @@ def fits(case: Case, out: Path, *callbacks: Callback) -> None:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that found nothing to go on from, and what it has left."""
     out = tmp_path_factory.mktemp("told")
-    ended = world.run(TOLD, out, target=fits)
+    ended = world.run(STOPPING, out, target=fits)
     assert ended.code == GASP_WRITTEN, ended.logs
     assert "resumes from" not in ended.logs
     return out
@@ -52,7 +52,7 @@ def chosen(outcome: world.Outcome) -> set[str]:
 
 
 def test_a_fit_goes_on_and_repeats_no_batch(left: Path, pair: world.Outcome) -> None:
-    again = world.run(TOLD, left, target=fits)
+    again = world.run(STOPPING, left, target=fits)
     again.assert_same(pair)
     assert chosen(again) == {f"{left}/gasp/step_00000004."}
     assert len((left / "batches1").read_text().splitlines()) == len(pair.batches[1])
@@ -70,7 +70,7 @@ def test_from_the_one_before_if_the_newest_is_damaged(
 ) -> None:
     file = left / "gasp" / "step_00000004" / name
     damage(file)
-    again = world.run(TOLD, left, target=fits)
+    again = world.run(STOPPING, left, target=fits)
     again.assert_same(pair)
     assert chosen(again) == {f"{left}/kept/step_00000003."}
     assert again.logs.count(f"Passed over: The checkpoint {file.parent} cannot be used: {said}") == 1
@@ -109,7 +109,7 @@ def evaluates(case: Case, out: Path) -> None:
 def test_validate_test_and_predict(newest: str, left: Path) -> None:
     if not newest.startswith("gasp"):
         shutil.rmtree(left / "gasp" / "step_00000004")
-    outcome = world.run(replace(TOLD, faults=()), left, target=evaluates)
+    outcome = world.run(replace(STOPPING, faults=()), left, target=evaluates)
     assert outcome.code == 0, outcome.logs
     weights = read_whole(left / newest)["state_dict"]
     for rank in range(2):

@@ -85,7 +85,7 @@ class Asks(Callback):
         line = [sys.executable, "-m", "lightning_replica", "save", os.environ["TESTED_BY"], "--dirpath"]
         with (self.out / "asked").open("w") as file:
             self.command = subprocess.Popen([*line, str(self.out / "gasp")], stdout=file, stderr=file)
-        while not trainer.strategy.training.asked_to_save:
+        while not trainer.strategy.training.save_requested:
             assert self.command.poll() is None
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:

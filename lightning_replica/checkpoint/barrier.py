@@ -18,8 +18,8 @@ _SENT = (Box, Contents, FileInfo, OptimizerInfo, StateInfo, TensorInfo)
 _POLL_S = 0.01
 
 
-class Together:
-    """The ranks that save or load one checkpoint.
+class Barrier:
+    """Keeps the ranks that save or load one checkpoint together: each call returns on all of them, or raises on all.
 
     Args:
         group: Their process group. None means the default group, or this process alone if there is none.
@@ -70,8 +70,8 @@ class Together:
         return mine[0]
 
 
-class TogetherBeside(Together):
-    """Ranks that work together over a store, in another thread than the one that uses the process groups.
+class StoreBarrier(Barrier):
+    """A barrier over a store, in another thread than the one that uses the process groups.
 
     Args:
         store: A connection for this thread only: a store client serves one thread at a time.

@@ -2,7 +2,7 @@
 
 A replacement runs the script from the top. It joins the other ranks in the training loop in which its predecessor was
 lost. Until then it reads what its predecessor has left: the results of collectives (control/journal.py), the results of
-earlier training loops (state/loop_results.py), and decisions (`Succession.remembered`).
+earlier training loops (state/loop_results.py), and decisions (`Handoff.remembered`).
 """
 
 import json
@@ -20,7 +20,7 @@ from lightning_replica.control import keys
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.control.journal import Journal
 from lightning_replica.core.options import RecoveryOptions
-from lightning_replica.launch.environment import Surroundings
+from lightning_replica.launch.environment import RankContext
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.state import logger_runs
 from lightning_replica.state.loop_results import LoopResults
@@ -29,35 +29,35 @@ from lightning_replica.stores.interface import Store
 log = logging.getLogger(__name__)
 
 
-class Succession:
+class Handoff:
     """What one rank leaves for its replacement, or has from its predecessor.
 
     Args:
         store: The supervisor's store.
         rank: This rank.
-        alike: The ranks that have the same part of the model, itself included.
-        surroundings: How this process reaches the other ranks. If a supervisor is there, and with recovery, this rank
+        same_part: The ranks that have the same part of the model, itself included.
+        rank_context: How this process reaches the other ranks. If a supervisor is there, and with recovery, this rank
             leaves what its replacement needs.
         options: What the user has chosen about recovery.
 
     Attributes:
-        newborn: Whether this process is a replacement that has not joined the other ranks yet.
+        is_replacement: Whether this process is a replacement that has not joined the other ranks yet.
         journal: Writes down, or reads back, the results of collectives outside of training loops.
         loop: Number of training loops that have begun.
         armed: Whether a lost rank would be replaced now.
     """
 
     def __init__(
-        self, store: Store, rank: int, alike: Sequence[int], surroundings: Surroundings, options: RecoveryOptions
+        self, store: Store, rank: int, same_part: Sequence[int], rank_context: RankContext, options: RecoveryOptions
     ) -> None:
-        self._store, self._rank, self.newborn = store, rank, surroundings.generation > 0
-        self._born, self._supervised = surroundings.generation, surroundings.supervised
+        self._store, self._rank, self.is_replacement = store, rank, rank_context.generation > 0
+        self._start_generation, self._supervised = rank_context.generation, rank_context.supervised
         self._recovers = options.recovery
-        kept, spool = options.recovery and surroundings.supervised, surroundings.spool
-        blobs = None if spool is None else Blobs(spool, None if surroundings.shares_spool else store)
-        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.newborn else 0, blobs, kept)
+        kept, spool = options.recovery and rank_context.supervised, rank_context.spool
+        blobs = None if spool is None else Blobs(spool, None if rank_context.shares_spool else store)
+        self.journal = Journal(store, rank, int(store.get(keys.LOOP)) if self.is_replacement else 0, blobs, kept)
         self.loop, self.armed = 0, False
-        self._results = LoopResults(blobs if kept else None, rank, alike)
+        self._results = LoopResults(blobs if kept else None, rank, same_part)
         self._when_joined: list[Callable[[], None]] = []
         self._decided: Counter[str] = Counter()
 
@@ -79,7 +79,7 @@ class Succession:
         """
         self._decided[topic] += 1
         note = f"{topic}/{self._decided[topic]}"
-        found = self.read_note(note) if self.newborn else None
+        found = self.read_note(note) if self.is_replacement else None
         if found is None:
             found = decide()
             self.leave_note(note, found)
@@ -129,9 +129,9 @@ class Succession:
         """Record that all ranks have agreed to end: a rank that exits from now on is not replaced."""
         self._store.set(keys.PHASE, "done")
 
-    def can_be_asked_to_save(self) -> None:
+    def accept_save_requests(self) -> None:
         """Record that this process waits for requests to save (`planned_save`)."""
-        self._store.set(keys.listens(self._rank), str(self._born))
+        self._store.set(keys.listens(self._rank), str(self._start_generation))
 
     def _call_standbys(self) -> None:
         """Tell the supervisor that ranks are under way and that it may start standbys."""
@@ -147,7 +147,7 @@ class Succession:
         Raises:
             RecoveryError: If the result of the loop is not known.
         """
-        if not (self.newborn and self.journal.on_the_way):
+        if not (self.is_replacement and self.journal.on_the_way):
             return None
         self.loop += 1
         self.journal.begin_segment()
@@ -182,7 +182,7 @@ class Succession:
 
     def has_joined(self) -> None:
         """Mark this replacement as joined, make the calls that `when_joined` has collected, and call for standbys."""
-        self.newborn = False
+        self.is_replacement = False
         doing, self._when_joined = self._when_joined, []
         for do in doing:
             do()

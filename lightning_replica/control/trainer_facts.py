@@ -1,4 +1,4 @@
-"""What ranks tell the supervisor: the options of the trainer that they run.
+"""What ranks report to the supervisor: the options of the trainer that they run.
 
 The process that the user starts becomes the supervisor while its `Trainer` is constructed. So it has neither callbacks
 nor a ``default_root_dir``. Its ranks have both. The first rank that calls `fit` (or a similar method) writes them here.
@@ -13,7 +13,7 @@ from lightning_replica.stores.interface import Store
 
 
 @dataclass(frozen=True)
-class Told:
+class TrainerFacts:
     """Facts that the supervisor needs from the ranks.
 
     Attributes:
@@ -26,13 +26,13 @@ class Told:
     directory: str = ""
     room: int = 0
 
-    def tell(self, store: Store) -> None:
-        """Tell the supervisor, unless another rank has told it already."""
+    def publish(self, store: Store) -> None:
+        """Write this for the supervisor, unless another rank has."""
         store.compare_set(keys.OPTIONS, "", json.dumps([asdict(self.options), self.directory, self.room]))
 
     @classmethod
-    def ask(cls, store: Store) -> "Told | None":
-        """Return what a rank has told the supervisor; None if no rank has yet."""
+    def read(cls, store: Store) -> "TrainerFacts | None":
+        """Return what a rank has written; None if no rank has yet."""
         if not store.check([keys.OPTIONS]):
             return None
         options, directory, room = json.loads(store.get(keys.OPTIONS))

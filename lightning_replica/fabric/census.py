@@ -53,7 +53,7 @@ class Absent:
         return " ".join(said)
 
 
-def sign_in() -> None:
+def register_process() -> None:
     """Tell the other ranks which process this is. Called once the default group is open."""
     default_store().set(f"{_PROCESS}/{dist.get_rank()}", f"{machine()} {os.getpid()}")
 
@@ -82,12 +82,12 @@ def _who_is_lost() -> str:
     if not dist.is_initialized():
         return "The process group of the run is closed."
     try:
-        return str(call_roll())
+        return str(take_census())
     except (dist.DistError, RuntimeError):
         return f"Rank {dist.get_rank()} cannot reach the store: the process that serves it, mostly rank 0, is gone."
 
 
-def call_roll() -> Absent:
+def take_census() -> Absent:
     """Answer, make all collectives of this process fail, and wait for the answers of the other ranks.
 
     Raises:

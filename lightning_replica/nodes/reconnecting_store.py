@@ -1,4 +1,4 @@
-"""A line to the store for questions that must be answered soon, although connections may stall."""
+"""A connection to the store that is made anew when it stalls, for requests that must be answered soon."""
 
 import queue
 import threading
@@ -20,23 +20,23 @@ class StoreGoneError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer(Generic[T]):
-    """An answer of the store.
+class Reply(Generic[T]):
+    """A reply of the store.
 
     Attributes:
-        asked: When the question was asked over the connection that has answered, by the monotonic clock.
-        value: What the question has returned.
+        sent_at: When the request was made over the connection that has replied, by the monotonic clock.
+        value: What the request has returned.
     """
 
-    asked: float
+    sent_at: float
     value: T
 
 
-class Line:
-    """Asks the store, and asks again over a new connection if there is no answer for half a second.
+class ReconnectingStore:
+    """Sends requests to the store, and sends them again over a new connection if there is no reply for half a second.
 
     When a link comes back after some seconds, a connection that has waited continues only at TCP's next attempt, which
-    may be as far away as the link was down. A new connection is through at once. One thread at a time may use a line.
+    may be as far away as the link was down. A new connection is through at once. One thread at a time may use it.
 
     Args:
         open_store: Opens a new connection. Raises ConnectionRefusedError if no process serves the store any more, and
@@ -47,12 +47,12 @@ class Line:
         self._open = open_store
         self._store: dist.Store | None = None
 
-    def ask(self, question: Callable[[dist.Store], T]) -> Answer[T]:
-        """Return the first answer to a question, however long that takes.
+    def request(self, work: Callable[[dist.Store], T]) -> Reply[T]:
+        """Return the first reply to a request, however long that takes.
 
         Args:
-            question: Called with a connection, possibly several times and in several threads, each with a connection of
-                its own.
+            work: Makes the request. It is called with a connection, possibly several times and in several threads, each
+                with a connection of its own.
 
         Raises:
             StoreGoneError: If the process that serves the store has ended.
@@ -60,7 +60,7 @@ class Line:
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         store = self._store
         while True:
-            threading.Thread(target=_try, args=(self._open, store, question, done), daemon=True).start()
+            threading.Thread(target=_try, args=(self._open, store, work, done), daemon=True).start()
             store = None
             try:
                 outcome = done.get(timeout=_RETRY_S)
@@ -69,20 +69,20 @@ class Line:
             if isinstance(outcome, ConnectionRefusedError):
                 raise StoreGoneError from outcome
             if not isinstance(outcome, Exception):
-                self._store, answer = outcome
-                return answer  # type: ignore[no-any-return]
+                self._store, reply = outcome
+                return reply  # type: ignore[no-any-return]
             time.sleep(_PAUSE_S)  # for example, there is no route
 
 
 def _try(
     open_store: Callable[[], dist.Store],
     store: dist.Store | None,
-    question: Callable[[dist.Store], T],
+    work: Callable[[dist.Store], T],
     done: "queue.SimpleQueue[Any]",
 ) -> None:
-    asked = time.monotonic()
+    sent_at = time.monotonic()
     try:
         connection = open_store() if store is None else store
-        done.put((connection, Answer(asked, question(connection))))
+        done.put((connection, Reply(sent_at, work(connection))))
     except (OSError, dist.DistError) as error:
         done.put(error)

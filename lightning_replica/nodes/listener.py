@@ -20,7 +20,7 @@ _PROBE_S: Final = 1.0
 _PAUSE_S: Final = 0.1
 
 
-class Door:
+class Listener:
     """Listens at a free port of an address.
 
     Args:
@@ -33,14 +33,14 @@ class Door:
     def __init__(self, address: str) -> None:
         self._listening, self._address = listen(address), address
         self.port: int = self._listening.getsockname()[1]
-        self._knocked: Callable[[], None] = lambda: None
+        self._on_connection: Callable[[], None] = lambda: None
         self._over = False
-        self._thread = threading.Thread(target=self._accept, name="lightning_replica-door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="lightning_replica-listener", daemon=True)
         self._thread.start()
 
-    def when_knocked(self, do: Callable[[], None]) -> None:
+    def on_connection(self, do: Callable[[], None]) -> None:
         """Call ``do`` whenever another node has connected. It is called in another thread."""
-        self._knocked = do
+        self._on_connection = do
 
     def serve(self) -> dist.TCPStore:
         """Serve a store at this port from now on."""
@@ -65,7 +65,7 @@ class Door:
             except OSError:  # for example, this process has too many open files
                 time.sleep(_PAUSE_S)
                 continue
-            self._knocked()
+            self._on_connection()
 
 
 def is_dead(member: Member) -> bool:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_replica.core import points, works
-from lightning_replica.core.works import Ordered
+from lightning_replica.core import pending_work, points
+from lightning_replica.core.pending_work import Ordered
 from lightning_replica.devices.gloo import abort_group
 from lightning_replica.errors import CollectiveError, Interrupted
 from tests.support.ranks import open_world, run_ranks
@@ -31,7 +31,7 @@ def late(rank: int, store: Any) -> Any:
     values = [torch.tensor([rank + 1.0]), torch.tensor([rank + 5.0])]
     for value in values:
         Ordered(dist.all_reduce(value, async_op=True))
-    works.finish(check)
+    pending_work.finish(check)
     return [[value.item() for value in values], asked]
 
 
@@ -54,8 +54,8 @@ def given_up(rank: int, store: Any) -> Any:
         raise Interrupted("the world moves on")
 
     with pytest.raises(Interrupted):
-        works.finish(check)
-    assert not works.all_ended(0.05)  # it is remembered, to be seen by whoever closes the group
+        pending_work.finish(check)
+    assert not pending_work.all_ended(0.05)  # it is remembered, to be seen by whoever closes the group
     store.set("given up", "1")
     work.come_before()
     return True
@@ -73,7 +73,7 @@ def aborted(rank: int, store: Any) -> Any:
     work = Ordered(dist.all_reduce(torch.ones(1), async_op=True))
     abort_group(world_group())
     said = []
-    for attempt in (lambda: works.finish(lambda: None), work.come_before):
+    for attempt in (lambda: pending_work.finish(lambda: None), work.come_before):
         try:
             attempt()
         except CollectiveError as error:
@@ -95,8 +95,8 @@ def no_use(rank: int, store: Any) -> Any:
         raise Interrupted("the world moves on")
 
     with pytest.raises(Interrupted):
-        works.finish(check)
-    works.finish(check)  # nothing was ordered since
+        pending_work.finish(check)
+    pending_work.finish(check)  # nothing was ordered since
     return True
 
 
@@ -124,7 +124,7 @@ def test_a_wait_that_fails_is_over() -> None:
     points.watch(watcher)
     try:
         with pytest.raises(CollectiveError, match="connection closed"):
-            works.wait(FailsLate(), lambda: None)  # type: ignore[arg-type]
+            pending_work.wait(FailsLate(), lambda: None)  # type: ignore[arg-type]
     finally:
         points.watch(None)
     assert [call[0] for call in watcher.method_calls] == ["waits", "goes_on"]
@@ -141,16 +141,16 @@ class Fixed:
 
 
 def test_a_device_waits_if_the_same_collective_is_under_way_at_two_looks() -> None:
-    detector, running, ended, later = works.StallDetector(), Fixed(False), Fixed(True), Fixed(False)
+    detector, running, ended, later = pending_work.StallDetector(), Fixed(False), Fixed(True), Fixed(False)
     try:
         assert not detector.is_stalled()
         for each in (running, ended, later):
             Ordered(each)  # type: ignore[arg-type]
         assert [detector.is_stalled() for _ in range(3)] == [False, True, True]
-        del works._ordered[0]
+        del pending_work._ordered[0]
         assert [detector.is_stalled() for _ in range(2)] == [False, False]
-        del works._ordered[0]
+        del pending_work._ordered[0]
         assert [detector.is_stalled() for _ in range(2)] == [False, True]
     finally:
-        works._ordered.clear()
+        pending_work._ordered.clear()
     assert not detector.is_stalled()

@@ -11,10 +11,11 @@ from lightning_replica.errors import ConfigurationError
 from lightning_replica.stores.interface import Store
 
 _POLL_S = 0.05
-_numbers = itertools.count()  # of this process: every rank runs the same script, and so calls `once` in the same order
+# Of this process. Every rank runs the same script, and so makes these calls in the same order.
+_numbers = itertools.count()
 
 
-def once(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> str:
+def run_on_rank0(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> str:
     """Call ``work`` on rank 0, and return its result on every rank. A replacement gets the same result.
 
     Once rank 0 works, the wait has no time-out, as ``work`` may have much to read.
@@ -29,9 +30,9 @@ def once(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> 
         ConfigurationError: On every rank, if ``work`` raised it; on the other ranks, if rank 0 makes no such call.
     """
     number = next(_numbers)
-    key, begun = keys.once(number), keys.once_begun(number)
+    key, began = keys.rank0_result(number), keys.rank0_began(number)
     if rank == 0 and not store.check([key]):
-        store.set(begun, "yes")  # an empty value would count as none
+        store.set(began, "yes")  # an empty value would count as none
         try:
             store.set(key, json.dumps({"result": work()}))
         except ConfigurationError as error:
@@ -39,7 +40,7 @@ def once(rank: int, store: Store, work: Callable[[], str], timeout_s: float) -> 
             raise
     deadline = time.monotonic() + timeout_s
     while not store.check([key]):
-        missing = not store.check([begun])
+        missing = not store.check([began])
         if missing and (has_left(store, 0) or time.monotonic() > deadline):
             raise ConfigurationError(
                 "This rank waits for rank 0, which has ended or has not made the same call of the trainer within"

@@ -23,7 +23,7 @@ from lightning_replica.stores.interface import Store
 
 
 @dataclass(frozen=True)
-class LastWords:
+class ExitReport:
     """What a process reports about its own end.
 
     Attributes:
@@ -39,7 +39,7 @@ class LastWords:
     place: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> "LastWords":
+    def of(cls, rank: int, error: BaseException) -> "ExitReport":
         """Describe an error of a rank."""
         own = not is_of_others(error)
         said = str(error).strip().splitlines()
@@ -47,19 +47,19 @@ class LastWords:
 
     def leave(self, store: Store, generation: int) -> None:
         """Write this to the store for the supervisor."""
-        store.set(keys.words(self.rank, generation), json.dumps(asdict(self)))
+        store.set(keys.exit_report(self.rank, generation), json.dumps(asdict(self)))
 
     @classmethod
-    def heard(cls, store: Store, processes: Iterable[tuple[int, int]]) -> "list[LastWords]":
+    def read(cls, store: Store, processes: Iterable[tuple[int, int]]) -> "list[ExitReport]":
         """Return what processes have left in the store, own errors first.
 
         Args:
             store: The supervisor's store.
             processes: Rank and generation of each.
         """
-        left = [keys.words(rank, generation) for rank, generation in processes]
+        left = [keys.exit_report(rank, generation) for rank, generation in processes]
         found = [cls(**json.loads(store.get(key))) for key in left if store.check([key])]
-        return sorted(found, key=lambda words: not words.own)
+        return sorted(found, key=lambda report: not report.own)
 
 
 def show(error: BaseException, rank: int, store: Store) -> None:

@@ -8,7 +8,7 @@ from lightning_replica.core import points
 _SLICE_S = 0.02
 
 
-class SaveBeside:
+class AsyncSave:
     """Writes a checkpoint in a thread of its own.
 
     The thread uses no process group, so no recovery waits for it. It ends by itself once the generation in which it
@@ -46,7 +46,7 @@ class SaveBeside:
 
     def _run(self) -> None:
         try:
-            with points.beside_training():
+            with points.off_training_path():
                 self._write()
         except Exception as error:  # `wait` returns it, on the rank's own thread
             self._failed = error
