@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import chain, compress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat.dtensor import local_of
@@ -88,6 +89,16 @@ class Tree:
         return list(compress(range(len(self.modules)), self._pre_hooks))
 
 
+def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the tables in which a module registers its submodules, its parameters and its buffers.
+
+    Those of a module of torch.jit are no dicts, and cannot change.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}, {}, {}
+    return module._modules, module._parameters, module._buffers
+
+
 class _Marks:
     """What shows that modules still have the same parameters, buffers and submodules.
 
@@ -104,13 +115,12 @@ class _Marks:
         self._books, self._sizes = books, list(map(len, books))
         self._filled = [book for book in books if book]
         self._values = list(chain.from_iterable(map(_values, self._filled)))
-        self._buffers = list(filter(None, books[1::3]))
-        self._names = list(chain.from_iterable(map(_keys, self._buffers)))
+        self._names = list(chain.from_iterable(map(_keys, self._filled)))
 
     def hold(self) -> bool:
-        """Return whether all entries are the same objects as before, and buffers have the same names."""
+        """Return whether all entries are the same objects as before, under the same names."""
         return (
             list(map(len, self._books)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(map(_values, self._filled)), self._values))
-            and list(chain.from_iterable(map(_keys, self._buffers))) == self._names
+            and list(chain.from_iterable(map(_keys, self._filled))) == self._names
         )

@@ -28,7 +28,7 @@ from lightning_replica.state.metrics import from_plain, to_plain
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import LEFT_OUT, Taken
 from lightning_replica.state.snapshot import Snapshot
-from lightning_replica.state.structure import Outline, Structure, follow
+from lightning_replica.state.structure import Original, Outline, Structure, differences, follow
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class LightningHostState:
         self._shows_outputs = shows_outputs
         self._copies = snapshots.Copies(trainer, inexact.report)
         self._frozen = FrozenCopies(self._trained, inexact.report)
+        self._original = Original(trainer.lightning_module)
         self._held: dict[tuple[Kind, int], Snapshot] = {}
         self._output: tuple[int, dict[str, Any]] = (-1, {})
         self._passed = -1
@@ -104,6 +105,10 @@ class LightningHostState:
         if self._trainer.is_global_zero:
             self._warn_of(taken)
         return self._keep(taken)
+
+    def outline(self) -> Outline:
+        """Return how the model is built now."""
+        return Outline.of(self._trainer.lightning_module, self._original)
 
     def signature(self, taken: Snapshot) -> dict[str, str]:
         """Return how the objects of the user's are built; see `Reachable.signature`."""
@@ -274,7 +279,7 @@ class LightningHostState:
             "attributes": plain.pack(self._copies.reachable.whole(taken.reached)),
             "signature": self.signature(taken),
             "differing": self._differing,
-            "outline": asdict(Outline.of(self._trainer.lightning_module)),
+            "outline": asdict(self.outline()),
         }
         return Snapshot(kind, step, replicated, taken.rng, taken.results).replicated_bytes()
 
@@ -296,7 +301,7 @@ class LightningHostState:
         self._held, self._adopted = {}, True
         taken = self._keep(Snapshot.from_bytes(kind, step, replicated, private))
         module = self._trainer.lightning_module
-        follow(module, Outline(**taken.replicated.pop("outline")), taken.replicated["buffers"])
+        follow(module, Outline(**taken.replicated.pop("outline")), taken.replicated["buffers"], self._original)
         taken.structure = Structure.of(Tree.of(module))
         parameters = dict(module.named_parameters())
         with self._device.fence, torch.no_grad():
@@ -324,10 +329,13 @@ class LightningHostState:
         """Restore the param groups before shards move, and drop all other snapshots; see `HostState.restore_groups`."""
         self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         taken = self._held[kind, step]
-        if taken.structure is not None:
-            taken.structure.put_back(self._trainer.lightning_module)
+        self._put_structure(taken)
         self._frozen.put_back(taken.frozen)
         param_groups.put_back(self._trainer, taken.replicated)
+
+    def _put_structure(self, taken: Snapshot) -> None:
+        if taken.structure is not None:
+            taken.structure.put_back(self._trainer.lightning_module)
 
     def restore(self, kind: Kind, step: int) -> None:
         """Restore all host state from a snapshot, and set `resume`, so that the fit loop resumes there."""
@@ -354,6 +362,7 @@ class LightningHostState:
         module, results = self._trainer.lightning_module, self._trainer.fit_loop.epoch_loop._results
         hook = module._current_fx_name
         with self._device.fence:
+            self._put_structure(taken)
             self._frozen.put_back(taken.frozen)
             param_groups.put_back(self._trainer, taken.replicated)
             self.put_back(taken)
@@ -371,6 +380,10 @@ class LightningHostState:
 
     def load(self, taken: Snapshot) -> None:
         """Begin this fit at a snapshot that a checkpoint held."""
+        saved = taken.replicated.pop("outline", None)  # an earlier version wrote none
+        if saved is not None:
+            for name, why in differences(Outline(**saved), self.outline()).items():
+                self._inexact.report(f"module.{name}", why, "once")
         for name in _left_out_of(taken):
             self._inexact.report(name, "it was too large for the checkpoint from which this fit resumes", "once")
         self._state.set_own_attributes(plain.unpack(taken.attributes) if taken.attributes else [])

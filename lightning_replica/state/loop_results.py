@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_replica._compat.dtensor import local_of
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.errors import RecoveryError
-from lightning_replica.state.structure import Outline, follow
+from lightning_replica.state.structure import Original, Outline, follow
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class LoopResult:
     Attributes:
         replicated: The part of the snapshot that is the same on all ranks.
         private: The part that belongs to this rank.
-        outline: Names of the submodules and the parameters, see `structure.Outline`.
+        outline: How the model is built; see `structure.Outline`.
         shares: By name, this rank's part of the flat values of every parameter, in the host's memory.
-        buffers: The names of all buffers.
+        buffers: By name, the forms of all buffers, on the device "meta".
         problem: Why ``replicated`` is missing; empty if it is not.
     """
 
     replicated: bytes
     private: bytes
-    outline: dict[str, list[str]]
+    outline: dict[str, Any]
     shares: dict[str, Tensor]
-    buffers: list[str]
+    buffers: dict[str, Tensor]
     problem: str = ""
 
 
@@ -57,12 +57,13 @@ class LoopResults:
         self._blobs, self._rank, self._same_part, self._place = blobs, rank, tuple(same_part), same_part.index(rank)
         self._kept: tuple[int, LoopResult] | None = None
 
-    def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[bytes, bytes]]) -> None:
+    def keep(self, loop: int, module: nn.Module, outline: Outline, take: Callable[[], tuple[bytes, bytes]]) -> None:
         """Keep the result of loop number ``loop``.
 
         Args:
             loop: The number of the loop.
             module: The module that the loop has trained.
+            outline: The outline of the module.
             take: Returns the replicated and the private part of a snapshot.
         """
         if self._blobs is None:
@@ -72,8 +73,8 @@ class LoopResults:
         except RecoveryError as error:
             replicated, private, problem = b"", b"", str(error)
         shares = {name: self._share(parameter).cpu().clone() for name, parameter in module.named_parameters()}
-        buffers = [name for name, _ in module.named_buffers()]
-        self._kept = loop, LoopResult(replicated, private, asdict(Outline.of(module)), shares, buffers, problem)
+        buffers = {name: torch.empty_like(local_of(each), device="meta") for name, each in module.named_buffers()}
+        self._kept = loop, LoopResult(replicated, private, asdict(outline), shares, buffers, problem)
 
     def _share(self, parameter: Tensor) -> Tensor:
         flat = local_of(parameter).detach().reshape(-1)
@@ -110,7 +111,7 @@ class LoopResults:
             RecoveryError: If there is no such result, or if it does not fit ``module``.
         """
         results = [self._read(loop, rank) for rank in self._same_part]
-        follow(module, Outline(**results[0].outline), results[0].buffers)
+        follow(module, Outline(**results[0].outline), results[0].buffers, Original(module))
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 shares = [result.shares[name] for result in results if name in result.shares]

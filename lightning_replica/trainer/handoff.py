@@ -24,6 +24,7 @@ from lightning_replica.launch.environment import RankContext
 from lightning_replica.launch.standby import call, imported
 from lightning_replica.state import logger_runs
 from lightning_replica.state.loop_results import LoopResults
+from lightning_replica.state.structure import Outline
 from lightning_replica.stores.interface import Store
 
 log = logging.getLogger(__name__)
@@ -108,13 +109,18 @@ class Handoff:
             self._call_standbys()
 
     def end_loop(
-        self, meet: Callable[[str], None], module: nn.Module, result: Callable[[], tuple[bytes, bytes]]
+        self,
+        meet: Callable[[str], None],
+        module: nn.Module,
+        outline: Outline,
+        result: Callable[[], tuple[bytes, bytes]],
     ) -> None:
         """End a training loop. Ranks are no longer replaced after it. Called on all ranks.
 
         Args:
             meet: Waits until all ranks have come to the meeting of a name.
             module: The module that the loop has trained.
+            outline: The outline of the module.
             result: Gives the replicated and the private part of a snapshot.
         """
         if not self._recovers:
@@ -122,7 +128,7 @@ class Handoff:
         meet(keys.finished(self.loop))
         self.armed = False
         self.training_is_done()
-        self._results.keep(self.loop, module, result)
+        self._results.keep(self.loop, module, outline, result)
         self.journal.begin_segment()
 
     def training_is_done(self) -> None:

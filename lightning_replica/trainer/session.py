@@ -31,6 +31,7 @@ from lightning_replica.recovery.gasp import Gasp
 from lightning_replica.recovery.mirror import Mirrors
 from lightning_replica.recovery.recovery import Recovery
 from lightning_replica.sharding.engine import Engine
+from lightning_replica.state.structure import Outline
 from lightning_replica.trainer.exits import Exits
 from lightning_replica.trainer.handoff import Handoff
 from lightning_replica.trainer.world import World
@@ -211,9 +212,9 @@ class Session:
         """Begin a training loop. With recovery, a lost rank can be replaced from now on. Collective."""
         self.handoff.begin_loop(self.world.meet)
 
-    def disarm(self, module: nn.Module, result: Callable[[], tuple[bytes, bytes]]) -> None:
+    def disarm(self, module: nn.Module, outline: Outline, result: Callable[[], tuple[bytes, bytes]]) -> None:
         """End a training loop; ranks are no longer replaced after it. Collective. See `Handoff.end_loop`."""
-        self.handoff.end_loop(self.world.meet, module, result)
+        self.handoff.end_loop(self.world.meet, module, outline, result)
 
     def gasp(self) -> Gasp:
         """Return this rank's part in the dying gasp. Called once the run has been given up."""

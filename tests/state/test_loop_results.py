@@ -9,11 +9,12 @@ from torch import nn
 from lightning_replica.control.blobs import Blobs
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.loop_results import LoopResults
+from lightning_replica.state.structure import Original, Outline
 
 
 def kept(directory: Path, rank: int, module: nn.Module) -> LoopResults:
     results = LoopResults(Blobs(directory), rank, [0, 1])
-    results.keep(1, module, lambda: (b"replicated", b"private of %d" % rank))
+    results.keep(1, module, Outline.of(module, Original(module)), lambda: (b"replicated", b"private of %d" % rank))
     return results
 
 

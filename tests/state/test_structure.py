@@ -1,20 +1,21 @@
 """The structure of a model: pruned, put back, and followed by one that was built anew."""
 
 from collections import OrderedDict
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MetricTracker
 
-from lightning_replica._compat.tree import Tree
+from lightning_replica._compat.tree import Tree, registered
 from lightning_replica.core import plain
 from lightning_replica.errors import RecoveryError
 from lightning_replica.state.hooks import names_of
-from lightning_replica.state.structure import Outline, Structure, follow
+from lightning_replica.state.structure import Original, Outline, Structure, differences, follow
 from tests.state.test_reachable import Copies
 from tests.support.typed import tensor_of
 
@@ -32,8 +33,9 @@ def described(net: nn.Module) -> list[object]:
     hooks = [len(module._forward_pre_hooks) for module in net.modules()]
     plain = [sorted(name for name in vars(module) if not name.startswith("_")) for module in net.modules()]
     own = [list(module._parameters) for module in net.modules()]
+    outline = Outline.of(net, Original(net))
     buffers = [name for name, _ in net.named_buffers()]
-    return [hooks, plain, own, Outline.of(net), buffers, list(map(id, net.parameters()))]
+    return [hooks, plain, own, outline, buffers, list(map(id, net.parameters()))]
 
 
 def prune_two(net: nn.Sequential) -> None:
@@ -68,20 +70,22 @@ def test_what_was_removed_is_pruned_again() -> None:
 
 
 def test_one_that_was_built_anew_follows() -> None:
-    trained, built = model(), model()
+    trained, built, untouched = model(), model(), model()
+    of_trained, of_built, of_untouched = map(Original, (trained, built, untouched))
     prune_two(trained)
     prune.remove(trained[2], "weight")
-    follow(built, Outline.of(trained), dict(trained.named_buffers()))
+    follow(built, Outline.of(trained, of_trained), dict(trained.named_buffers()), of_built)
     assert described(built)[:-1] == described(trained)[:-1]
-    follow(trained, Outline.of(model()), dict(model().named_buffers()))
-    assert Outline.of(trained) == Outline.of(model())
+    follow(trained, Outline.of(untouched, of_untouched), dict(untouched.named_buffers()), of_trained)
+    assert Outline.of(trained, of_trained) == Outline.of(untouched, of_untouched)
 
 
 def test_any_other_difference_is_named() -> None:
-    trained = model()
+    trained, built = model(), model()
+    original = Original(trained)
     nn.utils.spectral_norm(trained[0])
     with pytest.raises(RecoveryError, match=r"has changed in training.*'0.weight_orig'.* has '0.weight' instead"):
-        follow(model(), Outline.of(trained), dict(trained.named_buffers()))
+        follow(built, Outline.of(trained, original), dict(trained.named_buffers()), Original(built))
 
 
 class Tracked(nn.Module):
@@ -111,18 +115,102 @@ def test_metrics_that_a_tracker_has_begun_go() -> None:
 def test_a_tracker_that_was_built_anew_follows() -> None:
     of_trained, of_built = Tracked(), Tracked()
     trained, built = nn.Sequential(of_trained), nn.Sequential(of_built)
+    originals = Original(trained), Original(built)
     for _ in range(12):
         of_trained.tracker.increment()
-    follow(built, Outline.of(trained), {})
-    assert Outline.of(built) == Outline.of(trained)
+    follow(built, Outline.of(trained, originals[0]), {}, originals[1])
+    assert Outline.of(built, originals[1]) == Outline.of(trained, originals[0])
     assert of_built.tracker.n_steps == 12
 
 
 def test_another_submodule_is_named() -> None:
-    trained = model()
+    trained, built = model(), model()
+    original = Original(trained)
     trained.late = nn.ReLU()
     with pytest.raises(RecoveryError, match=r"have the submodules 'late', but a process.* has none instead"):
-        follow(model(), Outline.of(trained), {})
+        follow(built, Outline.of(trained, original), dict(trained.named_buffers()), Original(built))
+    del trained.late
+    trained[3] = nn.GELU()
+    with pytest.raises(RecoveryError, match=r"the submodules '3 \(torch.*GELU\)', but .* has '3 \(torch.*Linear"):
+        follow(built, Outline.of(trained, original), dict(trained.named_buffers()), Original(built))
+
+
+class Registered(nn.Module):
+    """Registers parts more than once, and some of them only while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.Linear(2, 2)
+        self.heads = nn.ModuleList([self.first, nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.used = nn.ModuleList([self.heads[1]])
+        self.aux: nn.Module | None = self.heads[2]
+        self.center: Tensor | None
+        self.register_buffer("center", None)
+        self.register_buffer("best", torch.zeros(2))
+        self.register_buffer("now", torch.zeros(2), persistent=False)
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.tied: nn.Parameter = self.frozen
+
+    def change(self) -> None:
+        """Register all of it elsewhere."""
+        self.first = self.heads[1]
+        self.used.append(self.heads[2])
+        self.aux = None
+        self.center = torch.ones(3)
+        self.now = self.best
+        del self.best
+        self.register_buffer("late", torch.full((2,), 3.0))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def built(self) -> list[Any]:
+        """Return what is registered where, by places in a list of all that there was at first."""
+        heads = list(map(id, self.heads))
+        tables = [
+            [
+                (name, heads.index(id(part)) if id(part) in heads else getattr(part, "shape", type(part)))
+                for name, part in table.items()
+            ]
+            for module in self.modules()
+            for table in registered(module)
+        ]
+        return [tables, sorted(self._non_persistent_buffers_set), self.tied is self.frozen]
+
+
+def test_what_is_registered_elsewhere_goes_back() -> None:
+    net = Registered()
+    before, objects = net.built(), [*net.parameters(), *net.buffers()]
+    first = Structure.of(Tree.of(net))
+    net.change()
+    after = net.built()
+    assert after != before
+    second = Structure.of(Tree.of(net), first)
+    for _ in range(2):
+        first.put_back(net)
+        assert net.built() == before
+        assert all(a is b for a, b in zip([*net.parameters(), *net.buffers()], objects, strict=True))
+        second.put_back(net)
+        assert net.built() == after
+
+
+def test_a_replacement_registers_parts_elsewhere() -> None:
+    trained, built = Registered(), Registered()
+    of_trained, of_built = Original(trained), Original(built)
+    heads = list(built.heads)
+    trained.change()
+    outline = Outline(**plain.unpack(plain.pack(asdict(Outline.of(trained, of_trained)))))
+    follow(built, outline, dict(trained.named_buffers()), of_built)
+    assert built.built() == trained.built()
+    assert list(built.heads) == heads
+    assert built.first is heads[1]
+    assert Outline.of(built, of_built) == outline
+
+
+def test_a_process_that_resumes_knows_what_was_registered_elsewhere() -> None:
+    trained, built = Registered(), Registered()
+    original = Original(trained)
+    trained.first = trained.heads[1]
+    found = differences(Outline.of(trained, original), Outline.of(built, Original(built)))
+    assert found == {"first": "code had set it to heads.1, and in this process it is first"}
 
 
 def scales(module: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,9 @@ class DyingGasp:
         if first in privates:
             self._training.host.buffers.follow(Snapshot.of_private(taken.kind, taken.step, privates[first]).buffers)
         state, world_size = self._training.state, self._trainer.world_size
-        record = resume.record_last(self._trainer, state, taken, plan.commit, privates, world_size)
+        record = resume.record_last(
+            self._trainer, state, self._training.host.outline(), taken, plan.commit, privates, world_size
+        )
         step = self._step(taken)
         path = self._directory.path_of(step)
         self._checkpoints.save_last(self._trainer, self._training, record, path, step, plan.pieces[self._rank])

@@ -28,7 +28,7 @@ import copy
 import io
 import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from lightning_replica.state.metrics import MetricStates, as_lists
 from lightning_replica.state.objects.tracked import LEFT_OUT
 from lightning_replica.state.reachable import SAVED_HOOKS
 from lightning_replica.state.snapshot import Place, Snapshot
-from lightning_replica.state.structure import grow, names_of_modules
+from lightning_replica.state.structure import Outline, grow, names_of_modules
 from lightning_replica.trainer import carried_gradients
 from lightning_replica.trainer.session import Session
 from lightning_replica.trainer.steps import Training
@@ -108,6 +108,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
             "place": "batch",
             **taken.replicated,
             "modules": names_of_modules(trainer.lightning_module),
+            "outline": asdict(training.host.outline()),
             "gradients": carried_gradients.packed(trainer, training.state),
         },
         "ranks": [plain.load(each) for each in everyone],
@@ -120,6 +121,7 @@ def record(trainer: pl.Trainer, training: Training) -> dict[str, Any]:
 def record_last(
     trainer: pl.Trainer,
     state: Engine,
+    outline: Outline,
     taken: Snapshot,
     commit: tuple[float, ...],
     privates: dict[int, bytes],
@@ -130,6 +132,7 @@ def record_last(
     Args:
         trainer: The trainer, restored to the snapshot.
         state: The sharded state, restored to it.
+        outline: How the model is built.
         taken: The snapshot.
         commit: The commit vector of the step before, if there was one.
         privates: Each rank's private state, as it is mirrored. If one is missing, none is saved, and random numbers are
@@ -145,6 +148,7 @@ def record_last(
             "place": place,
             "agreed": commit if place == "tail" else (),
             "modules": names_of_modules(trainer.lightning_module),
+            "outline": asdict(outline),
             "gradients": carried_gradients.packed(trainer, state),
         },
         "ranks": [_private(each) for each in ranks],
