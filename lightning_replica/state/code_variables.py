@@ -29,10 +29,6 @@ _ENVIRONMENT: Final = frozenset(("environ", "environb", "putenv", "unsetenv"))
 # Variables that say which rank a process is, or how ranks find each other.
 _OF_RANKS: Final = ("LIGHTNING_REPLICA_", "MASTER_", "LOCAL_", "GROUP_", "TORCHELASTIC_")
 _OF_RANKS_WHOLE: Final = frozenset(("RANK", "WORLD_SIZE", "NODE_RANK"))
-_NO_STATE: Final = (
-    *(types.ModuleType, type, types.BuiltinFunctionType, types.MethodType),
-    functools.cached_property,
-)
 
 
 def variables_of(code: UserCode) -> Iterator[Root]:
@@ -40,7 +36,7 @@ def variables_of(code: UserCode) -> Iterator[Root]:
     for name, names in sorted(code.names.items()):
         module = sys.modules[name]
         now, written = vars(module), code.written.get(name, ())
-        only = tuple(each for each in sorted(names) if (_is_state(now[each]) if each in now else each in written))
+        only = tuple(each for each in sorted(names) if each in written or (each in now and _is_state(now[each])))
         yield Root(module, GLOBALS + name, only=only, most=MOST)
     titles = Counter[str]()
     for cls in code.classes:
@@ -120,4 +116,4 @@ def _is_state(value: Any) -> bool:
         inner = value.fget if issubclass(cls, property) else value.__func__
         return type(inner) is CACHE or (type(inner) is types.FunctionType and keeps_something(inner))
     is_slot = hasattr(cls, "__get__") and not is_made_in_python(cls)
-    return not (is_slot or issubclass(cls, _NO_STATE))
+    return not (is_slot or issubclass(cls, (types.ModuleType, functools.cached_property)))

@@ -267,12 +267,19 @@ def test_who_refers_to_an_object_that_is_made_again() -> None:
     assert not copies.inexact.known
 
 
-@pytest.mark.parametrize("kind", ["method", "of the class in C", "weak", "itself"])
+def test_a_method_written_in_c_is_bound_to_the_object_that_was_made_again() -> None:
+    node: Any = Node("root")
+    module, copies = rolled_back(lambda module: module.it.set("turn", "1"), it=node, read=node.get)
+    assert module.read.__self__ is module.it is not node
+    assert module.read("turn") is None
+    assert not copies.inexact.known
+
+
+@pytest.mark.parametrize("kind", ["method", "weak", "itself"])
 def test_what_keeps_the_former_object_is_told(kind: str) -> None:
     node: Any = Node("root")
     made: dict[str, Callable[[], Any]] = {
         "method": lambda: node.visited,
-        "of the class in C": lambda: node.get,
         "weak": lambda: weakref.ref(node),
         "itself": int,
     }

@@ -58,6 +58,7 @@ from lightning_replica.state.objects.records import (
     Attributes,
     Closure,
     Graphed,
+    MethodInC,
     Rebuilt,
     Record,
     Remade,
@@ -244,7 +245,8 @@ class Capture:
                 _report_unrestored(record, report)
             elif isinstance(record, Attributes):
                 wake_waiting(record.values)
-        stands.report_former(each for each in self.records.values() if isinstance(each, Closure))
+        methods = (each for each in self.records.values() if isinstance(each, Closure))
+        stands.report_former(each for each in methods if not isinstance(each, MethodInC))
 
 
 @contextmanager

@@ -80,6 +80,12 @@ class Kind(enum.Enum):
     CLOSED = "other code restores it"
 
 
+IN_C: Final = (types.BuiltinFunctionType, types.MethodWrapperType)
+"""Functions and methods that are written in C."""
+
+BOUND_TO: Final = ".__self__"
+"""What `closure_of` calls the object of a method."""
+
 VALUES: Final = (int, float, complex, str, bytes)
 
 _IMMUTABLE: Final = (
@@ -87,7 +93,7 @@ _IMMUTABLE: Final = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.dtype, np.generic, enum.Enum),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, re.Pattern, types.ModuleType, types.CodeType),
-    *(types.GenericAlias, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    *(types.GenericAlias, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(np.ufunc, logging.Logger, torch.finfo, torch.iinfo),
 )
 # State that other code of this package restores, or that is no state of the training.
@@ -262,7 +268,7 @@ _BY_CLASS: Final[tuple[tuple[Kind, tuple[type, ...]], ...]] = (
     (Kind.STREAM, _STREAMS),
     (Kind.GENERATOR, GENERATORS),
     (Kind.ITERATOR, (*_ITERATORS, *_ITERTOOLS_THAT_REDUCE)),
-    (Kind.FUNCTION, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)),
+    (Kind.FUNCTION, (types.FunctionType, types.MethodType, *IN_C, functools.partial)),
     (Kind.FUNCTION, (staticmethod, classmethod, property)),
     (Kind.CACHE, (CACHE,)),
     (Kind.SCRIPT, (torch_jit.SCRIPT,)),
@@ -423,11 +429,11 @@ def describe(value: Any) -> str:
 def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
     """Yield what a function keeps: variables of its closure, defaults, attributes; the object of a method."""
     if isinstance(function, types.MethodType):
-        yield ".__self__", function.__self__
+        yield BOUND_TO, function.__self__
         yield from closure_of(function.__func__)
-    elif isinstance(function, types.BuiltinFunctionType):
+    elif isinstance(function, IN_C):
         if not isinstance(function.__self__, (types.ModuleType, type(None))):
-            yield ".__self__", function.__self__
+            yield BOUND_TO, function.__self__
     elif isinstance(function, (staticmethod, classmethod)):
         yield ".__func__", function.__func__
     elif isinstance(function, property):

@@ -25,6 +25,8 @@ from lightning_replica.state.atoms import ATOMS, is_same_atom
 from lightning_replica.state.objects.caches import OF_WRAPPERS, Cache, Call, entries_of
 from lightning_replica.state.objects.contents import copy_of, with_class_of
 from lightning_replica.state.objects.kinds import (
+    BOUND_TO,
+    IN_C,
     VIEWS,
     Kind,
     closure_of,
@@ -659,19 +661,40 @@ class Closure(Record):
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__(value, name)
-        foreign = str(getattr(value, "__module__", "")).startswith(("lightning_replica", "torch."))
-        self.parts = [] if foreign else list(closure_of(value))
+        self.parts = self._parts_now()
+
+    def _parts_now(self) -> list[tuple[str, Any]]:
+        """Return what the function refers to; of a method of torch's or of this package, the object."""
+        parts = list(closure_of(self.value))
+        foreign = str(getattr(self.value, "__module__", "")).startswith(("lightning_replica", "torch."))
+        return [part for part in parts if part[0] == BOUND_TO] if foreign else parts
 
     def children(self) -> Iterable[tuple[str, Any]]:
         return self.parts
 
     def is_same(self) -> bool:
-        now = list(closure_of(self.value)) if self.parts else []
+        now = self._parts_now()
         return len(now) == len(self.parts) and all(a is b for (_, a), (_, b) in zip(now, self.parts, strict=True))
 
     def put_back(self, stands: Stands) -> None:
         """Make the function refer to what it has referred to. These objects have records of their own."""
-        refer(self.value, {name: stands(value) for name, value in self.parts})
+        parts = {name: stands(value) for name, value in self.parts}
+        refer(self.value, {**dict(closure_of(self.value)), **parts})
+
+
+class MethodInC(Remade, Closure):
+    """A method written in C, as ``__next__`` of an iterator. It is bound anew if its object is made again."""
+
+    __slots__ = ()
+
+    def made_again(self, stands: Stands) -> Any:
+        owner = dict(self.parts).get(BOUND_TO)
+        stand = stands(owner)
+        return self.value if stand is owner else getattr(stand, self.value.__name__)
+
+
+def _record_of_function(value: Any, name: str) -> Record:
+    return MethodInC(value, name) if isinstance(value, IN_C) else Closure(value, name)
 
 
 class Cached(Record):
@@ -901,7 +924,7 @@ class Unknown(Record):
         """Do nothing: it cannot be done. `Recorder` has reported it."""
 
 
-OF_KIND: dict[Kind, type[Record]] = {
+OF_KIND: dict[Kind, Callable[[Any, str], Record]] = {
     Kind.TUPLE: Fixed,
     Kind.LIST: Items,
     Kind.DICT: Entries,
@@ -913,7 +936,7 @@ OF_KIND: dict[Kind, type[Record]] = {
     Kind.STREAM: Stream,
     Kind.GENERATOR: Randomness,
     Kind.ITERATOR: Iterated,
-    Kind.FUNCTION: Closure,
+    Kind.FUNCTION: _record_of_function,
     Kind.CACHE: Cached,
     Kind.SCRIPT: Scripted,
     Kind.CELL: Variable,

@@ -46,6 +46,8 @@ from lightning_replica.state.objects.caches import Cache, Call, Entry
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
 from lightning_replica.state.objects.contents import fill, is_content, plain_of
 from lightning_replica.state.objects.kinds import (
+    BOUND_TO,
+    IN_C,
     ITERTOOLS,
     VIEWS,
     Kind,
@@ -124,7 +126,6 @@ _AS_TEXT: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]
     fractions.Fraction: (str, fractions.Fraction),
     uuid.UUID: (str, uuid.UUID),
 }
-_BOUND_TO: Final = ".__self__"
 _OF_CLASSES: Final = (staticmethod, classmethod, property)
 _PARTIAL: Final = describe(functools.partial(print))
 _GONE: Final = "-"
@@ -670,9 +671,9 @@ class Decoder:
         made = current if current is not MISSING and title_of(current) == title else _function_named(source)
         if title == _PARTIAL and made is None:
             made = functools.partial(_nothing)
-        if made is None and [part for part, _ in sent] == [_BOUND_TO]:  # a method written in C, as that of a list
-            made = getattr(self._decode(sent[0][1], MISSING, name + _BOUND_TO), title.rpartition(".")[2], None)
-            return made if isinstance(made, types.BuiltinFunctionType) else current
+        if made is None and [part for part, _ in sent] == [BOUND_TO]:  # a method written in C, as that of a list
+            made = getattr(self._decode(sent[0][1], MISSING, name + BOUND_TO), title.rpartition(".")[2], None)
+            return made if isinstance(made, IN_C) else current
         if made is None:
             self._lacks(name, f"the function {title} cannot be sent to a replacement")
             return current
@@ -683,13 +684,13 @@ class Decoder:
                 self._decode(each, now.get(part, MISSING), f"{name}{part}")  # fills the function in place
             return made
         parts = {part: self._decode(each, now.get(part, MISSING), f"{name}{part}") for part, each in sent}
-        owner = parts.pop(_BOUND_TO, MISSING)
+        owner = parts.pop(BOUND_TO, MISSING)
         function = getattr(made, "__func__", made)
-        if parts.keys() == now.keys() - {_BOUND_TO}:
+        if parts.keys() == now.keys() - {BOUND_TO}:
             refer(function, {part: now[part] if each is MISSING else each for part, each in parts.items()})
-        if owner is MISSING or owner is now.get(_BOUND_TO):
+        if owner is MISSING or owner is now.get(BOUND_TO):
             return made
-        if isinstance(made, types.BuiltinFunctionType):
+        if isinstance(made, IN_C):
             return getattr(owner, made.__name__)
         return types.MethodType(function, owner)
 
