@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from lightning_replica._compat.lightning import OF_TRAINER
 from lightning_replica._compat.lightning_names import Accelerator, pl
 from lightning_replica._compat.packages import is_of_lightning
+from lightning_replica._compat.torch import is_wrapper
 from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, say_nothing, warn
 from lightning_replica.core.points import PHASES
@@ -264,8 +265,12 @@ def _all_of(trainer: pl.Trainer, copied_bytes: int = COPIED_BYTES, report: Repor
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Return whether user code has given attributes to a parameter or a buffer."""
-    return type(tensor) in _PLAIN and not vars(tensor).keys() <= _OF_TENSORS
+    """Return whether user code has given attributes to a parameter or a buffer. Those of a wrapper are its parts."""
+    return not _is_wrapper(tensor) and not vars(tensor).keys() <= _OF_TENSORS
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return type(tensor) not in _PLAIN and (hasattr(type(tensor), "__tensor_flatten__") or is_wrapper(tensor))
 
 
 class _Variables:
@@ -315,7 +320,7 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
     module = trainer.lightning_module
     untrained = _untrained(trainer)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if type(tensor) not in _PLAIN:
+        if _is_wrapper(tensor):
             continue
         if id(tensor) in untrained:  # the gradient is the user's, too
             yield Root(tensor, f"module.{name}", _OF_TENSORS - {"grad"})
@@ -389,7 +394,10 @@ def anchors_of(trainer: pl.Trainer) -> Anchors:
 
 def _anchored(trainer: pl.Trainer) -> Iterable[tuple[str, Any]]:
     yield from _anchored_beside_data(trainer)
-    # What loaders draw from is restored with their positions.
+    # What loaders draw from is restored with their positions; not of those that only the user's code iterates.
+    yield from ((f"loader {place}", exact.loader) for place, exact in enumerate(_loaders(trainer)))
+    combined = (trainer.fit_loop._combined_loader, trainer.fit_loop.epoch_loop.val_loop._combined_loader)
+    yield from ((f"loaders {place}", each) for place, each in enumerate(combined))
     sources = (each for exact in _loaders(trainer) for each in sources_of(exact.loader))
     yield from ((f"data {place}", each) for place, each in enumerate(sources))
 

@@ -57,7 +57,12 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 # Attributes of the fit loop itself that callbacks (stochastic weight averaging) or the epoch change.
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward", "lengths")
 # Attributes of the trainer that callbacks may change.
-_TRAINER = ("gradient_clip_val", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches")
+_TRAINER = (
+    *("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "limit_train_batches"),
+    *("limit_val_batches", "log_every_n_steps", "val_check_batch", "val_check_interval"),
+)
+_EPOCH_LOOP = ("max_steps", "min_steps")
+_SCHEDULER_CONFIG = ("interval", "frequency", "monitor", "strict")
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Snapshot:
         buffers: This rank's buffers that differ from those in ``replicated``.
         packed_buffers: The same, as they are mirrored; empty if they are not.
         schedulers: The scheduler configs themselves, which callbacks may replace; None on a replacement.
+        trainer_callbacks: The callbacks, which may remove themselves; None on a replacement.
         frozen: What parameters held that no shard holds, as far as they change; empty on a replacement.
         structure: What the module consists of; None if the snapshot came from a checkpoint.
     """
@@ -116,6 +122,7 @@ class Snapshot:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     packed_buffers: bytes = b""
     schedulers: list[Any] | None = None
+    trainer_callbacks: list[Any] | None = None
     structure: Structure | None = None
     frozen: FrozenValues = field(default_factory=list)
 
@@ -291,16 +298,26 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
             copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
             for place, config in enumerate(trainer.lr_scheduler_configs)
         ],
+        "scheduler_configs": [
+            [getattr(config, name) for name in _SCHEDULER_CONFIG] for config in trainer.lr_scheduler_configs
+        ],
+        "scheduler_names": [[*_attributes_of(config.scheduler)] for config in trainer.lr_scheduler_configs],
         "groups": param_groups.take(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(stateful(trainer)),
         "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
         "trainer": {name: getattr(trainer, name) for name in _TRAINER},
+        "epoch_loop": {name: getattr(trainer.fit_loop.epoch_loop, name) for name in _EPOCH_LOOP},
         "torch": torch_settings.take(),
         "buffers": copies.buffers.take(tree.buffers, window, whole),
         "buffers_due": copies.buffers.due,
         "momenta": batch_norm_momenta(tree),
     }
+
+
+def _attributes_of(scheduler: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(scheduler, "__dict__", {})
+    return found
 
 
 def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: bool = True) -> None:
@@ -324,6 +341,16 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         trainer.lr_scheduler_configs[:] = snapshot.schedulers
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
+    if same_fit:
+        for config, values, names in zip(
+            trainer.lr_scheduler_configs, state["scheduler_configs"], state["scheduler_names"], strict=True
+        ):
+            for name, value in zip(_SCHEDULER_CONFIG, values, strict=True):
+                setattr(config, name, value)
+            for name in _attributes_of(config.scheduler).keys() - set(names):
+                delattr(config.scheduler, name)
+    if snapshot.trainer_callbacks not in (None, trainer.callbacks):  # type: ignore[attr-defined]
+        trainer.callbacks[:] = snapshot.trainer_callbacks  # type: ignore[attr-defined]
     # What `load_state_dict` sets beside the state belongs to a run that resumes; a predecessor never had it.
     with copies.reachable.unchanged() if snapshot.sent and same_fit else nullcontext():
         restore_callbacks(stateful(trainer), state["callbacks"])
@@ -335,6 +362,8 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         setattr(trainer.fit_loop, name, value)
     for name, value in state.get("trainer", {}).items() if same_fit else ():
         setattr(trainer, name, value)
+    for name, value in state.get("epoch_loop", {}).items() if same_fit else ():
+        setattr(trainer.fit_loop.epoch_loop, name, value)
     if same_fit:
         torch_settings.put_back(state.get("torch", {}))
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
@@ -396,6 +425,7 @@ def take_private(trainer: pl.Trainer, snapshot: Snapshot, tree: Tree, metrics: M
     snapshot.results = export_results(trainer.fit_loop.epoch_loop._results)
     snapshot.metric_states = metrics.copy(tree)
     snapshot.schedulers = list(trainer.lr_scheduler_configs)
+    snapshot.trainer_callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     back = fetched_ahead(trainer) + (snapshot.ends_with_batch)
     states, snapshot.fetching = training_fetches(trainer).state(back)
     loaders, window = training_loaders(trainer), snapshot.kind == "batch"

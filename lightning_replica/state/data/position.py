@@ -37,10 +37,13 @@ it skips; give it a generator of its own, or a worker. ``in_order=False`` gives 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lightning_replica._compat.lightning_names import _set_sampler_epoch
+from lightning_replica._compat.torch import write_count
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.diagnosis import worker_died
 from lightning_replica.state.data.feed import END, Feed, put
@@ -58,6 +61,7 @@ from lightning_replica.state.data.workers import used_weights
 log = logging.getLogger(__name__)
 
 _PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")  # of a DataLoader; code may set them
+_DEEP = 4  # containers and objects in a batch that are looked into
 _TRIES = 3  # restarts of a loader whose workers die before training
 
 __all__ = ["ExactLoader", "LoaderState"]
@@ -73,6 +77,7 @@ class _Kept(NamedTuple):
         reported: The state that the worker has reported with the batch; None if it has reported none.
         after: Random state of this process after the batch was loaded.
         left: What the sources kept then, if skipped batches are not loaded.
+        writes: How often torch had counted writes to each tensor of the batch by then.
     """
 
     batch: Any
@@ -81,6 +86,23 @@ class _Kept(NamedTuple):
     reported: bytes | None
     after: bytes
     left: bytes | None
+    writes: list[int]
+
+    def is_written(self) -> bool:
+        """Return whether code has written to the batch since, as by ``x.div_(255)``."""
+        return _writes_to(self.batch) != self.writes
+
+
+def _writes_to(batch: Any, depth: int = _DEEP) -> list[int]:
+    """Return the counts of writes to the tensors of a batch, in containers and in attributes of objects."""
+    if isinstance(batch, Tensor):
+        return [] if batch.is_inference() else [write_count(batch)]
+    if depth == 0:
+        return []
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
+    if items is None:
+        items = getattr(batch, "__dict__", {}).values()
+    return [count for each in items for count in _writes_to(each, depth - 1)]
 
 
 class ExactLoader:
@@ -222,6 +244,8 @@ class ExactLoader:
         """
         first = self._drawn - len(self._kept)
         live = self._is_in(state) and self._feed.is_live and first <= state.batches <= self._drawn
+        # A batch that code has written to is loaded again.
+        live = live and not any(kept.is_written() for kept in self._kept[state.batches - first :])
         self._state, self._rewound, self._ended = state, True, False
         if not live:
             self._forget()
@@ -303,7 +327,7 @@ class ExactLoader:
         if self._changing() is None:
             self._sources.note_loaded()
         left = self._sources.state(begins=False) if self._feed.skips else None
-        kept = _Kept(item[0], before, random, item[1], self._rng_state(), left)
+        kept = _Kept(item[0], before, random, item[1], self._rng_state(), left, _writes_to(item[0]))
         self._kept.append(kept)
         self._drawn += 1
         return kept

@@ -527,14 +527,18 @@ class Recorder:
             record = in_parts or (Unknown if mixed else OF_KIND.get(kind, Unknown))(value, name)
             if isinstance(record, Unknown) and record.advances:
                 self._report_unknown(record)
-            if kind in (Kind.TUPLE, Kind.FUNCTION) and all(kind_of(each) is Kind.ATOM for _, each in record.children()):
+            leads_on = kind not in (Kind.TUPLE, Kind.FUNCTION) or any(
+                kind_of(each) is not Kind.ATOM for _, each in record.children()
+            )
+            if not leads_on and not hasattr(value, "__dict__"):
                 return
-            yield key, record
+            if leads_on:
+                yield key, record
             if isinstance(record, Rebuilt) and derives_attributes(type(value)):
                 return
             if kind in _WITH_MORE and hasattr(value, "__dict__"):  # of the user's class
                 yield ~key, Attributes(value, name)
-            elif kind is Kind.REBUILT and slots_of(type(value)):
+            elif kind in _WITH_MORE and slots_of(type(value)):
                 yield ~key, Slots(value, name)
 
     def _in_parts(self, name: str, value: Any) -> Rebuilt | None:
@@ -671,6 +675,7 @@ class _Modules:
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
+        self._objects = [root.value for root in roots]
         self._of = [vars(root.value) for root in roots]
         self._leads = [root.leads for root in roots]
         self._ids = [id(root.value) for root in roots]
@@ -680,6 +685,7 @@ class _Modules:
     def _note(self) -> None:
         self._names = list(chain.from_iterable(self._of))
         self._values = list(self._rest())
+        self._classes = list(map(type, self._objects))
 
     def _rest(self) -> Iterable[Any]:
         return chain.from_iterable(map(islice, map(dict.values, self._of), self._leads, repeat(None)))
@@ -687,7 +693,8 @@ class _Modules:
     def changed(self) -> list[int]:
         """Return the ``id`` of all modules if one of them has changed: which one, their records tell."""
         names = list(chain.from_iterable(self._of))
-        if names == self._names and all(map(operator.is_, self._rest(), self._values)):
+        is_same = names == self._names and all(map(operator.is_, self._rest(), self._values))
+        if is_same and list(map(type, self._objects)) == self._classes:
             return []
         self._note()
         return self._ids

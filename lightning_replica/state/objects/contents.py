@@ -73,6 +73,8 @@ class Held:
         """Copy the content."""
         self.writes = self._count()
         self.copy = marked_copy_of(self.value)
+        if isinstance(self.copy, Tensor):
+            self.copy.memory = plain_of(self.value)  # type: ignore[attr-defined]
         self.nbytes = self.copy.nbytes
         self.learns, self.is_marked = learns(self.value), is_marked(self.value)
 
@@ -87,6 +89,7 @@ class Held:
         if learns(self.value) and not hasattr(copy, "learns"):  # since then, or it has become a part of a graph
             with suppress(RuntimeError):  # a view cannot
                 self.value.detach_().grad = None
+        self._regain_memory(copy)
         content = plain_of(self.value)
         if same_content(content, copy):
             return
@@ -98,6 +101,15 @@ class Held:
             else:
                 set_local(self.value, copy.clone())
         self.writes = self._count()
+
+    def _regain_memory(self, copy: Copy) -> None:
+        """Give a tensor the memory that it had, if ``.data`` or ``t_()`` has given it other, which it may share."""
+        memory, content = getattr(copy, "memory", None), plain_of(self.value)
+        if memory is None or (content.data_ptr(), content.stride()) == (memory.data_ptr(), memory.stride()):
+            return
+        last = memory.storage_offset() + sum((n - 1) * by for n, by in zip(memory.shape, memory.stride(), strict=True))
+        if memory.numel() and memory.untyped_storage().nbytes() > last * memory.element_size():
+            set_local(self.value, memory)
 
     def look(self) -> bool:
         """Compare a part with what it held when it was last looked at; look at another part from then on."""
@@ -133,6 +145,8 @@ def fill(tensor: Tensor, values: Tensor) -> None:
 
 def _fill_array(array: Any, values: Any) -> None:
     """Copy values into an array, also into one that is locked. A view that cannot be written to follows its base."""
+    if array.shape != values.shape:
+        array.resize(values.shape, refcheck=False)
     if array.flags.writeable:
         array[...] = values
         return

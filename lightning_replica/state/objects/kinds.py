@@ -43,10 +43,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.lightning_names import Logger, Strategy, pl
+from lightning_replica._compat.lightning_names import CombinedLoader, Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.user_code import CACHE, module_of
@@ -98,7 +97,7 @@ _IMMUTABLE: Final = (
 )
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
-    *(DataLoader, Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
+    *(Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
     *(torch.distributed.Store, torch.utils.hooks.RemovableHandle, *torch_jit.CONSTANT),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition),
     multiprocessing.synchronize.SemLock,
@@ -169,6 +168,8 @@ def kind_of_class(cls: type) -> Kind:
     """Return the kind of the instances of a class."""
     if has_value(cls):
         return Kind.OBJECT
+    if issubclass(cls, (np.void, CombinedLoader)):  # a row whose fields can be written to; iterates by itself
+        return Kind.OPAQUE
     for kind, classes in _BY_CLASS:
         if issubclass(cls, classes):
             return kind
@@ -442,6 +443,7 @@ def closure_of(function: Any) -> Iterable[tuple[str, Any]]:
         yield ".func", function.func
         yield ".args", function.args
         yield ".keywords", function.keywords
+        yield ".__dict__", vars(function)
     elif isinstance(function, types.FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield f".<{name}>", cell

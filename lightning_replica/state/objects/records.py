@@ -121,13 +121,13 @@ class Attributes(Record):
         only: Names of the only attributes that count; None for all.
     """
 
-    __slots__ = ("_all_count", "names", "only", "own", "values")
+    __slots__ = ("_all_count", "_cls", "names", "only", "own", "values")
 
     def __init__(
         self, value: Any, name: str, own: frozenset[str] = frozenset(), only: Sequence[str] | None = None
     ) -> None:
         super().__init__(value, name)
-        self.own, self.only = own, only
+        self.own, self.only, self._cls = own, only, type(value)
         now = _attributes_of(value)
         self.names = self._names_in(now)
         self.values = [now[each] for each in self.names]
@@ -144,6 +144,8 @@ class Attributes(Record):
         return ((f".{name}", value) for name, value in zip(self.names, self.values, strict=True))
 
     def is_same(self) -> bool:
+        if type(self.value) is not self._cls:
+            return False
         now = _attributes_of(self.value)
         if self._all_count:  # most objects: there are many
             return [*now] == self.names and all(map(operator.is_, now.values(), self.values))
@@ -151,6 +153,8 @@ class Attributes(Record):
         return names == self.names and all(map(operator.is_, map(now.__getitem__, names), self.values))
 
     def put_back(self, stands: Stands) -> None:
+        if type(self.value) is not self._cls:
+            self.value.__class__ = self._cls
         now = _attributes_of(self.value)
         names = self._names_in(now)
         registered = {name for name in self.names if is_registered(self.value, name)}

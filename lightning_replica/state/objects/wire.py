@@ -61,6 +61,7 @@ from lightning_replica.state.objects.kinds import (
     kind_of,
     kind_of_class,
     reduced,
+    slots_of,
     value_of,
 )
 from lightning_replica.state.objects.randomness import bits_of, generator_of
@@ -662,7 +663,7 @@ class Decoder:
         if isinstance(made, np.ndarray) and not _is_a(made, cls):
             self._lacks(name, f"a {cls} cannot be made in a replacement")
             return made
-        if made is not MISSING and hasattr(made, "__dict__"):
+        if made is not MISSING and (hasattr(made, "__dict__") or slots_of(type(made))):
             self._set_attributes(made, pairs, name)
         return made
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,32 @@ def test_going_back_into_the_epoch_before() -> None:
     exact.sampler.set_epoch(0)
     exact.rewind(LoaderState(5))
     assert [[row[0] for row in batch.tolist()] for batch in exact] == [[r[0] for r in b] for b, _ in expected[0][5:]]
+
+
+class Stills(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {"images": [torch.full((2,), float(index))], "of": SimpleNamespace(label=torch.ones(()))}
+
+
+@pytest.mark.parametrize("where", ["container", "object", "nowhere"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_code_has_written_to_is_loaded_again(workers: int, where: str) -> None:
+    exact = ExactLoader(DataLoader(Stills(), batch_size=None, num_workers=workers), rng_state, set_rng_state)
+    iterated = iter(exact)
+    next(iterated)
+    start = exact.state()
+    exact.mark(start)
+    batch = next(iterated)
+    if where != "nowhere":
+        (batch["images"][0] if where == "container" else batch["of"].label).div_(2)
+    exact.rewind(start)
+    again = next(iter(exact))
+    assert (again is batch) == (where == "nowhere")
+    assert (again["images"][0].tolist(), again["of"].label.item()) == ([1.0, 1.0], 1.0)
+    exact.close()
 
 
 def test_a_loader_that_is_no_dataloader() -> None:

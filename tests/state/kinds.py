@@ -1,0 +1,368 @@
+"""Modules with one kind of state each: ``python -m tests.state.kinds`` goes back, and takes a rank's place.
+
+It prints a line of JSON for each: what the state was, what it was after a recovery, and what a further change makes of
+both.
+"""
+
+import functools
+import itertools
+import json
+import os
+import sys
+from collections import defaultdict, deque
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.quasirandom import SobolEngine
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_replica import ReplicaZeroStrategy
+
+STEP = 3
+
+
+class Kind(L.LightningModule):
+    """Trains a line; `change` is what each step does to the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+        self.changes = 0
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        self.turn()
+        return self.line(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.line.parameters(), lr=0.1)
+
+    def turn(self) -> None:
+        """Count a change, and make it."""
+        self.changes += 1
+        self.change()
+
+    def change(self) -> None:
+        """Change the state."""
+
+    def look(self) -> Any:
+        """Return the state, as plain data."""
+
+
+class ActiveHead(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        self.active = self.heads[0]
+
+    def change(self) -> None:
+        self.active = self.heads[self.changes % 2]
+
+    def look(self) -> Any:
+        return [self.active is head for head in self.heads]
+
+
+class LazyBuffer(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: Tensor | None
+        self.register_buffer("center", None)
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            self.center = torch.ones(2) if self.center is None else self.center * 0.5
+
+    def look(self) -> Any:
+        return None if self.center is None else self.center.tolist()
+
+
+class OneBufferTwice(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Tensor
+        self.best: Tensor
+        self.register_buffer("current", torch.zeros(1))
+        self.register_buffer("best", torch.zeros(1))
+
+    def change(self) -> None:
+        self.current = self.current + 1
+        if self.changes % 2:
+            self.best = self.current
+
+    def look(self) -> Any:
+        return [self.current.item(), self.best.item(), self.best is self.current]
+
+
+class FrozenReplaced(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def change(self) -> None:
+        self.prototypes = nn.Parameter(self.prototypes + 1, requires_grad=False)
+
+    def look(self) -> Any:
+        return self.prototypes.item()
+
+
+class TensorRate(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = torch.tensor(0.5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": self.line.parameters(), "history": [0]}], lr=self.rate)
+
+    def change(self) -> None:
+        self.rate.mul_(0.5)
+        self.trainer.optimizers[0].param_groups[0]["history"].append(self.changes)
+
+    def look(self) -> Any:
+        group = self.trainer.optimizers[0].param_groups[0]
+        return [group["lr"].item(), group["history"]]
+
+
+class SchedulerConfig(Kind):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.line.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def change(self) -> None:
+        config = self.trainer.lr_scheduler_configs[0]
+        config.frequency += 1
+        if self.changes > STEP:
+            config.scheduler.warm = getattr(config.scheduler, "warm", 0) + 1  # type: ignore[union-attr]
+
+    def look(self) -> Any:
+        config = self.trainer.lr_scheduler_configs[0]
+        return [config.frequency, getattr(config.scheduler, "warm", None)]
+
+
+class TrainerAttributes(Kind):
+    def change(self) -> None:
+        self.trainer.log_every_n_steps += 1  # type: ignore[attr-defined]
+        self.trainer.fit_loop.epoch_loop.max_steps += 1
+
+    def look(self) -> Any:
+        return [self.trainer.log_every_n_steps, self.trainer.max_steps]  # type: ignore[attr-defined]
+
+
+class Vocabulary(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: dict[str, int] = defaultdict(itertools.count().__next__)
+
+    def change(self) -> None:
+        self.ids[f"word {self.changes}"]
+
+    def look(self) -> Any:
+        return dict(self.ids)
+
+
+class Drawn(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = SobolEngine(1, scramble=True, seed=1).draw
+        self.drawn = 0.0
+
+    def change(self) -> None:
+        self.drawn = self.draw().item()
+
+    def look(self) -> Any:
+        return self.drawn
+
+
+class Ring(deque[int]):
+    __slots__ = ("place",)
+    place: int
+
+
+class Pair(tuple[int, ...]):
+    hits: int
+
+
+class Attributed(Kind):
+    """Attributes of containers, functions and tensors of the user's classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring, self.pair, self.partial = Ring(maxlen=2), Pair((1, 2)), functools.partial(max, 0)
+        self.weight = _Weight(torch.zeros(1), requires_grad=False)
+        for each in self._all():
+            each.hits = 0
+        self.ring.place = 0
+
+    def _all(self) -> list[Any]:
+        return [self.pair, self.partial, self.weight]
+
+    def change(self) -> None:
+        for each in self._all():
+            each.hits += 1
+        self.ring.append(self.changes)
+        self.ring.place += 1
+
+    def look(self) -> Any:
+        return [*(each.hits for each in self._all()), self.ring.place, *self.ring]
+
+
+class _Weight(nn.Parameter):
+    hits: int
+
+
+class Memory(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.now = torch.zeros(1), torch.zeros(1)
+
+    def change(self) -> None:
+        self.before.data = self.now.data
+        self.now = self.now + 1
+
+    def look(self) -> Any:
+        return [self.before.item(), self.now.item()]
+
+
+class Cold:
+    pass
+
+
+class Warm(Cold):
+    pass
+
+
+class ClassOfAnObject(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Cold()
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            self.state.__class__ = Warm
+
+    def look(self) -> Any:
+        return type(self.state).__name__
+
+
+class OwnLoader(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.loader: Any = DataLoader(TensorDataset(torch.arange(8)), batch_size=8, shuffle=True, generator=generator)
+        self.drawn: list[int] = []
+
+    def change(self) -> None:
+        self.drawn = next(iter(self.loader))[0].tolist()
+
+    def look(self) -> Any:
+        return self.drawn
+
+
+LOSS: Any = torch.tanh
+
+
+class Globals(Kind):
+    loss_class: Any = nn.MSELoss
+
+    def change(self) -> None:
+        global LOSS
+        if self.changes > STEP:
+            LOSS, type(self).loss_class = torch.sigmoid, nn.L1Loss
+
+    def look(self) -> Any:
+        return [LOSS.__name__, self.loss_class.__name__]
+
+
+class Row(Kind):
+    """It is told: a row of a structured array is a part of C that says nothing of its content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row: Any = np.zeros(1, dtype=[("count", "i8")])[0].copy()
+
+    def change(self) -> None:
+        self.row["count"] += 1
+
+    def look(self) -> Any:
+        return int(self.row["count"])
+
+
+KINDS: dict[str, type[Kind]] = {each.__name__: each for each in Kind.__subclasses__()}
+OF_PROCESS = ("Globals",)
+"""Kinds of which a process has one state only, so that no other rank can be in the same process."""
+
+
+def notes() -> dict[str, Any]:
+    """Return what was found. It is kept where recovery does not look: a variable of this file would be put back."""
+    found: dict[str, Any] = vars(sys).setdefault("notes_of_kinds", {})
+    return found
+
+
+class GoesBack(L.Callback):
+    """Sends the state at the beginning of a step, changes it, and goes back."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        training: Any = trainer.strategy.training  # type: ignore[attr-defined]
+        if training.state.step != STEP:
+            return
+        host, found = training.host, notes()
+        found["sent"] = host.export("batch", STEP), bytes(host.private("batch", STEP))
+        found["before"] = repr(pl_module.look())
+        pl_module.turn()
+        found["after"] = repr(pl_module.look())
+        host.restore_groups("batch", STEP)
+        host.restore("batch", STEP)
+        found["back"] = repr(pl_module.look())
+        pl_module.turn()
+        found["again"] = repr(pl_module.look())
+        found["told"] = [*training.inexact.known]
+        trainer.should_stop = True
+
+
+class Joins(L.Callback):
+    """Adopts the state that `GoesBack` has sent."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        training: Any = trainer.strategy.training  # type: ignore[attr-defined]
+        host, found = training.host, notes()
+        host.adopt("batch", STEP, *found["sent"])
+        host.restore_groups("batch", STEP)
+        host.restore("batch", STEP)
+        found["joined"] = repr(pl_module.look())
+        pl_module.turn()
+        found["then"] = repr(pl_module.look())
+        trainer.should_stop = True
+
+
+def fit(module: Kind, callback: L.Callback) -> None:
+    trainer = L.Trainer(
+        strategy=ReplicaZeroStrategy(replicas=1),
+        accelerator="cpu",
+        devices=1,
+        max_steps=STEP + 1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[callback],
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=2))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or KINDS:
+        notes().clear()
+        L.seed_everything(1, verbose=False)
+        fit(KINDS[name](), GoesBack())
+        if name not in OF_PROCESS:
+            fit(KINDS[name](), Joins())
+        del notes()["sent"]
+        print(json.dumps({"kind": name, **notes()}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
