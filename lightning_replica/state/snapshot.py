@@ -58,8 +58,8 @@ Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoc
 _FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward", "lengths")
 # Attributes of the trainer that callbacks may change.
 _TRAINER = (
-    *("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "limit_train_batches"),
-    *("limit_val_batches", "log_every_n_steps", "val_check_batch", "val_check_interval"),
+    *("gradient_clip_val", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches"),
+    *("log_every_n_steps", "val_check_batch"),
 )
 _EPOCH_LOOP = ("max_steps", "min_steps")
 _SCHEDULER_CONFIG = ("interval", "frequency", "monitor", "strict")
