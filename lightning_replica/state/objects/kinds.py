@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_replica._compat import torch_jit
-from lightning_replica._compat.lightning_names import CombinedLoader, Logger, Strategy, pl
+from lightning_replica._compat.lightning_names import Logger, Strategy, pl
 from lightning_replica._compat.packages import is_of_lightning
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.user_code import CACHE, module_of
@@ -168,7 +168,7 @@ def kind_of_class(cls: type) -> Kind:
     """Return the kind of the instances of a class."""
     if has_value(cls):
         return Kind.OBJECT
-    if issubclass(cls, (np.void, CombinedLoader)):  # a row whose fields can be written to; iterates by itself
+    if issubclass(cls, np.void):  # a row whose fields can be written to
         return Kind.OPAQUE
     for kind, classes in _BY_CLASS:
         if issubclass(cls, classes):
