@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from common import BATCH, LENGTH, VOCABULARY, Transformer, loss_of
+from common import BATCH, LENGTH, QUIET, VOCABULARY, Transformer, loss_of
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -201,10 +201,7 @@ def fit(contender: str, turn: Turn, setting: Setting) -> None:
         devices=setting.local,
         num_nodes=setting.nodes,
         max_steps=setting.steps + WARM_UP + 1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Module(contender, turn), DataLoader(TensorDataset(tokens), batch_size=BATCH))
     turn.baton.leave(turn.number)

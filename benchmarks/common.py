@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 
 RESULTS = Path(__file__).parent / "results"
+# Of a Trainer that does nothing but train.
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 VOCABULARY, WIDTH, DEPTH, HEADS, LENGTH, BATCH = 4096, 384, 6, 6, 32, 4
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import spread, write
+from common import QUIET, spread, write
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.core.options import RecoveryOptions
@@ -76,10 +76,7 @@ def rank_main(file: Path | None, result: Path, ranks: int, steps: int) -> None:
         accelerator="cpu",
         devices=ranks,
         max_steps=steps + WARM_UP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     module = Module(file)
     data = TensorDataset(torch.randn(64 * ranks * (steps + WARM_UP), 256))

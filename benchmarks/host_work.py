@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import spread, write
+from common import QUIET, spread, write
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.core.options import RecoveryOptions
@@ -111,10 +111,7 @@ def rank_main(ranks: int, steps: int) -> None:
             accelerator="cpu",
             devices=ranks,
             max_steps=steps + WARM_UP,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         data = TensorDataset(torch.randn(64 * ranks * (steps + WARM_UP), width))
         trainer.fit(Module(width), DataLoader(data, batch_size=64))

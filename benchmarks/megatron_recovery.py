@@ -16,7 +16,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
 import lightning as L
 import megatron_cpu
-from common import spread, write
+from common import QUIET, spread, write
 from megatron_step import BATCH, LENGTH, MICRO, WORDS, build, forward_step
 from recovery import EVERY, PHASES, REFILL_S, Break, recoveries
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,10 +55,7 @@ def train(sizes: tuple[int, int], kind: str, count: int, standby: int, marks: Pa
         devices=RANKS,
         max_steps=steps,
         callbacks=[Break(kind, count, marks, 2 * REFILL_S if standby else 0.0)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     tokens = torch.randint(0, WORDS, (BATCH * RANKS * (steps + 1), LENGTH))
     trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=BATCH))

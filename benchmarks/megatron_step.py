@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "exa
 import lightning as L
 import megatron_cpu
 from alternating import WARM_UP, Baton, Turn, enter
-from common import spread, write
+from common import QUIET, spread, write
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replica import MegatronReplicaStrategy
@@ -104,10 +104,7 @@ def ours(turn: Turn, sizes: tuple[int, int], ranks: int, steps: int, sockets: bo
         devices=ranks,
         max_steps=steps + WARM_UP + 1,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     tokens = torch.randint(0, WORDS, (BATCH * ranks * (steps + WARM_UP + 2), LENGTH))
     trainer.fit(Module(turn, fused), DataLoader(TensorDataset(tokens), batch_size=BATCH))

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import write
+from common import QUIET, write
 
 from lightning_replica import ReplicaZeroStrategy
 from lightning_replica.core.options import RecoveryOptions
@@ -91,10 +91,7 @@ def rank_main(ranks: int, contender: str) -> None:
         accelerator="cpu",
         devices=ranks,
         max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[AtEnd(before)],
     )
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(8 * ranks, WIDTH)), batch_size=2))

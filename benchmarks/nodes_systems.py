@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import BATCH, LENGTH, VOCABULARY, loss_of
+from common import BATCH, LENGTH, QUIET, VOCABULARY, loss_of
 from recovery_peers import Trace, batches, parts, with_torchrun
 
 SCRIPT = Path(__file__).resolve().with_name("nodes.py")  # ranks run it
@@ -70,10 +70,7 @@ def with_replica_zero(trace: Trace) -> None:
         num_nodes=NODES,
         max_steps=STEPS,
         callbacks=[Ended(), RecoveryReport(trace.place / "recovery.jsonl")],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     module = Module()
     mark(trace.place, "fit", trace.rank)

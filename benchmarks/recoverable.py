@@ -31,7 +31,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import BATCH, LENGTH, VOCABULARY, Transformer, spread, write
+from common import BATCH, LENGTH, QUIET, VOCABULARY, Transformer, spread, write
 from module import Module
 
 from lightning_replica import ReplicaZeroStrategy
@@ -67,10 +67,7 @@ def train(mode: str, ranks: int, batch: int, path: Path) -> None:
         devices=ranks,
         max_epochs=-1,
         callbacks=[Ends(path)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=batch))
 

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import BATCH, LENGTH, VOCABULARY, Transformer, spread, write
+from common import BATCH, LENGTH, QUIET, VOCABULARY, Transformer, spread, write
 from module import Module
 
 from lightning_replica import ReplicaZeroStrategy
@@ -68,10 +68,7 @@ def train(kind: str, count: int, ranks: int, standby: int, marks: Path) -> None:
         devices=ranks,
         max_steps=steps,
         callbacks=[Break(kind, count, marks, REFILL_S if standby else 0.0)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(tokens), batch_size=BATCH))
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import BATCH, LENGTH, RESULTS, VOCABULARY, Transformer, loss_of, spread, write
+from common import BATCH, LENGTH, QUIET, RESULTS, VOCABULARY, Transformer, loss_of, spread, write
 
 warnings.filterwarnings("ignore")
 EVERY = 8  # steps between kills
@@ -175,10 +175,7 @@ def with_replica_zero(trace: Trace, steps: int, standby: int) -> None:
         max_steps=steps,
         use_distributed_sampler=False,
         callbacks=[Ended()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(batches(trace.rank, steps + 1))))
 

@@ -107,7 +107,7 @@ class LightningHostState:
         return self._keep(taken)
 
     def outline(self) -> Outline:
-        """Return how the model is built now."""
+        """Return what the model consists of now."""
         return Outline.of(self._trainer.lightning_module, self._original)
 
     def signature(self, taken: Snapshot) -> dict[str, str]:
@@ -238,15 +238,15 @@ class LightningHostState:
         self._held[taken.kind, taken.step] = taken
         return taken
 
-    def result(self) -> tuple[bytes, bytes]:
-        """Return the result of the training loop that has just ended: its replicated and its private part.
+    def result(self) -> tuple[Outline, bytes, bytes]:
+        """Return the result of the training loop that has just ended: its outline, its replicated and its private part.
 
         Raises:
             RecoveryError: If the result holds a value that cannot be sent.
         """
         taken = self._take("tail", 0)
         taken.replicated["attributes"] = plain.pack(self._copies.reachable.whole(taken.reached))
-        return taken.replicated_bytes(), bytes(taken.private())
+        return self.outline(), taken.replicated_bytes(), bytes(taken.private())
 
     def adopt_result(self, replicated: bytes, private: bytes) -> None:
         """Restore what `result` returned in earlier processes; the weights are in place already."""
@@ -329,13 +329,14 @@ class LightningHostState:
         """Restore the param groups before shards move, and drop all other snapshots; see `HostState.restore_groups`."""
         self._held = {key: kept for key, kept in self._held.items() if key == (kind, step)}
         taken = self._held[kind, step]
-        self._put_structure(taken)
-        self._frozen.put_back(taken.frozen)
-        param_groups.put_back(self._trainer, taken.replicated)
+        self._put_model(taken)
 
-    def _put_structure(self, taken: Snapshot) -> None:
+    def _put_model(self, taken: Snapshot) -> None:
+        """Restore what the module and the optimizers consist of, and parameters that no shard holds."""
         if taken.structure is not None:
             taken.structure.put_back(self._trainer.lightning_module)
+        self._frozen.put_back(taken.frozen)
+        param_groups.put_back(self._trainer, taken.replicated)
 
     def restore(self, kind: Kind, step: int) -> None:
         """Restore all host state from a snapshot, and set `resume`, so that the fit loop resumes there."""
@@ -362,9 +363,7 @@ class LightningHostState:
         module, results = self._trainer.lightning_module, self._trainer.fit_loop.epoch_loop._results
         hook = module._current_fx_name
         with self._device.fence:
-            self._put_structure(taken)
-            self._frozen.put_back(taken.frozen)
-            param_groups.put_back(self._trainer, taken.replicated)
+            self._put_model(taken)
             self.put_back(taken)
         module._current_fx_name, results.batch = hook, taken.batch
         self._device.set_rng_state(taken.rng)

@@ -30,10 +30,10 @@ class LoopResult:
     Attributes:
         replicated: The part of the snapshot that is the same on all ranks.
         private: The part that belongs to this rank.
-        outline: How the model is built; see `structure.Outline`.
+        outline: What the model consists of; see `structure.Outline`.
         shares: By name, this rank's part of the flat values of every parameter, in the host's memory.
         buffers: By name, the forms of all buffers, on the device "meta".
-        problem: Why ``replicated`` is missing; empty if it is not.
+        problem: Why ``replicated`` and ``outline`` are missing; empty if they are not.
     """
 
     replicated: bytes
@@ -57,24 +57,25 @@ class LoopResults:
         self._blobs, self._rank, self._same_part, self._place = blobs, rank, tuple(same_part), same_part.index(rank)
         self._kept: tuple[int, LoopResult] | None = None
 
-    def keep(self, loop: int, module: nn.Module, outline: Outline, take: Callable[[], tuple[bytes, bytes]]) -> None:
+    def keep(self, loop: int, module: nn.Module, take: Callable[[], tuple[Outline, bytes, bytes]]) -> None:
         """Keep the result of loop number ``loop``.
 
         Args:
             loop: The number of the loop.
             module: The module that the loop has trained.
-            outline: The outline of the module.
-            take: Returns the replicated and the private part of a snapshot.
+            take: Returns the outline of the module, and the replicated and the private part of a snapshot.
         """
         if self._blobs is None:
             return
+        outline, replicated, private, problem = dict[str, Any](), b"", b"", ""
         try:
-            replicated, private, problem = *take(), ""
+            taken, replicated, private = take()
+            outline = asdict(taken)
         except RecoveryError as error:
-            replicated, private, problem = b"", b"", str(error)
+            problem = str(error)
         shares = {name: self._share(parameter).cpu().clone() for name, parameter in module.named_parameters()}
         buffers = {name: torch.empty_like(local_of(each), device="meta") for name, each in module.named_buffers()}
-        self._kept = loop, LoopResult(replicated, private, asdict(outline), shares, buffers, problem)
+        self._kept = loop, LoopResult(replicated, private, outline, shares, buffers, problem)
 
     def _share(self, parameter: Tensor) -> Tensor:
         flat = local_of(parameter).detach().reshape(-1)

@@ -54,15 +54,16 @@ from lightning_replica.state.structure import Structure
 Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoch_end"]
 """Where in the loops a fit begins that resumes from a checkpoint; see trainer/saving/resume.py."""
 
-# Attributes of the fit loop itself that callbacks (stochastic weight averaging) or the epoch change.
-_FIT_LOOP = ("max_epochs", "max_batches", "_skip_backward", "lengths")
-# Attributes of the trainer that callbacks may change.
-_TRAINER = (
-    *("gradient_clip_val", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches"),
-    *("log_every_n_steps", "val_check_batch"),
-)
-_EPOCH_LOOP = ("max_steps", "min_steps")
-_SCHEDULER_CONFIG = ("interval", "frequency", "monitor", "strict")
+# Attributes that callbacks (stochastic weight averaging), the epoch or user code change; plain data, as they are sent.
+_ATTRIBUTES = {
+    "fit_loop": ("max_epochs", "max_batches", "_skip_backward", "lengths"),
+    "epoch_loop": ("max_steps", "min_steps"),
+    "trainer": (
+        *("gradient_clip_val", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches"),
+        *("log_every_n_steps", "val_check_batch"),
+    ),
+}
+_OF_SCHEDULER_CONFIG = ("interval", "frequency", "monitor", "strict")
 
 
 @dataclass
@@ -298,16 +299,11 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
             copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
             for place, config in enumerate(trainer.lr_scheduler_configs)
         ],
-        "scheduler_configs": [
-            [getattr(config, name) for name in _SCHEDULER_CONFIG] for config in trainer.lr_scheduler_configs
-        ],
-        "scheduler_names": [[*_attributes_of(config.scheduler)] for config in trainer.lr_scheduler_configs],
+        "scheduler_configs": [_taken_of(config) for config in trainer.lr_scheduler_configs],
         "groups": param_groups.take(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(stateful(trainer)),
-        "fit_loop": {name: getattr(trainer.fit_loop, name) for name in _FIT_LOOP},
-        "trainer": {name: getattr(trainer, name) for name in _TRAINER},
-        "epoch_loop": {name: getattr(trainer.fit_loop.epoch_loop, name) for name in _EPOCH_LOOP},
+        **{key: {each: getattr(owner, each) for each in _ATTRIBUTES[key]} for key, owner in _owners(trainer)},
         "torch": torch_settings.take(),
         "buffers": copies.buffers.take(tree.buffers, window, whole),
         "buffers_due": copies.buffers.due,
@@ -315,9 +311,22 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
     }
 
 
-def _attributes_of(scheduler: Any) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(scheduler, "__dict__", {})
-    return found
+def _owners(trainer: pl.Trainer) -> list[tuple[str, Any]]:
+    return [("fit_loop", trainer.fit_loop), ("epoch_loop", trainer.fit_loop.epoch_loop), ("trainer", trainer)]
+
+
+def _taken_of(config: Any) -> list[Any]:
+    """Return the settings of a scheduler, and the names of the attributes that it has."""
+    return [[getattr(config, name) for name in _OF_SCHEDULER_CONFIG], [*getattr(config.scheduler, "__dict__", ())]]
+
+
+def _put_config(config: Any, taken: list[Any]) -> None:
+    """Restore what `_taken_of` returned: `load_state_dict` removes no attribute."""
+    settings, names = taken
+    for name, value in zip(_OF_SCHEDULER_CONFIG, settings, strict=True):
+        setattr(config, name, value)
+    for name in getattr(config.scheduler, "__dict__", {}).keys() - set(names):
+        delattr(config.scheduler, name)
 
 
 def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: bool = True) -> None:
@@ -342,14 +351,9 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(copy.deepcopy(saved))
     if same_fit:
-        for config, values, names in zip(
-            trainer.lr_scheduler_configs, state["scheduler_configs"], state["scheduler_names"], strict=True
-        ):
-            for name, value in zip(_SCHEDULER_CONFIG, values, strict=True):
-                setattr(config, name, value)
-            for name in _attributes_of(config.scheduler).keys() - set(names):
-                delattr(config.scheduler, name)
-    if snapshot.trainer_callbacks not in (None, trainer.callbacks):  # type: ignore[attr-defined]
+        for config, taken in zip(trainer.lr_scheduler_configs, state["scheduler_configs"], strict=True):
+            _put_config(config, taken)
+    if snapshot.trainer_callbacks is not None:
         trainer.callbacks[:] = snapshot.trainer_callbacks  # type: ignore[attr-defined]
     # What `load_state_dict` sets beside the state belongs to a run that resumes; a predecessor never had it.
     with copies.reachable.unchanged() if snapshot.sent and same_fit else nullcontext():
@@ -358,13 +362,10 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
     copies.reachable.put_back(snapshot.reached)
     for sent in snapshot.sent:
         copies.reachable.put_sent(sent)
-    for name, value in state["fit_loop"].items() if same_fit else ():
-        setattr(trainer.fit_loop, name, value)
-    for name, value in state.get("trainer", {}).items() if same_fit else ():
-        setattr(trainer, name, value)
-    for name, value in state.get("epoch_loop", {}).items() if same_fit else ():
-        setattr(trainer.fit_loop.epoch_loop, name, value)
     if same_fit:
+        for key, owner in _owners(trainer):
+            for name, value in state[key].items():
+                setattr(owner, name, value)
         torch_settings.put_back(state.get("torch", {}))
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
     copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none

@@ -11,7 +11,7 @@ before anything is restored by name or by order. Contents are restored with all 
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -67,7 +67,7 @@ class Structure:
 
     def put_back(self, module: nn.Module) -> None:
         """Give this structure back to ``module``, if it has another one by now."""
-        self._register(_KINDS[:1])
+        self._register(("submodules",))
         before = {tensor.key: tensor for tensor in self.pruned}
         now = {tensor.key: tensor for tensor in Pruned.among(self.tree.modules)}
         for key, tensor in now.items():
@@ -79,16 +79,26 @@ class Structure:
             else:
                 tensor.regain()
         self._register(_KINDS)
+        _set_temporary(self.tree.modules, self.temporary)
         self.hooks.put_back(Tree.of(module))
 
-    def _register(self, kinds: Sequence[str]) -> None:
-        for module, tables, temporary in zip(self.tree.modules, self.tables, self.temporary, strict=True):
-            for table, entries, _ in zip(registered(module), tables, kinds, strict=False):
-                if [*table] != [*entries] or not all(map(operator.is_, table.values(), entries.values())):
-                    table.clear()
-                    table.update(entries)
-            if len(kinds) == len(_KINDS) and module._non_persistent_buffers_set != temporary:
-                module._non_persistent_buffers_set = set(temporary)
+    def _register(self, kinds: Collection[str]) -> None:
+        for module, tables in zip(self.tree.modules, self.tables, strict=True):
+            for kind, table, entries in zip(_KINDS, registered(module), tables, strict=True):
+                if kind in kinds:
+                    _fill(table, entries)
+
+
+def _fill(table: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    if [*table] != [*entries] or not all(map(operator.is_, table.values(), entries.values())):
+        table.clear()
+        table.update(entries)
+
+
+def _set_temporary(modules: Iterable[nn.Module], temporary: Iterable[Collection[str]]) -> None:
+    for module, names in zip(modules, temporary, strict=True):
+        if module._non_persistent_buffers_set != set(names):
+            module._non_persistent_buffers_set = set(names)
 
 
 class Original:
@@ -204,21 +214,21 @@ def follow(module: nn.Module, outline: Outline, buffers: Mapping[str, Tensor], o
     """
     grow(module, outline.modules)
     parts = _Parts(outline, buffers, original, module)
-    parts.register(0)
-    names = [name for name, _ in module.named_modules()]
+    parts.register("submodules")
+    names = names_of_modules(module)
     if names != outline.modules:
         raise _changed("submodules", outline.modules, names)
     classes = Outline.of(module, original).classes
     if classes != outline.classes:
         pairs = zip(names, outline.classes, classes, strict=True)
-        there, own = zip(*((f"{name} ({a})", f"{name} ({b})") for name, a, b in pairs if a != b), strict=True)
-        raise _changed("submodules", there, own)
+        trained, own = zip(*((f"{name} ({a})", f"{name} ({b})") for name, a, b in pairs if a != b), strict=True)
+        raise _changed("submodules", trained, own)
     _prune_as(module, outline, buffers)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if not parameters.keys() >= set(outline.parameters):  # what gives parameters other names may register hooks, too
         raise _changed("parameters", outline.parameters, dict(module.named_parameters()))
-    for kind in (1, 2):
-        parts.register(kind)
+    parts.register("parameters")
+    parts.register("buffers")
     parameters = dict(module.named_parameters())
     if parameters.keys() != set(outline.parameters):
         raise _changed("parameters", outline.parameters, parameters)
@@ -226,8 +236,7 @@ def follow(module: nn.Module, outline: Outline, buffers: Mapping[str, Tensor], o
     found = Outline.of(module, original)
     if found.parameters != outline.parameters:
         raise _changed("parameters", outline.parameters, found.parameters)
-    for each, temporary in zip(module.modules(), outline.temporary, strict=True):
-        each._non_persistent_buffers_set = set(temporary)
+    _set_temporary(module.modules(), outline.temporary)
 
 
 class _Parts:
@@ -246,20 +255,18 @@ class _Parts:
         self._found: dict[str, Any] = {name: original.parts[name] for name in names if name in original.parts}
         self._used = set(map(id, self._found.values()))
 
-    def register(self, kind: int) -> None:
+    def register(self, kind: str) -> None:
         """Register the parts of one kind in each module as the outline says, as far as there are such parts here."""
-        modules = dict(self._module.named_modules(remove_duplicate=False))
+        modules, number = dict(self._module.named_modules(remove_duplicate=False)), _KINDS.index(kind)
         for path, tables in zip(self._outline.modules, self._outline.entries, strict=True):
             if path not in modules:
                 continue
-            table, wanted = registered(modules[path])[kind], dict[str, Any]()
-            for name, leads_to in tables[kind]:
+            table, wanted = registered(modules[path])[number], dict[str, Any]()
+            for name, leads_to in tables[number]:
                 part = None if leads_to is None else self._part(leads_to, table.get(str(name)), _join(path, str(name)))
                 if leads_to is None or part is not None:  # if there is none, the names will differ
                     wanted[str(name)] = part
-            if [*table] != [*wanted] or not all(map(operator.is_, table.values(), wanted.values())):
-                table.clear()
-                table.update(wanted)
+            _fill(table, wanted)
 
     def _part(self, leads_to: str, present: Any, path: str) -> Any:
         """Return the part that a name leads to; for one that was made in training, what is in its place here."""

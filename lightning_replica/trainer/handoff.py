@@ -112,23 +112,21 @@ class Handoff:
         self,
         meet: Callable[[str], None],
         module: nn.Module,
-        outline: Outline,
-        result: Callable[[], tuple[bytes, bytes]],
+        result: Callable[[], tuple[Outline, bytes, bytes]],
     ) -> None:
         """End a training loop. Ranks are no longer replaced after it. Called on all ranks.
 
         Args:
             meet: Waits until all ranks have come to the meeting of a name.
             module: The module that the loop has trained.
-            outline: The outline of the module.
-            result: Gives the replicated and the private part of a snapshot.
+            result: Returns the outline of the module, and the replicated and the private part of a snapshot.
         """
         if not self._recovers:
             return
         meet(keys.finished(self.loop))
         self.armed = False
         self.training_is_done()
-        self._results.keep(self.loop, module, outline, result)
+        self._results.keep(self.loop, module, result)
         self.journal.begin_segment()
 
     def training_is_done(self) -> None:

@@ -212,9 +212,9 @@ class Session:
         """Begin a training loop. With recovery, a lost rank can be replaced from now on. Collective."""
         self.handoff.begin_loop(self.world.meet)
 
-    def disarm(self, module: nn.Module, outline: Outline, result: Callable[[], tuple[bytes, bytes]]) -> None:
+    def disarm(self, module: nn.Module, result: Callable[[], tuple[Outline, bytes, bytes]]) -> None:
         """End a training loop; ranks are no longer replaced after it. Collective. See `Handoff.end_loop`."""
-        self.handoff.end_loop(self.world.meet, module, outline, result)
+        self.handoff.end_loop(self.world.meet, module, result)
 
     def gasp(self) -> Gasp:
         """Return this rank's part in the dying gasp. Called once the run has been given up."""

@@ -379,7 +379,7 @@ class Training:
             told = all_gather_bytes(json.dumps(found.plain).encode(), self.groups.peers, self.check)
             peers = zip(self.groups.grid.peers(self._session.rank), told, strict=True)
             self.state.compare({peer: Digest.of(json.loads(plain)) for peer, plain in peers})
-        self._session.disarm(self._module, self.host.outline(), self.host.result)
+        self._session.disarm(self._module, self.host.result)
 
     def report(self) -> None:
         """Report an incident that no further step has followed. Called after the end."""

@@ -225,6 +225,23 @@ class Memory(Kind):
         return [self.before.item(), self.now.item()]
 
 
+class SharedMemory(Kind):
+    """One tensor gets the memory of another that holds the same: its content does not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown, self.kept = torch.zeros(1), torch.zeros(1)
+
+    def change(self) -> None:
+        if self.changes == 2:
+            self.shown.data = self.kept.data
+        if self.changes > STEP:
+            self.kept.add_(1)
+
+    def look(self) -> Any:
+        return [self.shown.item(), self.kept.item()]
+
+
 class Cold:
     pass
 

@@ -14,7 +14,8 @@ from lightning_replica.state.structure import Original, Outline
 
 def kept(directory: Path, rank: int, module: nn.Module) -> LoopResults:
     results = LoopResults(Blobs(directory), rank, [0, 1])
-    results.keep(1, module, Outline.of(module, Original(module)), lambda: (b"replicated", b"private of %d" % rank))
+    outline = Outline.of(module, Original(module))
+    results.keep(1, module, lambda: (outline, b"replicated", b"private of %d" % rank))
     return results
 
 

@@ -46,6 +46,7 @@ from lightning_replica._compat.lightning_names import _set_sampler_epoch
 from lightning_replica._compat.torch import write_count
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.recovery.diagnosis import worker_died
+from lightning_replica.state.atoms import ATOMS
 from lightning_replica.state.data.feed import END, Feed, put
 from lightning_replica.state.data.loader_state import LoaderState
 from lightning_replica.state.data.sources import (
@@ -61,7 +62,7 @@ from lightning_replica.state.data.workers import used_weights
 log = logging.getLogger(__name__)
 
 _PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")  # of a DataLoader; code may set them
-_DEEP = 4  # containers and objects in a batch that are looked into
+_LOOKED_AT = 4096  # objects in a batch: one may lead to the whole dataset
 _TRIES = 3  # restarts of a loader whose workers die before training
 
 __all__ = ["ExactLoader", "LoaderState"]
@@ -77,7 +78,7 @@ class _Kept(NamedTuple):
         reported: The state that the worker has reported with the batch; None if it has reported none.
         after: Random state of this process after the batch was loaded.
         left: What the sources kept then, if skipped batches are not loaded.
-        writes: How often torch had counted writes to each tensor of the batch by then.
+        tensors: The tensors of the batch, with how often torch had counted writes to each by then.
     """
 
     batch: Any
@@ -86,23 +87,29 @@ class _Kept(NamedTuple):
     reported: bytes | None
     after: bytes
     left: bytes | None
-    writes: list[int]
+    tensors: list[tuple[Tensor, int]]
 
     def is_written(self) -> bool:
-        """Return whether code has written to the batch since, as by ``x.div_(255)``."""
-        return _writes_to(self.batch) != self.writes
+        """Return whether code has written to the batch since, as by ``x.div_(255)`` or ``batch.x = batch.x / 255``."""
+        now = _tensors_in(self.batch)
+        same = (a is b and count == before for (a, count), (b, before) in zip(now, self.tensors, strict=False))
+        return len(now) != len(self.tensors) or not all(same)
 
 
-def _writes_to(batch: Any, depth: int = _DEEP) -> list[int]:
-    """Return the counts of writes to the tensors of a batch, in containers and in attributes of objects."""
-    if isinstance(batch, Tensor):
-        return [] if batch.is_inference() else [write_count(batch)]
-    if depth == 0:
-        return []
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
-    if items is None:
-        items = getattr(batch, "__dict__", {}).values()
-    return [count for each in items for count in _writes_to(each, depth - 1)]
+def _tensors_in(batch: Any) -> list[tuple[Tensor, int]]:
+    """Return the tensors in the containers and in the attributes of a batch, with torch's counts of writes to them."""
+    found, ahead, left = list[tuple[Tensor, int]](), [batch], _LOOKED_AT
+    while ahead and left:
+        value, left = ahead.pop(), left - 1
+        if isinstance(value, Tensor):
+            found.append((value, write_count(value)))
+        elif isinstance(value, Mapping):
+            ahead += value.values()
+        elif isinstance(value, (list, tuple)):
+            ahead += value
+        elif type(value) not in ATOMS:
+            ahead += getattr(value, "__dict__", {}).values()
+    return found
 
 
 class ExactLoader:
@@ -327,7 +334,7 @@ class ExactLoader:
         if self._changing() is None:
             self._sources.note_loaded()
         left = self._sources.state(begins=False) if self._feed.skips else None
-        kept = _Kept(item[0], before, random, item[1], self._rng_state(), left, _writes_to(item[0]))
+        kept = _Kept(item[0], before, random, item[1], self._rng_state(), left, _tensors_in(item[0]))
         self._kept.append(kept)
         self._drawn += 1
         return kept

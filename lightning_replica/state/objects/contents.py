@@ -56,11 +56,13 @@ class Held:
         self.value, self.name, self.follows = value, name, False
         self._counts = isinstance(value, Tensor) and not value.is_inference()
         self._divided = is_divided(value)
+        self._has_address = isinstance(value, Tensor) and value.layout is torch.strided
         self.copy: Copy = None
         self.nbytes: int = plain_of(value).nbytes
         self.seen = self.changes = 0
         self.learns, self.is_marked = learns(value), is_marked(value)
         self._sample: Copy = None
+        self._address = 0  # of what was copied
         self._place = 0
         self.writes = self._count()
 
@@ -75,14 +77,28 @@ class Held:
         self.copy = marked_copy_of(self.value)
         if isinstance(self.copy, Tensor):
             self.copy.memory = plain_of(self.value)  # type: ignore[attr-defined]
+        self._address = self._address_now()
         self.nbytes = self.copy.nbytes
         self.learns, self.is_marked = learns(self.value), is_marked(self.value)
 
     def is_written(self) -> bool:
-        """Return whether torch has counted a write since the last copy or look, or it learns or has attributes now."""
+        """Return whether torch has counted a write since the last copy or look, or it learns or has attributes now.
+
+        Other memory counts, too, where the content is copied: ``.data`` may have made two tensors share it.
+        """
         return (
-            self._count() != self.writes or learns(self.value) != self.learns or is_marked(self.value) != self.is_marked
+            self._count() != self.writes
+            or learns(self.value) != self.learns
+            or is_marked(self.value) != self.is_marked
+            or (self.copy is not None and self._address_now() != self._address)
         )
+
+    def _address_now(self) -> int:
+        """Return where the memory of a tensor begins; 0 of one that has none of its own, and of an array."""
+        if not self._has_address:
+            return 0
+        value = self.value if type(self.value) in _BASE_CLASSES else plain_of(self.value)
+        return int(value.data_ptr())
 
     def put_back(self, copy: Copy) -> None:
         """Write the content of ``copy`` if the present one is another."""

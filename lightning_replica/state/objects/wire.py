@@ -289,11 +289,21 @@ class Encoder:
             return sent
         self._segments.leave_memory_of(value)
         sent = self._sharing.add(value, sent)
-        address = 0 if id(value) in self._names else self._memory.address_of(value)
+        stands = id(value) in self._names and self._has_first_memory(value)
+        address = 0 if stands else self._memory.address_of(value)
         owner = self._owners.get(address)
         if owner is None or address_of(owner) != address or id(owner) not in self._copies:
             return sent  # nothing refers to it any more, or there is none
         return ["beside", self._names[id(owner)], self._sharing.add(owner, []), sent]
+
+    @functools.cached_property
+    def _first_copies(self) -> Mapping[int, Any]:
+        return {} if self._first is None else self._first.copies_by_id()
+
+    def _has_first_memory(self, value: Any) -> bool:
+        """Return whether the memory of a tensor is that which it had when training began; ``.data`` may be set."""
+        memory = getattr(self._first_copies.get(id(value)), "memory", None)
+        return memory is None or memory.data_ptr() == plain_of(value).data_ptr()
 
     def _left_out(self, value: Any) -> list[Any]:
         """Return what stands for a value that cannot be sent: "?" if the other process may have the same."""

@@ -134,7 +134,7 @@ class Stills(Dataset[Any]):
         return {"images": [torch.full((2,), float(index))], "of": SimpleNamespace(label=torch.ones(()))}
 
 
-@pytest.mark.parametrize("where", ["container", "object", "nowhere"])
+@pytest.mark.parametrize("where", ["container", "object", "replaced", "nowhere"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_code_has_written_to_is_loaded_again(workers: int, where: str) -> None:
     exact = ExactLoader(DataLoader(Stills(), batch_size=None, num_workers=workers), rng_state, set_rng_state)
@@ -143,7 +143,9 @@ def test_a_batch_that_code_has_written_to_is_loaded_again(workers: int, where: s
     start = exact.state()
     exact.mark(start)
     batch = next(iterated)
-    if where != "nowhere":
+    if where == "replaced":
+        batch["of"].label = batch["of"].label / 2
+    elif where != "nowhere":
         (batch["images"][0] if where == "container" else batch["of"].label).div_(2)
     exact.rewind(start)
     again = next(iter(exact))
