@@ -1,5 +1,6 @@
 """A copy of a buffer is made anew when the buffer is another one, or holds something else."""
 
+import pickle
 import re
 from collections.abc import Callable
 
@@ -95,6 +96,15 @@ def test_going_back() -> None:
     buffers["x"].data += 1
     copies.put_back(buffers, taken, {})
     assert float(buffers["x"].max()) == 0
+
+
+def test_a_copy_of_another_process_leaves_a_buffer_its_memory() -> None:
+    """On a device, a buffer would lie in the host's memory from then on."""
+    sent = pickle.dumps(copies_of().take({"x": torch.full((3,), 7.0)}))
+    buffer = torch.zeros(3)
+    address = buffer.data_ptr()
+    copies_of().put_back({"x": buffer}, pickle.loads(sent), {})
+    assert (buffer.data_ptr(), buffer.tolist()) == (address, [7, 7, 7])
 
 
 def test_what_differs_from_the_shared_buffers_is_a_ranks_own() -> None:

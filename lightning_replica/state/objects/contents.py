@@ -11,13 +11,14 @@ What is large has a copy only if all of it together takes no more than `COPIED_B
 cannot be undone; that is reported, too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_replica._compat.dtensor import is_divided, local_of, set_local
 from lightning_replica._compat.torch import data_version, is_wrapper, of_base_class, of_class
@@ -34,6 +35,9 @@ _PARTS: Final = 4  # tensors of which a part is compared in one window
 
 Copy: TypeAlias = Any
 """A tensor or an array that nobody writes to; None if there is no copy."""
+
+# The memory that what was copied had. It is no attribute of the copy: those travel with it, and memory stays here.
+_memory_of_original: Final[MutableMapping[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 
 class Held:
@@ -76,7 +80,7 @@ class Held:
         self.writes = self._count()
         self.copy = marked_copy_of(self.value)
         if isinstance(self.copy, Tensor):
-            self.copy.memory = plain_of(self.value)  # type: ignore[attr-defined]
+            _memory_of_original[self.copy] = plain_of(self.value)
         self._address = self._address_now()
         self.nbytes = self.copy.nbytes
         self.learns, self.is_marked = learns(self.value), is_marked(self.value)
@@ -120,7 +124,7 @@ class Held:
 
     def _regain_memory(self, copy: Copy) -> None:
         """Give a tensor the memory that it had, if ``.data`` or ``t_()`` has given it other, which it may share."""
-        memory, content = getattr(copy, "memory", None), plain_of(self.value)
+        memory, content = memory_of_original(copy), plain_of(self.value)
         if memory is None or (content.data_ptr(), content.stride()) == (memory.data_ptr(), memory.stride()):
             return
         last = memory.storage_offset() + sum((n - 1) * by for n, by in zip(memory.shape, memory.stride(), strict=True))
@@ -325,6 +329,11 @@ def copy_of(value: Any) -> Any:
     """Return a copy of what a tensor or an array holds."""
     content = plain_of(value)
     return content.clone() if isinstance(content, Tensor) else content.copy()
+
+
+def memory_of_original(copy: Copy) -> Tensor | None:
+    """Return the memory of the tensor that was copied; None of an array, and if another process made the copy."""
+    return _memory_of_original.get(copy) if isinstance(copy, Tensor) else None
 
 
 def marked_copy_of(value: Any) -> Any:

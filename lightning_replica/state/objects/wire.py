@@ -44,7 +44,7 @@ from lightning_replica.errors import TransferError
 from lightning_replica.state.atoms import ATOMS, is_plain_atom, is_same_atom
 from lightning_replica.state.objects.caches import Cache, Call, Entry
 from lightning_replica.state.objects.capture import Anchors, Capture, Content
-from lightning_replica.state.objects.contents import fill, is_content, plain_of
+from lightning_replica.state.objects.contents import fill, is_content, memory_of_original, plain_of
 from lightning_replica.state.objects.kinds import (
     BOUND_TO,
     IN_C,
@@ -302,7 +302,7 @@ class Encoder:
 
     def _has_first_memory(self, value: Any) -> bool:
         """Return whether the memory of a tensor is that which it had when training began; ``.data`` may be set."""
-        memory = getattr(self._first_copies.get(id(value)), "memory", None)
+        memory = memory_of_original(self._first_copies.get(id(value)))
         return memory is None or memory.data_ptr() == plain_of(value).data_ptr()
 
     def _left_out(self, value: Any) -> list[Any]:
