@@ -1,4 +1,4 @@
-"""Hooks of the user's on a module, a parameter, or all modules: functions that are called in forward and backward.
+"""Hooks of the user's on a module, a tensor, or all modules: functions that are called in forward and backward.
 
 A hook that is registered in training is registered once more when the batch is repeated, and one that removes itself
 is missing then. So ranks that go back put the tables of hooks back. A function cannot be sent: of hooks that a
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
 from lightning_replica._compat.torch import GLOBAL_HOOKS, registered_hooks
@@ -22,7 +22,7 @@ _OF_MODULES: Final = (
     *_TABLES,
     *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
-_OF_PARAMETERS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_TENSORS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _tables_of_module = operator.itemgetter(*_OF_MODULES)
 _NOT_USERS: Final = ("lightning_replica.", "torch.")
 
@@ -43,19 +43,27 @@ class Hooks:
     tables: Sequence[tuple[Any, str, Table]]
 
     @classmethod
-    def of(cls, tree: Tree, former: "Hooks | None" = None) -> "Hooks":
-        """Return the hooks of a module's parts; ``former`` if nothing has been registered or removed since."""
+    def of(cls, tree: Tree, former: "Hooks | None" = None, tensors: Iterable[Tensor] = ()) -> "Hooks":
+        """Return the hooks of a module's parts and of ``tensors``.
+
+        It returns ``former`` if nothing has been registered or removed since; ``tensors`` is not iterated then.
+        """
         registered = registered_hooks()
         if former is not None and former.registered == registered and former._hold():
             return former
-        filled = list(_filled(tree))
+        filled = list(_filled(tree, tensors))
         users = _of_users(filled)
         return cls(registered, [(owner, name, dict(table)) for owner, name, table in filled if users & table.keys()])
 
-    def put_back(self, tree: Tree) -> None:
-        """Register what was registered then, and nothing else. Hooks that are not the user's stay as they are."""
+    def put_back(self, tree: Tree, tensors: Iterable[Tensor] = ()) -> None:
+        """Register what was registered then, and nothing else. Hooks that are not the user's stay as they are.
+
+        Args:
+            tree: The module's parts.
+            tensors: Other tensors that there were then.
+        """
         then = {(id(owner), name): entries for owner, name, entries in self.tables}
-        filled = list(_filled(tree))
+        filled = list(_filled(tree, tensors))
         now = {(id(owner), name): (owner, name) for owner, name, _ in (*self.tables, *filled)}
         users = _of_users(self.tables) | _of_users(filled)
         for key, (owner, name) in now.items():
@@ -72,7 +80,7 @@ class Hooks:
         return all((getattr(owner, name) or {}).keys() == entries.keys() for owner, name, entries in self.tables)
 
 
-def _filled(tree: Tree) -> Iterator[tuple[Any, str, Table]]:
+def _filled(tree: Tree, tensors: Iterable[Tensor]) -> Iterator[tuple[Any, str, Table]]:
     """Yield the tables that have entries. Of 3000 modules, most have none."""
     for module in tree.modules:
         for name, table in zip(_OF_MODULES, _tables_of_module(vars(module)), strict=True):
@@ -81,10 +89,10 @@ def _filled(tree: Tree) -> Iterator[tuple[Any, str, Table]]:
     for name in GLOBAL_HOOKS:
         if table := getattr(all_modules, name):
             yield all_modules, name, table
-    for parameter in tree.parameters:
-        for name in _OF_PARAMETERS:
-            if table := getattr(parameter, name, None):
-                yield parameter, name, table
+    for tensor in (*tree.parameters, *tensors):
+        for name in _OF_TENSORS:
+            if table := getattr(tensor, name, None):
+                yield tensor, name, table
 
 
 def _of_users(tables: Iterable[tuple[Any, str, Table]]) -> set[int]:
@@ -92,11 +100,11 @@ def _of_users(tables: Iterable[tuple[Any, str, Table]]) -> set[int]:
     return {number for *_, table in tables for number, hook in table.items() if _is_users(hook)}
 
 
-def names_of(module: nn.Module) -> dict[str, str]:
-    """Return the names of the user's hooks, by what has them: modules and parameters."""
+def names_of(module: nn.Module, tensors: Iterable[tuple[str, Tensor]] = ()) -> dict[str, str]:
+    """Return the names of the user's hooks, by what has them: modules, parameters, and ``tensors`` with names."""
     found: dict[str, str] = {}
-    for name, each in (("all modules", all_modules), *module.named_modules(), *module.named_parameters()):
-        tables = [getattr(each, table, None) or {} for table in (*_TABLES, *_OF_PARAMETERS, *GLOBAL_HOOKS)]
+    for name, each in (("all modules", all_modules), *module.named_modules(), *module.named_parameters(), *tensors):
+        tables = [getattr(each, table, None) or {} for table in (*_TABLES, *_OF_TENSORS, *GLOBAL_HOOKS)]
         names = [_name_of(hook) for table in tables for hook in table.values() if _is_users(hook)]
         if names:
             found[name or "the module"] = ", ".join(names)

@@ -334,7 +334,8 @@ class LightningHostState:
     def _put_model(self, taken: Snapshot) -> None:
         """Restore what the module and the optimizers consist of, and parameters that no shard holds."""
         if taken.structure is not None:
-            taken.structure.put_back(self._trainer.lightning_module)
+            tensors = (tensor for _, tensor in taken.reached.capture.tensors())
+            taken.structure.put_back(self._trainer.lightning_module, tensors)
         self._frozen.put_back(taken.frozen)
         param_groups.put_back(self._trainer, taken.replicated)
 

@@ -60,7 +60,7 @@ class States:
         self._what, self._report = what, report
         self._kept: dict[str, _Kept] = {}
 
-    def take(self, key: str, owner: object, state: Any) -> Any:
+    def take(self, key: str, owner: object, state: Any, is_recorded: bool = False) -> Any:
         """Copy a state.
 
         Args:
@@ -68,17 +68,20 @@ class States:
             owner: The object that the state belongs to. If its class is Lightning's or torch's, versions of tensors
                 are trusted, because that code is known to raise a tensor's version when it writes to the tensor.
             state: The state, which may share mutable objects with its owner.
+            is_recorded: Whether `state.reachable` restores all that the owner refers to.
 
         Returns:
-            The copy, which nobody may change.
+            The copy, which nobody may change; None if nobody needs it: the state refers to objects, or is large, and
+            is recorded.
         """
         known = self._kept.get(key)
         if known is None or not _is_same(state, known.copy, known.tensors):
-            copied = copy.deepcopy(state)
+            packed = _packed(state)
+            copied = copy.deepcopy(state) if packed or not is_recorded else None
             module = type(owner).__module__
             own = not is_of_lightning(module) and module.partition(".")[0] != "torch"
-            known = self._kept[key] = _Kept(copied, _packed(copied), {} if own else dict(_tensors_of(state)))
-            if not known.packed:
+            known = self._kept[key] = _Kept(copied, packed, {} if own else dict(_tensors_of(state)))
+            if not packed and not is_recorded:
                 why = "it is large or no plain data, so a replaced rank takes that of a peer, which may be another"
                 self._report(f"the state of {self._what} {key}", why, "unknown")
         return known.copy

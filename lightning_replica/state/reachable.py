@@ -51,9 +51,10 @@ class _Bare(Metric):
         """Compute nothing."""
 
 
+_USER_SETS: Final = {"_automatic_optimization", "_strict_loading", "_example_input_array"}  # by properties
 # Attributes that are not the user's, or that other code restores: state/metrics.py restores a metric's declared states.
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
-_OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule()))
+_OF_LIGHTNING: Final = frozenset(vars(pl.LightningModule())) - _USER_SETS
 _OF_DATA: Final = frozenset(vars(pl.LightningDataModule()))
 _OF_TENSORS: Final = frozenset((*OF_PARAMETERS, "grad", "requires_grad", "persistent", "_is_buffer"))
 _PLAIN: Final = (Tensor, nn.Parameter)
@@ -62,6 +63,7 @@ _HOOKS: Final = "hooks of "
 SAVED_HOOKS: Final = "hooks"  # no root is called so
 _NO_STATE: Final = (Accelerator,)  # it stands for devices, which no rollback moves
 _FUNCTIONS: Final = (FunctionType, MethodType, functools.partial)
+_FUNCTIONS_OF_TORCH: Final = ("lr_lambdas",)  # attributes of schedulers
 _LOGGING: Final = frozenset(("log", "log_dict"))  # which Lightning gives to callbacks
 _OF_METRICS: Final = _OF_TORCH | frozenset(vars(_Bare()))
 
@@ -177,7 +179,7 @@ class Reachable:
         # What variables refer to may differ between ranks from the start: `if rank == 0: RUN = ...`.
         left = (*changed, *(each for each in found if each.startswith((GLOBALS, CLASS))))
         found = {name: digest for name, digest in found.items() if name not in left}
-        hooks = names_of(self._trainer.lightning_module)
+        hooks = names_of(self._trainer.lightning_module, taken.capture.tensors())
         return found | {_HOOKS + name: names for name, names in hooks.items()}
 
     def compare(self, taken: Taken, expected: Signature) -> None:
@@ -345,7 +347,7 @@ def _roots(trainer: pl.Trainer, tree: Tree, all_tensors: bool = False) -> Iterat
     for name, optimizer, watch in _watched(trainer):
         yield Root(optimizer, name, only=watch.of_rank())
     yield Root(trainer, "trainer", OF_TRAINER)
-    yield from _functions_of_schedulers(trainer)
+    yield from _schedulers(trainer)
 
 
 def _watched(trainer: pl.Trainer) -> Iterator[tuple[str, Any, Watch]]:
@@ -356,14 +358,22 @@ def _watched(trainer: pl.Trainer) -> Iterator[tuple[str, Any, Watch]]:
             yield f"optimizer {place}", optimizer, watch
 
 
-def _functions_of_schedulers(trainer: pl.Trainer) -> Iterator[Root]:
-    """Yield schedulers that call functions of the user's: what these keep is not in the state of the scheduler."""
+def _schedulers(trainer: pl.Trainer) -> Iterator[Root]:
+    """Yield the user's schedulers, and of torch's the functions that they call, which are in no ``state_dict``."""
     ahead = [(f"scheduler {place}", config.scheduler) for place, config in enumerate(trainer.lr_scheduler_configs)]
     while ahead:
         name, scheduler = ahead.pop()
-        yield Root(scheduler, name, only=("lr_lambdas",))
+        yield (
+            Root(scheduler, name) if is_users_scheduler(scheduler) else Root(scheduler, name, only=_FUNCTIONS_OF_TORCH)
+        )
         inner = getattr(scheduler, "_schedulers", ())  # of a scheduler that goes through others in turn
         ahead += [(f"{name}.{place}", each) for place, each in enumerate(inner)]
+
+
+def is_users_scheduler(scheduler: Any) -> bool:
+    """Return whether a scheduler is of a class of the user's: it goes back, and travels, as the user's objects do."""
+    module = type(scheduler).__module__
+    return hasattr(scheduler, "__dict__") and not is_of_lightning(module) and module.partition(".")[0] != "torch"
 
 
 def is_users(item: Any) -> bool:

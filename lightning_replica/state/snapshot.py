@@ -23,7 +23,7 @@ from lightning_replica.core.inexact import Report, warn
 from lightning_replica.core.recoverable import Kind
 from lightning_replica.devices.interface import Device
 from lightning_replica.errors import RecoveryError
-from lightning_replica.state import data_setup, own_states, param_groups, torch_settings
+from lightning_replica.state import data_setup, own_states, param_groups, process_settings
 from lightning_replica.state.callback_state import (
     CallbackStates,
     batch_norm_momenta,
@@ -48,7 +48,7 @@ from lightning_replica.state.metrics import (
 from lightning_replica.state.module_buffers import BufferCopies
 from lightning_replica.state.objects.tracked import Taken
 from lightning_replica.state.own_states import Logged, Own, States
-from lightning_replica.state.reachable import Reachable
+from lightning_replica.state.reachable import Reachable, is_users_scheduler
 from lightning_replica.state.structure import Structure
 
 Place: TypeAlias = Literal["batch", "tail", "batch_end", "validation_end", "epoch_end"]
@@ -296,15 +296,15 @@ def _capture(trainer: pl.Trainer, tree: Tree, copies: Copies, window: bool, whol
     return {
         **capture_progress(trainer, tree),
         "schedulers": [
-            copies.schedulers.take(str(place), config.scheduler, config.scheduler.state_dict())
-            for place, config in enumerate(trainer.lr_scheduler_configs)
+            copies.schedulers.take(str(place), each, each.state_dict(), is_users_scheduler(each))
+            for place, each in enumerate(config.scheduler for config in trainer.lr_scheduler_configs)
         ],
         "scheduler_configs": [_taken_of(config) for config in trainer.lr_scheduler_configs],
         "groups": param_groups.take(trainer, tree),
         "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "callbacks": copies.callbacks.take(stateful(trainer)),
         **{key: {each: getattr(owner, each) for each in _ATTRIBUTES[key]} for key, owner in _owners(trainer)},
-        "torch": torch_settings.take(),
+        "settings": process_settings.take(),
         "buffers": copies.buffers.take(tree.buffers, window, whole),
         "buffers_due": copies.buffers.due,
         "momenta": batch_norm_momenta(tree),
@@ -348,16 +348,14 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         follow_weight_averaging(trainer, state["callbacks"])
     else:
         trainer.lr_scheduler_configs[:] = snapshot.schedulers
-    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
-        config.scheduler.load_state_dict(copy.deepcopy(saved))
-    if same_fit:
-        for config, taken in zip(trainer.lr_scheduler_configs, state["scheduler_configs"], strict=True):
-            _put_config(config, taken)
     if snapshot.trainer_callbacks is not None:
         trainer.callbacks[:] = snapshot.trainer_callbacks  # type: ignore[attr-defined]
     # What `load_state_dict` sets beside the state belongs to a run that resumes; a predecessor never had it.
     with copies.reachable.unchanged() if snapshot.sent and same_fit else nullcontext():
-        restore_callbacks(stateful(trainer), state["callbacks"])
+        _load_states(trainer, state)
+    if same_fit:
+        for config, taken in zip(trainer.lr_scheduler_configs, state["scheduler_configs"], strict=True):
+            _put_config(config, taken)
     follow_batch_norm_epoch(trainer, state["momenta"])
     copies.reachable.put_back(snapshot.reached)
     for sent in snapshot.sent:
@@ -366,9 +364,17 @@ def restore(trainer: pl.Trainer, snapshot: Snapshot, copies: Copies, same_fit: b
         for key, owner in _owners(trainer):
             for name, value in state[key].items():
                 setattr(owner, name, value)
-        torch_settings.put_back(state.get("torch", {}))
+        process_settings.put_back(state.get("settings", {}))
     copies.buffers.put_back(Tree.of(trainer.lightning_module).buffers, state["buffers"], snapshot.buffers)
     copies.buffers.due = state.get("buffers_due", True)  # an earlier version's checkpoint has none
+
+
+def _load_states(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Load the states of schedulers and callbacks."""
+    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+        if saved is not None:
+            config.scheduler.load_state_dict(copy.deepcopy(saved))
+    restore_callbacks(stateful(trainer), state["callbacks"])
 
 
 def restore_progress(trainer: pl.Trainer, snapshot: Snapshot) -> None:
@@ -417,7 +423,8 @@ def take(trainer: pl.Trainer, device: Device, kind: Kind, step: int, copies: Cop
     taken.mirrored = copies.mirrored(taken.reached)
     taken.buffers, taken.packed_buffers = copies.buffers.own, copies.buffers.packed()
     taken.data_setups = data_setup.take(trainer)
-    taken.structure = copies.structure = Structure.of(tree, copies.structure)
+    tensors = (tensor for _, tensor in taken.reached.capture.tensors())
+    taken.structure = copies.structure = Structure.of(tree, copies.structure, tensors)
     return taken
 
 

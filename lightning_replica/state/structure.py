@@ -41,7 +41,7 @@ class Structure:
         tables: What each of its modules had registered.
         temporary: Of each module, the names of the buffers that are not saved.
         pruned: The tensors that are pruned.
-        hooks: The hooks of the modules.
+        hooks: The hooks of modules and tensors.
     """
 
     tree: Tree
@@ -51,10 +51,15 @@ class Structure:
     hooks: Hooks
 
     @classmethod
-    def of(cls, tree: Tree, former: "Structure | None" = None) -> "Structure":
+    def of(cls, tree: Tree, former: "Structure | None" = None, tensors: Iterable[Tensor] = ()) -> "Structure":
         """Return the structure of a tree.
 
         This is called twice a step, so it takes the tables from ``former`` if the tree is the same.
+
+        Args:
+            tree: The tree.
+            former: The structure that was taken last.
+            tensors: Tensors beside those of the tree, which may have hooks.
         """
         if former is not None and former.tree is tree:
             tables, temporary = former.tables, former.temporary
@@ -62,11 +67,11 @@ class Structure:
             tables = [tuple(dict(table) for table in registered(module)) for module in tree.modules]
             temporary = [frozenset(module._non_persistent_buffers_set) for module in tree.modules]
         hooked = [tree.modules[number] for number in tree.hooked()]
-        hooks = Hooks.of(tree, None if former is None else former.hooks)
+        hooks = Hooks.of(tree, None if former is None else former.hooks, tensors)
         return cls(tree, tables, temporary, Pruned.among(hooked), hooks)
 
-    def put_back(self, module: nn.Module) -> None:
-        """Give this structure back to ``module``, if it has another one by now."""
+    def put_back(self, module: nn.Module, tensors: Iterable[Tensor] = ()) -> None:
+        """Give this structure back to ``module``, if it has another one by now, and hooks to ``tensors``."""
         self._register(("submodules",))
         before = {tensor.key: tensor for tensor in self.pruned}
         now = {tensor.key: tensor for tensor in Pruned.among(self.tree.modules)}
@@ -80,7 +85,7 @@ class Structure:
                 tensor.regain()
         self._register(_KINDS)
         _set_temporary(self.tree.modules, self.temporary)
-        self.hooks.put_back(Tree.of(module))
+        self.hooks.put_back(Tree.of(module), tensors)
 
     def _register(self, kinds: Collection[str]) -> None:
         for module, tables in zip(self.tree.modules, self.tables, strict=True):

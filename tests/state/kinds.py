@@ -8,15 +8,17 @@ import functools
 import itertools
 import json
 import os
+import random
 import sys
 from collections import defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -306,9 +308,157 @@ class Row(Kind):
         return int(self.row["count"])
 
 
+class _Follows(LRScheduler):
+    """A scheduler that reads, and writes to, what the module has."""
+
+    def __init__(self, optimizer: Any, module: "SchedulerOfTheModule") -> None:
+        self.module, self.meter = module, module.meter
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [base / (1 + self.meter[0]) for base in self.base_lrs]
+
+
+class SchedulerOfTheModule(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = [0]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.line.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": _Follows(optimizer, self), "interval": "step"}]
+
+    def change(self) -> None:
+        self.meter[0] += 1
+
+    def look(self) -> Any:
+        scheduler: Any = self.trainer.lr_scheduler_configs[0].scheduler
+        return [scheduler.module is self, scheduler.meter is self.meter, self.meter, scheduler.last_epoch]
+
+
+class _Draws(random.Random):
+    pass
+
+
+class Dice(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice: Any = None
+        self.rolled = 0.0
+
+    def change(self) -> None:
+        if self.changes == 2:
+            self.dice = _Draws(7)
+        if self.dice is not None:
+            self.rolled = self.dice.random()
+
+    def look(self) -> Any:
+        return self.rolled
+
+
+class TensorHooks(Kind):
+    """A tensor that is an attribute gets a hook in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(1, requires_grad=True)
+        self.seen: list[float] = []
+
+    def change(self) -> None:
+        if self.changes > STEP:
+            self.scale.register_hook(self._see)
+        (self.scale * self.changes).sum().backward()
+        self.scale.grad = None
+
+    def _see(self, gradient: Tensor) -> None:
+        self.seen.append(gradient.item())
+
+    def look(self) -> Any:
+        return list(self.seen)
+
+
+class _Folder(type(Path())):  # type: ignore[misc]
+    count: int
+
+
+class PathWithAttributes(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = _Folder("x")
+        self.folder.count = 0
+
+    def change(self) -> None:
+        self.folder.count += 1
+
+    def look(self) -> Any:
+        return [str(self.folder), self.folder.count]
+
+
+class _Rows(np.ndarray):
+    __slots__ = ("label",)
+
+
+class SlotsOfAnArray(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        rows: Any = np.zeros(2).view(_Rows)
+        rows.label = 0
+        self.rows: Any = rows
+
+    def change(self) -> None:
+        self.rows.label += 1
+        self.rows += 1
+
+    def look(self) -> Any:
+        return [self.rows.label, self.rows.tolist()]
+
+
+class Order(Kind):
+    """The order of attributes, which code that iterates them sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Cold()
+        self.part.a, self.part.b = 1, 2  # type: ignore[attr-defined]
+
+    def change(self) -> None:
+        first = next(iter(vars(self.part)))
+        value = vars(self.part).pop(first)
+        setattr(self.part, first, value)
+
+    def look(self) -> Any:
+        return list(vars(self.part))
+
+
+class BytesOfAnArray(Kind):
+    """It is told: in a replacement, the two are no longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Any = bytearray(4)
+        self.shown: Any = None
+
+    def change(self) -> None:
+        if self.changes == 2:
+            self.shown = np.frombuffer(self.memory, dtype=np.uint8)
+        self.memory[0] += 1
+
+    def look(self) -> Any:
+        return [self.memory[0], None if self.shown is None else self.shown.tolist()]
+
+
+class Automatic(Kind):
+    def change(self) -> None:
+        if self.changes > STEP:
+            self.automatic_optimization = not self.automatic_optimization
+
+    def look(self) -> Any:
+        return self.automatic_optimization
+
+
 KINDS: dict[str, type[Kind]] = {each.__name__: each for each in Kind.__subclasses__()}
-OF_PROCESS = ("Globals",)
-"""Kinds of which a process has one state only, so that no other rank can be in the same process."""
+ALONE = ("Globals", "TensorHooks")
+"""Kinds of which a process has one state only, or of which a replacement says that it lacks something."""
 
 
 def notes() -> dict[str, Any]:
@@ -374,7 +524,7 @@ def main() -> None:
         notes().clear()
         L.seed_everything(1, verbose=False)
         fit(KINDS[name](), GoesBack())
-        if name not in OF_PROCESS:
+        if name not in ALONE:
             fit(KINDS[name](), Joins())
         del notes()["sent"]
         print(json.dumps({"kind": name, **notes()}), flush=True)

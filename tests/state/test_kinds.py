@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.state.kinds import KINDS, OF_PROCESS
+from tests.state.kinds import ALONE, KINDS
 from tests.support.ranks import free_port
 
-TOLD = {"Row": "module.row"}
+TOLD = {"Row": "module.row", "BytesOfAnArray": "module.shown"}
 ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -49,7 +49,7 @@ def test_a_rank_goes_back(kind: str, found: dict[str, dict[str, Any]]) -> None:
         assert (state["back"], state["again"], state["told"]) == (state["before"], state["after"], [])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*OF_PROCESS, *TOLD)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*ALONE, *TOLD)])
 def test_another_rank_takes_its_place(kind: str, found: dict[str, dict[str, Any]]) -> None:
     state = found[kind]
     assert (state["joined"], state["then"]) == (state["before"], state["after"])

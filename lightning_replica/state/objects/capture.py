@@ -27,7 +27,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_replica._compat.torch import data_version
-from lightning_replica.core.inexact import Report
+from lightning_replica.core.inexact import Report, Scope
 from lightning_replica.state.objects.contents import (
     COPIED_BYTES,
     FIRST_WINDOWS,
@@ -198,6 +198,10 @@ class Capture:
             raise TypeError(f"{root.name} is no root of this capture.")
         return record
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors, with names."""
+        yield from ((held.name, held.value) for held, _ in self.copies if isinstance(held.value, Tensor))
+
     def copies_by_id(self) -> dict[int, Copy]:
         """Return what tensors and arrays held, by their ``id``."""
         return {id(held.value): copy for held, copy in self.copies}
@@ -241,8 +245,8 @@ class Capture:
                 record.put_back(stands)
             except Exception as error:  # its class runs code of its own, or refuses
                 report(record.name, _not_put_back(error), "once")
-            if isinstance(record, Unknown):
-                _report_unrestored(record, report)
+            if isinstance(record, Unknown) and (why := why_unrestored(record)) is not None:
+                report(record.name, *why)
             elif isinstance(record, Attributes):
                 wake_waiting(record.values)
         methods = (each for each in self.records.values() if isinstance(each, Closure))
@@ -313,12 +317,14 @@ def _not_put_back(error: Exception) -> str:
     return f"it could not be put back ({type(error).__name__}: {error})"
 
 
-def _report_unrestored(record: Unknown, report: Report) -> None:
+def why_unrestored(record: Unknown) -> tuple[str, Scope] | None:
+    """Return why an object cannot be as it was when it was recorded; None if it is, or no result depends on it."""
     changed, what = record.has_changed(), describe(record.value)
     if changed:
-        report(record.name, f"it is a {what}, which has changed and cannot be restored")
-    elif changed is None and not is_harmless(type(record.value)):
-        report(record.name, f"it is a {what}, and nothing shows whether it changes", "unknown")
+        return f"it is a {what}, which has changed and cannot be restored", "fault"
+    if changed is None and not is_harmless(type(record.value)):
+        return f"it is a {what}, and nothing shows whether it changes", "unknown"
+    return None
 
 
 class Recorder:
@@ -512,6 +518,8 @@ class Recorder:
                 yield from self._reach_content(name, value, reached, inside)
             if getattr(value, "__dict__", None):  # of a class of its own, as a masked one
                 yield ~key, Attributes(value, name)
+            elif slots_of(type(value)):
+                yield ~key, Slots(value, name)
         elif kind is Kind.OBJECT:
             if hasattr(value, "__dict__"):
                 yield id(value), Attributes(value, name)

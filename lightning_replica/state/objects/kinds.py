@@ -95,6 +95,10 @@ _IMMUTABLE: Final = (
     *(types.GenericAlias, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(np.ufunc, logging.Logger, torch.finfo, torch.iinfo),
 )
+_VALUES_BY_PICKLE: Final = (
+    *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction),
+    uuid.UUID,
+)
 # State that other code of this package restores, or that is no state of the training.
 _CLOSED: Final = (
     *(Logger, Strategy, pl.Trainer, torch.distributed.ProcessGroup),
@@ -168,6 +172,8 @@ def kind_of_class(cls: type) -> Kind:
     """Return the kind of the instances of a class."""
     if has_value(cls):
         return Kind.OBJECT
+    if issubclass(cls, _VALUES_BY_PICKLE) and cls.__dictoffset__ != 0 and not is_of_pandas(cls):
+        return Kind.REBUILT  # the user's, with attributes
     if issubclass(cls, np.void):  # a row whose fields can be written to
         return Kind.OPAQUE
     for kind, classes in _BY_CLASS:

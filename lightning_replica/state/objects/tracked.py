@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_replica.core.inexact import Report, Scope
 from lightning_replica.state.atoms import ATOMS, is_same_atom
-from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root
+from lightning_replica.state.objects.capture import Anchors, Capture, Recorder, Root, why_unrestored
 from lightning_replica.state.objects.contents import COPIED_BYTES
 from lightning_replica.state.objects.kinds import Kind, kind_of
-from lightning_replica.state.objects.records import Attributes, Entries, Items, Record, Slots
+from lightning_replica.state.objects.records import Attributes, Entries, Items, Record, Slots, Unknown
 from lightning_replica.state.objects.segments import BrokenUpError, Part, Segment, Segments
 from lightning_replica.state.objects.shared_memory import address_of, is_writable
 from lightning_replica.state.objects.wire import Decoder, Encoder
@@ -167,10 +167,24 @@ class Tracked:
         self._unsaved = taken.capture
 
     def saved(self, taken: Taken) -> list[Any]:
-        """Return what has changed since `begin_to_save`, as plain data; without what is large."""
+        """Return what has changed since `begin_to_save`, as plain data; without what is large.
+
+        Report objects in C that are not saved because nothing is known of what they hold.
+        """
+        self._report_unsaved(taken.capture)
         known = _known(taken.capture, taken.anchors)
         changed = dict(_changed(taken.capture, self._unsaved, False, known))
         return self.encoded(Taken(taken.capture, taken.anchors, changed), SAVED)
+
+    def _report_unsaved(self, capture: Capture) -> None:
+        """Report what a process that resumes makes anew, though it may hold something else here by now."""
+        first = {} if self._first is None else self._first.records
+        for key, record in capture.records.items():
+            before = first.get(key)
+            if isinstance(record, Unknown) and isinstance(before, Unknown) and record.value is before.value:
+                why = why_unrestored(before)
+                if why is not None:
+                    self._report(record.name, f"{why[0]}, and no checkpoint holds it", "resume")
 
     def mirrored(self, taken: Taken) -> list[Any]:
         """Return what `encoded` does with the limits `MIRRORED`, and encode again only what has changed.

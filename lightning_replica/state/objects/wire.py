@@ -251,6 +251,7 @@ class Encoder:
             where = [self._anchors.name_of_memory(value), own.__array_interface__["data"][0] - address_of(own)]
             return ["view of an array", identity, *where, own.dtype.str, list(own.shape), list(own.strides)]
         if kind is Kind.ARRAY:
+            self._report_bytes_under(value, name)
             content: Any = record.copy if isinstance(record, Content) else self._copies.get(key)
             content = plain_of(value) if content is None else content
             if content.dtype.isnative and content.dtype.str[1:] in _OF_TORCH:
@@ -268,6 +269,16 @@ class Encoder:
             kind_of_items = "tuple" if isinstance(value, tuple) else "frozenset"
             return [kind_of_items, identity, _class_of(value), items, *_made_class_of(value)]
         return self._left_out(value)
+
+    def _report_bytes_under(self, value: Any, name: str) -> None:
+        """Report an array made in training that shows the bytes of an object of Python's."""
+        base = value
+        while isinstance(base, np.ndarray):
+            base = base.base
+        base = base.obj if isinstance(base, memoryview) else base
+        if isinstance(base, (bytearray, array.array)) and id(value) not in self._names:
+            why = f"it shows the content of a {type(base).__name__}, which it will not do in a replacement"
+            self._report(name, why, "replacement")
 
     def _encode_array(self, value: Any, content: Any, identity: list[Any], name: str, depth: int) -> Any:
         """Return an array of times, texts, records or objects."""
@@ -986,6 +997,10 @@ class Decoder:
                     slot.__set__(made, value)
             else:
                 attributes[attribute] = value
+        order = [attribute for attribute, _ in pairs if attribute in attributes]
+        if order != [*attributes]:  # code that iterates them sees it
+            for attribute in order:
+                attributes[attribute] = attributes.pop(attribute)
 
 
 def _attribute_of(value: Any, name: str) -> Any:

@@ -1,26 +1,40 @@
-"""torch's settings for the whole process, which user code may change in training, as TF32 from some step on.
+"""Settings of torch and NumPy for the whole process, which user code may change in training, as TF32 from some step on.
 
 What is computed depends on them. A rank that goes back sets them back; a replacement gets them from a peer. The number
 of threads may differ from rank to rank; `trainer.session` sees to it.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
+import numpy as np
 import torch
-from torch.backends import cuda, cudnn
+from torch.backends import cuda, cudnn, mkldnn, opt_einsum
 
 from lightning_replica._compat.torch import float32_precision
+from lightning_replica.devices.host import HOST
 
 _Pair = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-def _of_cudnn(name: str) -> _Pair:
-    return lambda: getattr(cudnn, name), lambda value: setattr(cudnn, name, value)
+def _of(owner: Any, name: str) -> _Pair:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _flushes_denormals() -> bool:
+    """Return whether tiny results become 0, which torch does not tell: the processor does it to Python's, too."""
+    return _TINY * 0.5 == 0.0
+
+
+def _set_default_device(kind: str) -> None:
+    torch.set_default_device(None if kind == HOST.type else kind)
 
 
 _PRECISION: Final = "precision of float32 products"
+_TINY: Final = sys.float_info.min
+_OF_EINSUM: Final = ("enabled", "strategy") if opt_einsum.is_available() else ()
 _NEWER: Final = "precisions of float32"
 _SETTINGS: Final[dict[str, _Pair]] = {
     "default dtype": (
@@ -36,11 +50,17 @@ _SETTINGS: Final[dict[str, _Pair]] = {
         lambda: [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
-    **{f"cudnn.{name}": _of_cudnn(name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")},
-    "sums in bfloat16": (
-        lambda: cuda.matmul.allow_bf16_reduced_precision_reduction,
-        lambda value: setattr(cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
-    ),
+    "default device": (
+        lambda: torch.get_default_device().type,
+        _set_default_device,
+    ),  # each rank has an index of its own
+    "denormal numbers are 0": (_flushes_denormals, torch.set_flush_denormal),
+    "errors of NumPy": (np.geterr, lambda value: np.seterr(**value)),
+    "oneDNN": _of(mkldnn, "enabled"),
+    **{f"opt_einsum.{name}": _of(opt_einsum, name) for name in _OF_EINSUM},
+    **{f"cudnn.{name}": _of(cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")},
+    "sums in bfloat16": _of(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    "sums in float16": _of(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     "attention by cuDNN": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     "memory-efficient attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
@@ -49,7 +69,7 @@ _SETTINGS: Final[dict[str, _Pair]] = {
 
 
 def take() -> dict[str, Any]:
-    """Return torch's settings, as plain data."""
+    """Return the settings, as plain data."""
     found = {}
     for name, (read, _) in _SETTINGS.items():
         # The script uses torch's newer interface for the precision, which this one refuses to describe.
@@ -74,5 +94,6 @@ def put_back(settings: dict[str, Any]) -> None:
                 owner.fp32_precision = value
     for name, value in settings.items():
         if name in _SETTINGS and name in now and now[name] != value:
-            with suppress(RuntimeError):  # torch's own tests forbid to set some of them
+            # torch's own tests forbid to set some of them; opt_einsum has no strategy while it is not enabled.
+            with suppress(RuntimeError, ValueError):
                 _SETTINGS[name][1](value)

@@ -1,13 +1,14 @@
-"""torch's settings for the whole process: what user code changes in training is set back."""
+"""Settings of torch and NumPy for the whole process: what user code changes in training is set back."""
 
 import json
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
-from torch.backends import cuda, cudnn
+from torch.backends import cuda, cudnn, mkldnn, opt_einsum
 
-from lightning_replica.state import torch_settings
+from lightning_replica.state import process_settings
 
 CHANGES: dict[str, Callable[[], object]] = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
@@ -18,38 +19,46 @@ CHANGES: dict[str, Callable[[], object]] = {
     "cudnn.deterministic": lambda: setattr(cudnn, "deterministic", True),
     "cudnn.allow_tf32": lambda: setattr(cudnn, "allow_tf32", False),
     "sums in bfloat16": lambda: setattr(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "sums in float16": lambda: setattr(cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    "default device": lambda: torch.set_default_device("meta"),
+    "denormal numbers are 0": lambda: torch.set_flush_denormal(True),
+    "errors of NumPy": lambda: np.seterr(over="raise"),
+    "oneDNN": lambda: setattr(mkldnn, "enabled", False),
     "attention by cuDNN": lambda: cuda.enable_cudnn_sdp(False),
     "cudnn.enabled": lambda: setattr(cudnn, "enabled", False),
     "flash attention": lambda: cuda.enable_flash_sdp(False),
     "memory-efficient attention": lambda: cuda.enable_mem_efficient_sdp(False),
     "attention by matrix products": lambda: cuda.enable_math_sdp(False),
 }
+if opt_einsum.is_available():
+    CHANGES["opt_einsum.enabled"] = lambda: setattr(opt_einsum, "enabled", False)
+    CHANGES["opt_einsum.strategy"] = lambda: setattr(opt_einsum, "strategy", "optimal")
 
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # torch.testing, which other tests import, forbids to set some.
     monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "flags_frozen", lambda: False)
-    before = torch_settings.take()
+    before = process_settings.take()
     yield
-    torch_settings.put_back(before)
+    process_settings.put_back(before)
 
 
 def test_all_are_tried() -> None:
-    assert CHANGES.keys() == torch_settings.take().keys()
+    assert CHANGES.keys() == process_settings.take().keys()
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_is_set_back(name: str) -> None:
-    before = json.loads(json.dumps(torch_settings.take()))
+    before = json.loads(json.dumps(process_settings.take()))
     CHANGES[name]()
-    changed = torch_settings.take()
+    changed = process_settings.take()
     assert [each for each in before if changed[each] != before[each]] == [name]
-    torch_settings.put_back(before)
-    assert torch_settings.take() == before
-    torch_settings.put_back(changed)
-    assert torch_settings.take() == changed
+    process_settings.put_back(before)
+    assert process_settings.take() == before
+    process_settings.put_back(changed)
+    assert process_settings.take() == changed
 
 
 def test_a_setting_that_this_torch_does_not_know_is_left_alone() -> None:
-    torch_settings.put_back({"another": 1})
+    process_settings.put_back({"another": 1})
