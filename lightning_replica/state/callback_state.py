@@ -20,6 +20,7 @@ from lightning_replica._compat.tree import Tree
 from lightning_replica.core.inexact import Report, warn
 from lightning_replica.state.objects.contents import copy_of
 from lightning_replica.state.own_states import States
+from lightning_replica.state.reachable import is_users
 
 # Attributes beside the `state_dict` that decide what the callback does next.
 _EXTRAS: dict[type[pl.Callback], tuple[str, ...]] = {
@@ -56,9 +57,12 @@ class CallbackStates:
         self.packed = []
         return {key: self._take(key, callback) for key, callback in callbacks.items()}
 
-    def _take(self, key: str, callback: Any) -> dict[str, Any]:
+    def _take(self, key: str, callback: Any) -> dict[str, Any] | None:
         extras = {name: getattr(callback, name) for name in _extras(callback) if hasattr(callback, name)}
-        taken: dict[str, Any] = self._states.take(key, callback, {"state": callback.state_dict(), "extras": extras})
+        state = {"state": callback.state_dict(), "extras": extras}
+        taken: dict[str, Any] | None = self._states.take(key, callback, state, is_users(callback))
+        if taken is None:
+            return None
         if isinstance(callback, _WITH_MODEL) and callback._average_model is not None:
             known = self._models.get(key)
             if known is None or known[0] != repr(extras):
@@ -107,7 +111,7 @@ def follow_weight_averaging(trainer: pl.Trainer, saved: Mapping[str, Any]) -> No
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, StochasticWeightAveraging) or callback._initialized:
             continue
-        if saved.get(callback.state_key, {}).get("extras", {}).get("_initialized"):
+        if (saved.get(callback.state_key) or {}).get("extras", {}).get("_initialized"):
             progress: Any = trainer.fit_loop.epoch_progress.current
             now, progress.processed = progress.processed, callback.swa_start
             callback.on_train_epoch_start(trainer, trainer.lightning_module)

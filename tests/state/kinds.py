@@ -336,6 +336,35 @@ class SchedulerOfTheModule(Kind):
         return [scheduler.module is self, scheduler.meter is self.meter, self.meter, scheduler.last_epoch]
 
 
+class _Keeps(L.Callback):
+    """A callback whose state refers to the module."""
+
+    def __init__(self, module: "CallbackOfTheModule") -> None:
+        self.module, self.seen = module, module.seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"module": self.module, "seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.module, self.seen = state_dict["module"], state_dict["seen"]
+
+
+class CallbackOfTheModule(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+        self.keeps = _Keeps(self)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [self.keeps]
+
+    def change(self) -> None:
+        self.keeps.seen[0] += 1
+
+    def look(self) -> Any:
+        return [self.keeps.module is self, self.keeps.seen is self.seen, self.seen]
+
+
 class _Draws(random.Random):
     pass
 
