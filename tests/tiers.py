@@ -73,6 +73,7 @@ CASES = (
     "tests/faults/test_hopeless.py::test_no_replacement_can_be_had[0]",
     "tests/faults/test_matrix.py::test_one_fault_after_the_other",
     "tests/faults/test_npu.py::test_an_error_that_may_be_in_every_shard[True]",
+    "tests/faults/test_npu.py::test_what_takes_the_process[0]",
     "tests/faults/test_wrong_bits.py::test_an_update_that_went_wrong_with_two_holders",
     "tests/launch/test_hang.py::test_a_stopped_rank[reduction-3]",
     "tests/launch/test_script.py::test_a_killed_rank_comes_back[1-0]",

@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.quasirandom import SobolEngine
@@ -483,6 +484,23 @@ class Automatic(Kind):
 
     def look(self) -> Any:
         return self.automatic_optimization
+
+
+class OwnCombinedLoader(Kind):
+    """It is told: it says how far it has come, but cannot go back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.combined = CombinedLoader({"a": range(20)}, "min_size")
+        self.drawn = -1
+
+    def change(self) -> None:
+        if self.combined._iterator is None:
+            iter(self.combined)
+        self.drawn = next(self.combined)[0]["a"]
+
+    def look(self) -> Any:
+        return self.drawn
 
 
 KINDS: dict[str, type[Kind]] = {each.__name__: each for each in Kind.__subclasses__()}

@@ -11,7 +11,7 @@ import pytest
 from tests.state.kinds import ALONE, KINDS
 from tests.support.ranks import free_port
 
-TOLD = {"Row": "module.row", "BytesOfAnArray": "module.shown"}
+TOLD = {"Row": "module.row", "BytesOfAnArray": "module.shown", "OwnCombinedLoader": "module.combined"}
 ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
