@@ -175,9 +175,7 @@ def kind_of_class(cls: type) -> Kind:
         return Kind.OBJECT
     if issubclass(cls, _VALUES_BY_PICKLE) and cls.__dictoffset__ != 0 and not is_of_pandas(cls):
         return Kind.REBUILT  # the user's, with attributes
-    if issubclass(
-        cls, (np.void, CombinedLoader)
-    ):
+    if issubclass(cls, (np.void, CombinedLoader)):  # rows whose fields can be set, and what code may iterate itself
         return Kind.OPAQUE
     for kind, classes in _BY_CLASS:
         if issubclass(cls, classes):
