@@ -18,10 +18,10 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from types import FunctionType
+from types import FunctionType, GeneratorType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -510,6 +510,8 @@ class Recorder:
             return
         if key in self._records or ~key in self._records:
             return
+        if type(value) is GeneratorType and isinstance(parent.value, AbstractContextManager):
+            return  # it waits for the end of its block
         name = parent.name + name
         if kind is Kind.TENSOR:
             yield from self._reach_tensor(name, value, reached, inside)

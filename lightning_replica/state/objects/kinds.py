@@ -18,6 +18,7 @@ import enum
 import fractions
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import logging
@@ -25,6 +26,7 @@ import multiprocessing.connection
 import multiprocessing.process
 import multiprocessing.queues
 import multiprocessing.synchronize
+import os
 import pathlib
 import pickle
 import queue
@@ -148,6 +150,7 @@ _HARMLESS_NAMES: Final = frozenset(
     (("pandas", "BlockValuesRefs"), ("pandas", "NAType"), ("numpy", "_ArrayFunctionDispatcher"), ("ssl", "SSLContext"))
 )
 
+_STAGES: Final = {inspect.GEN_CREATED: 0, inspect.GEN_CLOSED: 1}
 _FOR_PICKLE: Final = ("__reduce__", "__reduce_ex__", "__getstate__")
 _ATTRIBUTES_SUFFICE: Final = (BaseException, threading.local)
 _NOT_SLOTS: Final = ("__dict__", "__weakref__")
@@ -384,8 +387,8 @@ def probe(value: Any) -> Any:
     """Return something that shows whether an opaque value has changed; None if nothing does."""
     if issubclass(type(value), (weakref.ProxyType, weakref.CallableProxyType)):
         return None
-    if isinstance(value, types.GeneratorType):
-        return (-1, 0) if value.gi_frame is None else (value.gi_frame.f_lasti, value.gi_frame.f_lineno)
+    if isinstance(value, types.GeneratorType):  # between two items, nothing shows which one is next
+        return _STAGES.get(inspect.getgeneratorstate(value))
     if isinstance(value, CombinedLoader):
         return combining_state(value)
     if isinstance(value, ITERTOOLS):
@@ -393,12 +396,20 @@ def probe(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None if nn.parameter.is_lazy(value) else write_count(value)
     if isinstance(value, queue.SimpleQueue):
-        return value.qsize()
+        return 0 if value.empty() else None
     if type(value).__module__ == "sqlite3" and hasattr(value, "total_changes"):
         return _changes_in_memory(value)
     if isinstance(value, io.IOBase):
         with contextlib.suppress(OSError, ValueError):
-            return value.tell()
+            return value.tell(), _stamp_of(value)
+    return None
+
+
+def _stamp_of(file: Any) -> Any:
+    """Return the size of a file, and when it was last written to; None of a stream without a file."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.fstat(file.fileno())
+        return found.st_size, found.st_mtime_ns
     return None
 
 
